@@ -117,7 +117,7 @@ def forward(model: nn.Module, **options: Any) -> Work:
 
 
 def analyze(model: Any, *analyzers: Analyzer) -> Work:
-    return lambda tokens: lsim.analyze(model, tokens, list(analyzers), batch_size=len(tokens))["cka"].values
+    return lambda tokens: lsim.analyze(model, lsim.Data(tokens, batch_size=len(tokens)), list(analyzers))["cka"].values
 
 
 # ---- (c) packages for CKA

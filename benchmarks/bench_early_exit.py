@@ -159,7 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = lsim.demo_model() if arguments.model == "demo" else load(arguments.model).eval()
     text = arguments.data.read_text(encoding="utf-8") if arguments.data else "\n\n".join(lsim.demo_text())
-    curve = lsim.analyze(model, [text], [lsim.ExitCurve()], seq_len=128, max_tokens=arguments.tokens)["exit_curve"]
+    curve = lsim.analyze(model, lsim.Data([text], seq_len=128, max_tokens=arguments.tokens), [lsim.ExitCurve()])["exit_curve"]
     lines = []
     for batch in arguments.batches:
         lines += table(model, curve, text, batch, arguments)

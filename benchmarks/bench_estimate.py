@@ -69,7 +69,7 @@ def row(
             cost = lsim.estimate(model, analyzers, tokens=tokens.numel(), batch_size=ROWS, seq_len=LENGTH)
         expected.append(cost.seconds)
         start = clock()
-        lsim.analyze(model, tokens, analyzers, batch_size=ROWS)
+        lsim.analyze(model, lsim.Data(tokens, batch_size=ROWS), analyzers)
         taken.append(clock() - start)
     peak = measured_peak(model, tokens[:ROWS], analyzers)
     flops = sum(cost.scaled(tokens=ROWS * LENGTH).flops.values())
@@ -92,7 +92,7 @@ def measured_flops(model: torch.nn.Module, tokens: torch.Tensor, analyzers: list
     fused = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
-        lsim.analyze(model, tokens, analyzers, batch_size=ROWS)
+        lsim.analyze(model, lsim.Data(tokens, batch_size=ROWS), analyzers)
     model.set_attn_implementation(fused)
     return counter.get_total_flops()
 
@@ -100,7 +100,7 @@ def measured_flops(model: torch.nn.Module, tokens: torch.Tensor, analyzers: list
 def measured_peak(model: torch.nn.Module, tokens: torch.Tensor, analyzers: list[Analyzer]) -> int:
     """Most bytes that torch's allocator held at once during a run of one batch, beside what it held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        lsim.analyze(model, tokens, analyzers, batch_size=ROWS)
+        lsim.analyze(model, lsim.Data(tokens, batch_size=ROWS), analyzers)
     held = peak = 0
     events = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):

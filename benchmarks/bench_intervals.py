@@ -38,7 +38,7 @@ def main() -> None:
 
     def seconds(intervals: bool) -> tuple[float, float]:
         wall, processor = time.perf_counter(), time.process_time()
-        lsim.analyze(model, rows, analyzers, batch_size=options.rows, intervals=intervals)
+        lsim.analyze(model, lsim.Data(rows, batch_size=options.rows), analyzers, intervals=intervals)
         return time.perf_counter() - wall, time.process_time() - processor
 
     seconds(False), seconds(True)

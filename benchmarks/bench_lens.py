@@ -27,7 +27,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
 from tl_layersim.data.batches import Batches
-from tl_layersim.data.options import DataOptions
+from tl_layersim.data.data import Data
 from tl_layersim.models import View
 from tl_layersim.models.chunked_logit_lens import read_lens, saturation_layers
 from tl_layersim.models.view import reduce
@@ -42,7 +42,7 @@ class Case:
     def __init__(self, models: Models, tokens: Tensor) -> None:
         self.models, self.tokens = models, tokens
         source = open_source(models.hf)
-        self.batch = next(iter(Batches(tokens, source.model, DataOptions(batch_size=len(tokens)))))
+        self.batch = next(iter(Batches(Data(tokens, batch_size=len(tokens)), source.model)))
         self.view = source.collect(self.batch)
         self.weight = models.hf.lm_head.weight.detach()
         self.layers = self.view.activations.shape[0] - 1

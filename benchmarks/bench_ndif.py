@@ -85,18 +85,17 @@ def table(name: str, server: Server, asked: argparse.Namespace) -> str:
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    far = TransformersModel(name, task="text-generation", tokenizer=tokenizer)
+    shell = TransformersModel(name, task="text-generation", tokenizer=tokenizer)
     near = TransformersModel(name, task="text-generation", tokenizer=tokenizer, dispatch=True, dtype=torch.float32)
     texts = [text for text in lsim.demo_text() if len(text) > 40] * 8
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
     depth = request_pipeline.MOST_ON_SERVER
 
-    def run(model: object, count: int, ahead: int = depth, **where: object) -> tuple[Run, dict[str, torch.Tensor]]:
+    def run(model: object, count: int, ahead: int = depth) -> tuple[Run, dict[str, torch.Tensor]]:
         request_pipeline.MOST_ON_SERVER = ahead
         there, here = model_seconds(server), time.process_time()
-        report = lsim.analyze(
-            model, texts, analyzers, batch_size=count, seq_len=LENGTH, pack=True, max_tokens=asked.rows * LENGTH, **where
-        )
+        data = lsim.Data(texts, batch_size=count, seq_len=LENGTH, pack=True, max_tokens=asked.rows * LENGTH)
+        report = lsim.analyze(model, data, analyzers)
         here, there = time.process_time() - here, model_seconds(server) - there
         record = report["cka"].provenance
         # The seconds of the pass alone: opening a source asks the server three questions and runs one token.
@@ -108,11 +107,11 @@ def table(name: str, server: Server, asked: argparse.Namespace) -> str:
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for count in asked.sequences:
-        through = {"remote": server.url, "tokens_per_request": count * LENGTH}
+        far = lsim.open_model(shell, remote=server.url, tokens_per_request=count * LENGTH)
         kinds = {
             "local": partial(run, near, count),
-            "single": partial(run, far, count, 1, **through),
-            "ahead": partial(run, far, count, depth, **through),
+            "single": partial(run, far, count, 1),
+            "ahead": partial(run, far, count, depth),
         }
         for kind in kinds.values():
             kind()

@@ -52,7 +52,7 @@ def seconds(model: Any, tokens: Tensor, analyzer: Any) -> tuple[float, float]:
     """Wall-clock and processor seconds of one analysis."""
     gc.collect()
     start, own = time.perf_counter(), time.process_time()
-    lsim.analyze(model, tokens, [analyzer], batch_size=len(tokens))
+    lsim.analyze(model, lsim.Data(tokens, batch_size=len(tokens)), [analyzer])
     return time.perf_counter() - start, time.process_time() - own
 
 

@@ -28,7 +28,6 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batch, Batches
-from tl_layersim.data.options import DataOptions
 from tl_layersim.remote.open import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
 from tl_layersim.stitching.adapters import adapter_kind
@@ -53,7 +52,7 @@ def rows_of(model: Any, text: Path, rows: int, length: int) -> Tensor:
 
 
 def batches_of(model: Any, tokens: Tensor, size: int) -> tuple[Batch, ...]:
-    return tuple(Batches(tokens, open_split_model(model, None, False).model, DataOptions(batch_size=size)))
+    return tuple(Batches(lsim.Data(tokens, batch_size=size), open_split_model(model).model))
 
 
 class Steps:
@@ -64,7 +63,7 @@ class Steps:
         self.layer = len(front.model.layers) // 2
         d = front.config.hidden_size
         self.weight, self.bias = torch.nn.Parameter(torch.eye(d)), torch.nn.Parameter(torch.zeros(d))
-        self.models = [open_split_model(front, None, False), open_split_model(back, None, False)]
+        self.models = [open_split_model(front), open_split_model(back)]
         self.acts = ActivationStore(self.models[0], self.layer, batches_of(front, tokens, len(tokens)))
 
     def naive(self) -> None:
@@ -109,7 +108,7 @@ class Steps:
             settings = lsim.StitchTraining(steps=2, relative=False)
             loss = BackLoss(self.acts, back, self.layer, [self.acts.batches[0].next_tokens])
             note = lambda _: ends.append(time.perf_counter())  # noqa: E731
-            descend(start, loss, settings, 0, Trained(), note, Progress(None, {}))
+            descend(start, loss, settings, Trained(), note, Progress(None, {}))
         self.seconds = ends[1] - ends[0]
 
 
@@ -155,7 +154,7 @@ class Reached(Exception):
 
 def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
     """Closed form and training to the same training loss, on the same batches."""
-    models = [open_split_model(front, None, False), open_split_model(back, None, False)]
+    models = [open_split_model(front), open_split_model(back)]
     batches = batches_of(front, tokens, 8)
     d = front.config.hidden_size
     with models[0].evaluating(), models[1].evaluating():
@@ -186,7 +185,7 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
                 loss = BackLoss(acts, models[1], layer, [b.next_tokens for b in batches])
                 settings = lsim.StitchTraining(steps=100_000, warmup=50)
                 identity = start_of(adapter_kind("affine"), d, d).float()
-                descend(identity, loss, settings, 0, Trained(), watch, Progress(None, {}))
+                descend(identity, loss, settings, Trained(), watch, Progress(None, {}))
             except Reached:
                 pass
         trained = time.perf_counter() - start

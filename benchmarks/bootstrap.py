@@ -14,6 +14,7 @@ import os
 import random
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ FIELDS = {
 
 
 def documents_of(
-    model: Any, texts: list[str], analyzers: list[Any], **options: Any
+    model: Any, data: lsim.Data, documents: int, analyzers: list[Any]
 ) -> dict[str, tuple[Any, Any, list[DataBlock]]]:
     """By analyzer: itself, its run, and the sums of each document."""
     found = {}
@@ -48,8 +49,8 @@ def documents_of(
         return result
 
     # One block for each document, and no replicates.
-    most, report_assembly.replicated, blocks.MOST_BLOCKS = blocks.MOST_BLOCKS, keep, len(texts) + 1
-    lsim.analyze(model, texts, analyzers, batch_size=1, intervals=True, **options)
+    most, report_assembly.replicated, blocks.MOST_BLOCKS = blocks.MOST_BLOCKS, keep, documents + 1
+    lsim.analyze(model, data, analyzers, intervals=True)
     blocks.MOST_BLOCKS = most
     return found
 
@@ -120,11 +121,11 @@ def main() -> None:
     # A document is one row: cut here, because `analyze` continues long texts in further rows.
     lines = [line for line in args.data.read_text().splitlines() if len(line) > 100][: args.texts]
     texts = [tokenizer.decode(tokenizer(line)["input_ids"][: args.seq_len - 4], skip_special_tokens=True) for line in lines]
-    options = {"tokenizer": tokenizer, "seq_len": args.seq_len}
+    read = partial(lsim.Data, texts, tokenizer=tokenizer, seq_len=args.seq_len, batch_size=1)
     start = time.perf_counter()
-    found = documents_of(model, texts, [lsim.Cosine(center="none"), lsim.CKA(minibatch=32)], skip_first=4, **options)
+    found = documents_of(model, read(skip_first=4), len(texts), [lsim.Cosine(center="none"), lsim.CKA(minibatch=32)])
     lens_positions = slice(args.lens_step - 1, None, args.lens_step)
-    found |= documents_of(model, texts, [lsim.LogitLens()], positions=lens_positions, **options)
+    found |= documents_of(model, read(positions=lens_positions), len(texts), [lsim.LogitLens()])
     print(f"{len(texts)} texts read in {time.perf_counter() - start:.0f} s", flush=True)
     table = ["| field | in the order of the data | shuffled |", "| --- | --- | --- |"]
     for name, (analyzer, run, documents) in found.items():

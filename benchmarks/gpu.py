@@ -234,7 +234,7 @@ def one_pass(device: Device, shape: Shape, deadline: float, repeats: int) -> Tim
             return work
 
         def analyze(*analyzers: Any) -> Work:
-            return lambda: lsim.analyze(model, tokens, list(analyzers), batch_size=len(tokens))
+            return lambda: lsim.analyze(model, lsim.Data(tokens, batch_size=len(tokens)), list(analyzers))
 
         variants = {
             "forward pass": bare(model),

@@ -51,7 +51,9 @@ def nuisance(spread: float, seed: int) -> tuple[float, float]:
     labels = (targets + draw(ROWS, TARGETS) * 0.3).argmax(1)
     x = torch.cat([signal, spread * draw(ROWS, 1), targets], dim=1)
     probe = lsim.LinearProbe(labels=labels)
-    report = lsim.analyze(TwoSites(), {"x": x}, [lsim.LinearPredictivity(), probe], layers=["step"], batch_size=ROWS)
+    report = lsim.analyze(
+        lsim.open_model(TwoSites(), layers=["step"]), lsim.Data({"x": x}, batch_size=ROWS), [lsim.LinearPredictivity(), probe]
+    )
     return float(report["linear_predictivity"].values[0, 1]), float(report["linear_probe"].accuracy[0])
 
 
@@ -62,8 +64,8 @@ def selectivity(model: Any, rows: list[list[int]]) -> None:
     before = torch.cat([torch.full((len(rows), 1), -100), starts[:, :-1]], dim=1)
     print("\n### Selectivity\n\n| label | measure | by layer |\n| --- | --- | --- |")
     for name, labels in {"the token starts a word": starts, "the token before starts a word": before}.items():
-        for method in ("ridge", "logistic"):
-            found = lsim.linear_probe(model, rows, labels=labels, control="token", method=method)
+        for method, probe in {"ridge": lsim.LinearProbe, "logistic": lsim.LogisticProbe}.items():
+            found = lsim.linear_probe(model, rows, probe(labels=labels, control="token"))
             for field in ("accuracy", "control_accuracy", "selectivity"):
                 numbers = ", ".join(f"{value:.3f}" for value in getattr(found, field).tolist())
                 print(f"| {name}, {method} | {field} | {numbers} |", flush=True)

@@ -47,11 +47,8 @@ def measure(model: Any, texts: list[str], tokens: int, seq_len: int, heads: lsim
     """What its layers say and how they lie, on held-out text; by heads of their own where they have them."""
     report = lsim.analyze(
         model,
-        texts,
+        lsim.Data(texts, max_tokens=tokens, seq_len=seq_len, pack=True),
         [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads), lsim.Cosine(center="none"), lsim.ExitCurve(heads=heads)],
-        max_tokens=tokens,
-        seq_len=seq_len,
-        pack=True,
     )
     lens, exits = report["logit_lens"], report["exit_curve"]
     near = exits.threshold_for(agreement=0.95)
@@ -108,13 +105,9 @@ def main() -> None:
             kept = options.out / f"{arm}-{seed}.part"
             result = lsim.finetune_aligned(
                 model,
-                train,
+                lsim.Data(train, batch_size=options.batch_size, seq_len=options.seq_len, pack=True),
                 training,
-                # The measure comes afterwards, on more text.
                 eval_data=test[:4],
-                batch_size=options.batch_size,
-                seq_len=options.seq_len,
-                pack=True,
                 checkpoint=kept,
             )
             minutes = (time.perf_counter() - start) / 60

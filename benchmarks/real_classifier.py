@@ -91,6 +91,7 @@ def main() -> None:
     reading: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": options.batch_size, "seq_len": options.seq_len}
     if options.task == "pairs":
         reading["column"] = ("first", "second")
+    held_out = lsim.Data(test, **reading)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.arms}
     for seed in options.seeds:
         for name in options.arms:
@@ -109,9 +110,9 @@ def main() -> None:
                     steps=options.steps, lr=options.lr, warmup=options.steps // 10, seed=seed, save_to=folder, **ARMS[name]
                 )
                 # The held-out rows are evaluated below; a few of them are enough for the curves of the training.
-                lsim.finetune_aligned(model, train, training, eval_data=test[:64], **reading)
+                lsim.finetune_aligned(model, lsim.Data(train, **reading), training, eval_data=test[:64])
             analyzers = [lsim.LogitLens(labels="data"), lsim.TaskMetrics(labels="data"), lsim.Saturation(), lsim.Cosine()]
-            report = lsim.analyze(model, test, analyzers, **reading)
+            report = lsim.analyze(model, held_out, analyzers)
             lens, saturation = report["logit_lens"], report["saturation"]
             found[name].append(
                 {

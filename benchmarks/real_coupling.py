@@ -22,7 +22,7 @@ LENGTH = 32
 
 def measure(model: Any, rows: torch.Tensor) -> BlockCouplingResult:
     """Coupling over all prompts."""
-    found: BlockCouplingResult = lsim.analyze(model, rows, lsim.BlockCoupling(k=KS), batch_size=4)["block_coupling"]
+    found: BlockCouplingResult = lsim.analyze(model, lsim.Data(rows, batch_size=4), lsim.BlockCoupling(k=KS))["block_coupling"]
     return found
 
 

@@ -16,8 +16,8 @@ import tl_layersim as lsim
 
 
 def tables(name: str, model: Any, texts: list[str], tokens: int) -> None:
-    options: dict[str, Any] = {"pack": True, "max_tokens": tokens, "skip_first": SKIP, "seq_len": 256}
-    report = lsim.analyze(model, texts, [lsim.Contribution(), lsim.SkipEffect()], **options)
+    data = lsim.Data(texts, pack=True, max_tokens=tokens, skip_first=SKIP, seq_len=256)
+    report = lsim.analyze(model, data, [lsim.Contribution(), lsim.SkipEffect()])
     added, effect = report["contribution"], report["skip_effect"]
     p = added.provenance
     print(f"### {name}\n\n{p.tokens} tokens in {p.sequences} rows, the first {SKIP} of each row left out; ", end="")

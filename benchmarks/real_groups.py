@@ -41,10 +41,8 @@ def accuracies(model: Any, test: list[dict[str, Any]], tokenizer: Any, options: 
     """Accuracy on held-out rows where the cue is right, random and wrong."""
     found = {}
     for name, agreement in CONDITIONS.items():
-        data = with_cues(test, agreement, 10_000)
-        report = lsim.analyze(
-            model, data, lsim.LogitLens(labels="data"), tokenizer=tokenizer, batch_size=50, seq_len=options.seq_len
-        )
+        data = lsim.Data(with_cues(test, agreement, 10_000), tokenizer=tokenizer, batch_size=50, seq_len=options.seq_len)
+        report = lsim.analyze(model, data, lsim.LogitLens(labels="data"))
         found[name] = float(report["logit_lens"].accuracy[-1])
     return found
 
@@ -72,12 +70,14 @@ def train(options: argparse.Namespace) -> None:
             start = time.perf_counter()
             lsim.finetune_aligned(
                 model,
-                with_cues(rows, agreement, seed),
+                lsim.Data(
+                    with_cues(rows, agreement, seed),
+                    tokenizer=tokenizer,
+                    batch_size=options.batch_size,
+                    seq_len=options.seq_len,
+                ),
                 training,
                 eval_data=with_cues(test[:100], 0.5, 10_000),
-                tokenizer=tokenizer,
-                batch_size=options.batch_size,
-                seq_len=options.seq_len,
             )
             accuracy = accuracies(model, test, tokenizer, options)
             scores = " ".join(f"{name} {value:.3f}" for name, value in accuracy.items())
@@ -108,9 +108,9 @@ def tables(options: argparse.Namespace) -> None:
         models[name] = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         accuracy = accuracies(models[name], test, tokenizer, options)
         print(f"| {name} | {' | '.join(f'{value:.3f}' for value in accuracy.values())} |", flush=True)
-    data = with_cues(test, CONDITIONS[options.cue], 10_000)
-    reading: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": 50, "seq_len": options.seq_len}
-    grid = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at="resid_post", **reading)
+    rows = with_cues(test, CONDITIONS[options.cue], 10_000)
+    data = lsim.Data(rows, tokenizer=tokenizer, batch_size=50, seq_len=options.seq_len)
+    grid = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at="resid_post")
     found = grid.compare_groups()
     header("CKA distance", found)
     compared("all layers", found)
@@ -121,8 +121,8 @@ def tables(options: argparse.Namespace) -> None:
         if layer:
             cells = [f"{m:.3f} ({s:.3f})" for m, s in zip(means, deviations, strict=True)]
             print(f"| layer {layer} | {' | '.join(cells)} |", flush=True)
-    few = data[: options.stitch_rows]
-    stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data", **reading)
+    few = data.like(rows[: options.stitch_rows])
+    stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data")
     for of, title in (("penalty", "identity stitching: penalty in nats"), ("accuracy_penalty", "loss of accuracy")):
         for number, seam in enumerate(stitched.seams):
             found = stitched.between_models(seam, of).compare_groups()

@@ -16,10 +16,10 @@ import tl_layersim as lsim
 
 
 def tables(name: str, model: Any, texts: list[str], tokens: int) -> None:
-    options: dict[str, Any] = {"pack": True, "max_tokens": tokens, "skip_first": SKIP, "seq_len": 256}
+    data = lsim.Data(texts, pack=True, max_tokens=tokens, skip_first=SKIP, seq_len=256)
     every = [lsim.LogitLens(), lsim.ExitCurve(), lsim.Saturation(), lsim.Trajectory(window=4), lsim.NeuralCollapse()]
-    final = lsim.analyze(model, texts, every, **options)
-    bare = lsim.analyze(model, texts, [lsim.LogitLens(norm="none"), lsim.Saturation(norm="none")], **options)
+    final = lsim.analyze(model, data, every)
+    bare = lsim.analyze(model, data, [lsim.LogitLens(norm="none"), lsim.Saturation(norm="none")])
     lens, none, p = final["logit_lens"], bare["logit_lens"], final["logit_lens"].provenance
     print(
         f"## {name}\n\n{p.tokens} tokens in {p.sequences} rows, the first {SKIP} of each row left out; {lens.targets} targets;"

@@ -12,6 +12,7 @@ import argparse
 import os
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = [line for line in Path(options.data).read_text().splitlines() if len(line) > 40]
-    reading: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "seq_len": options.seq_len,
-        "pack": True,
-        "skip_first": 2,
-        "max_tokens": options.tokens,
-        "batch_size": options.batch,
-    }
+    data = lsim.Data(
+        texts,
+        tokenizer=tokenizer,
+        seq_len=options.seq_len,
+        pack=True,
+        skip_first=2,
+        max_tokens=options.tokens,
+        batch_size=options.batch,
+    )
     every = options.permutations
     all_layers = {
         "Cosine": lsim.Cosine(center="none"),
@@ -72,18 +74,18 @@ def main() -> None:
     }
     few = options.cross_permutations
     started = time.time()
-    results: dict[str, Any] = dict(lsim.analyze(model, texts, all_layers, intervals=True, **reading))
+    results: dict[str, Any] = dict(lsim.analyze(model, data, all_layers, intervals=True))
     nulls = dict[str, Any]()
     names = results["CKA"].layers
     chosen = [name for name in names if any(name.endswith(f"blocks.{n}.hook_resid_post") for n in options.sites)]
     cross = {"Procrustes": lsim.Procrustes, "CCA": lsim.CCA}
     # It holds out whole texts.
-    unpacked = reading | {"pack": False, "batch_size": 2 * options.batch}
-    for measures, how in ((cross, reading), ({"LinearPredictivity": lsim.LinearPredictivity}, unpacked)):
+    unpacked = replace(data, pack=False, batch_size=2 * options.batch)
+    for measures, own in ((cross, data), ({"LinearPredictivity": lsim.LinearPredictivity}, unpacked)):
         # Cross-products of each permutation and of each block of the data would be held at once.
-        results |= lsim.analyze(model, texts, {n: m() for n, m in measures.items()}, at=chosen, intervals=True, **how)
-        nulls |= lsim.analyze(model, texts, {n: m(permutations=few) for n, m in measures.items()}, at=chosen, **how)
-    [ranks] = lsim.analyze(model, texts, [lsim.EffectiveRank()], at=chosen, intervals=True, **reading).values()
+        results |= lsim.analyze(model, own, {n: m() for n, m in measures.items()}, at=chosen, intervals=True)
+        nulls |= lsim.analyze(model, own, {n: m(permutations=few) for n, m in measures.items()}, at=chosen)
+    [ranks] = lsim.analyze(model, data, [lsim.EffectiveRank()], at=chosen, intervals=True).values()
 
     tokens = results["CKA"].provenance.tokens
     print(f"\n## {options.name}\n\n{tokens} tokens, {len(results['CKA'].block_tokens)} blocks.")

@@ -66,8 +66,8 @@ def traps(name: str, model: Any, texts: list[str], tokens: int) -> None:
     print(f"| measure | value | effective samples after block {early} |\n| --- | --- | --- |")
     for skip, own in ((SKIP, choices), (1, common), (0, common)):
         named = {f"m{number}": analyzer for number, analyzer in enumerate(own.values())}
-        options: dict[str, Any] = {"pack": True, "max_tokens": tokens, "seq_len": 256}
-        report = lsim.analyze(model, texts, named, at=sites, skip_first=skip, **options)
+        data = lsim.Data(texts, pack=True, max_tokens=tokens, seq_len=256, skip_first=skip)
+        report = lsim.analyze(model, data, named, at=sites)
         for label, found in zip(own, report.values(), strict=True):
             samples = f"{found.effective_samples[0]:.0f} of {found.samples}" if "CKA" in label else ""
             skipped = "" if skip == SKIP else f", {skip} first tokens left out" if skip else ", all tokens counted"
@@ -86,10 +86,8 @@ def main() -> None:
     for item in arguments.model:
         name, folder = item.split("=", 1)
         model = load(folder)
-        analyzers = [lsim.Cosine(), lsim.CKA()]
-        by_layer(
-            name, lsim.analyze(model, texts, analyzers, pack=True, max_tokens=arguments.tokens, skip_first=SKIP, seq_len=256)
-        )
+        data = lsim.Data(texts, pack=True, max_tokens=arguments.tokens, skip_first=SKIP, seq_len=256)
+        by_layer(name, lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA()]))
         traps(name, model, texts, arguments.trap_tokens)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ import tl_layersim as lsim
 from tl_layersim.analyzers.linear_probe import LinearProbeResult
 
 COUNTS, FIT, TEST = (200, 800, 3200), 800, 400
-PROBES = [*({"ridge": ridge} for ridge in (0.001, 0.01, 0.1, 1.0)), {"method": "logistic"}]
+PROBES: dict[str, Callable[..., Any]] = {
+    f"ridge {ridge}": partial(lsim.LinearProbe, ridge=ridge) for ridge in (0.001, 0.01, 0.1, 1.0)
+}
+PROBES["logistic"] = lsim.LogisticProbe
 
 
 def sentences(path: Path, count: int) -> tuple[list[str], list[int]]:
@@ -34,23 +39,23 @@ def main(model_folder: str, data_folder: str) -> None:
     model.tokenizer = AutoTokenizer.from_pretrained(model_folder)
     warnings.simplefilter("error")
 
-    def probe(count: int, part: str, options: dict[str, Any]) -> LinearProbeResult:
+    def probe(count: int, part: str, kind: Callable[..., Any]) -> LinearProbeResult:
         texts, labels = sentences(Path(data_folder) / "train.tsv", count)
         test_texts, test_labels = sentences(Path(data_folder) / f"{part}.tsv", TEST)
-        held_out = {"test_data": test_texts, "test_labels": test_labels}
-        return lsim.linear_probe(model, texts, labels=labels, positions="mean", batch_size=64, **held_out, **options)
+        held_out: dict[str, Any] = {"test_data": test_texts, "test_labels": test_labels}
+        data = lsim.Data(texts, positions="mean", batch_size=64)
+        return lsim.linear_probe(model, data, kind(labels=labels), **held_out)
 
-    def show(options: dict[str, Any], numbers: list[float]) -> None:
-        name = ", ".join(f"{key} {value}" for key, value in options.items())
+    def show(name: str, numbers: list[float]) -> None:
         print(f"| {name} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |", flush=True)
 
     print("| dev.tsv, mean of all sites | " + " | ".join(f"{count} training samples" for count in COUNTS) + " |")
-    for options in PROBES:
-        show(options, [float(probe(count, "dev", options).accuracy.mean()) for count in COUNTS])
+    for name, kind in PROBES.items():
+        show(name, [float(probe(count, "dev", kind).accuracy.mean()) for count in COUNTS])
     print("| test.tsv | " + " | ".join(["embedding", *map(str, range(6)), "5, on training samples"]) + " |")
-    for options in PROBES:
-        found = probe(FIT, "test", options)
-        show(options, [*found.accuracy.tolist(), float(found.train_accuracy[-1])])
+    for name, kind in PROBES.items():
+        found = probe(FIT, "test", kind)
+        show(name, [*found.accuracy.tolist(), float(found.train_accuracy[-1])])
     print(f"most frequent class: {float(found.majority):.3f}")
 
 

@@ -44,14 +44,14 @@ def rise(model: Any, blocks: tuple[int, ...], rows: list[list[int]]) -> Any:
     """The pruned model's last residual, read by the final norm and head of the whole model: its loss, and the rise of it."""
     short = without(model, blocks)
     ends = (len(short.get_decoder().layers), len(model.get_decoder().layers))
-    return lsim.stitch(short, model, rows, at=ends, adapter="identity", skip_first=SKIP, batch_size=1)
+    return lsim.stitch(short, model, lsim.Data(rows, skip_first=SKIP, batch_size=1), at=ends, adapter="identity")
 
 
 def criteria(model: Any, rows: list[list[int]]) -> dict[str, Any]:
     """By criterion, a function of n that names the n blocks to leave out."""
     analyzers = [lsim.Cosine(center="none"), lsim.SkipEffect(splits=0)]
-    report = lsim.analyze(model, rows, analyzers, skip_first=SKIP, batch_size=4)
-    last = lsim.analyze(model, rows, lsim.Cosine(center="none"), positions="last")["cosine"]
+    report = lsim.analyze(model, lsim.Data(rows, skip_first=SKIP, batch_size=4), analyzers)
+    last = lsim.analyze(model, lsim.Data(rows, positions="last"), lsim.Cosine(center="none"))["cosine"]
     depth = len(model.get_decoder().layers)
     influence, effect = report["cosine"].block_influence, report["skip_effect"].probability_change
     print("| block | block influence | angular distance, last token | change of probabilities |\n| --- | --- | --- | --- |")
@@ -96,8 +96,8 @@ def tables(name: str, model: Any, text: str, tokens: int, counts: list[int]) -> 
             repaired = ""
             if blocks[-1] - blocks[0] == n - 1:
                 ends = (blocks[0], blocks[-1] + 1)
-                data = {"data": rows[:half], "eval_data": rows[half:]}
-                affine = lsim.stitch(model, model, **data, at=ends, fit="lstsq", skip_first=SKIP, batch_size=1)
+                data = lsim.Data(rows[:half], skip_first=SKIP, batch_size=1)
+                affine = lsim.stitch(model, model, data, eval_data=rows[half:], at=ends, fit="lstsq")
                 repaired = f"{float(affine.penalty):+.3f}"
             cells = (
                 n,

@@ -53,12 +53,11 @@ def main() -> None:
     models = {name: load(Path(folder)) for name, folder in (one.split("=", 1) for one in arguments.model)}
     texts = arguments.text.read_text(encoding="utf-8").split("<|endoftext|>")
     texts = [text.strip() for text in texts if len(text.strip()) > 100]
-    options = {"max_tokens": arguments.tokens, "seq_len": 256, "batch_size": 8}
-    show(lsim.stitch_grid(models, texts[-150:], adapter="identity", **options))
+    data = lsim.Data(texts, max_tokens=arguments.tokens, seq_len=256, batch_size=8)
+    show(lsim.stitch_grid(models, data.like(texts[-150:]), adapter="identity"))
     settings = lsim.StitchTraining(steps=arguments.steps, warmup=arguments.steps // 10)
-    grid = lsim.stitch_grid(
-        models, texts, adapter="affine", training=settings, checkpoint=arguments.out / "checkpoint.safetensors", **options
-    )
+    checkpoint = arguments.out / "checkpoint.safetensors"
+    grid = lsim.stitch_grid(models, data, adapter="affine", training=settings, checkpoint=checkpoint)
     show(grid)
     grid.save(arguments.out / "grid.safetensors")
     grid.plot().write_html(arguments.out / "grid.html")

@@ -90,8 +90,10 @@ def measure(checkpoints: Path, text: Path, rows: int, out: Path) -> None:
     data = every[:: len(every) // rows][:rows]
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(), lsim.Trajectory(), lsim.LogitLens()]
     # A prompt has 32 tokens: blocks are linearised at its last.
-    found = lsim.sweep(models, data, analyzers, batch_size=4, intervals=True, checkpoint=out / "reports")
-    coupling = lsim.sweep(models, data[:, :32], lsim.BlockCoupling(), batch_size=2, intervals=True, checkpoint=out / "coupling")
+    found = lsim.sweep(models, lsim.Data(data, batch_size=4), analyzers, intervals=True, checkpoint=out / "reports")
+    coupling = lsim.sweep(
+        models, lsim.Data(data[:, :32], batch_size=2), lsim.BlockCoupling(), intervals=True, checkpoint=out / "coupling"
+    )
     found.save(out / "sweep.safetensors")
     coupling.save(out / "coupling.safetensors")
 

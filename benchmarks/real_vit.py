@@ -118,7 +118,7 @@ def train(options: argparse.Namespace) -> None:
         )
         start = time.perf_counter()
         with saved_after([options.steps * part // 16 for part in (1, 2, 4, 6, 8, 10, 12, 14, 16)], model, folder):
-            result = lsim.finetune_aligned(model, data, training, eval_data=held_out, batch_size=options.batch_size)
+            result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=options.batch_size), training, eval_data=held_out)
         seconds = time.perf_counter() - start
         record = {"seconds": seconds, "accuracy": result.accuracy.tolist(), "loss": result.loss.tolist(), **vars(options)}
         (folder / "record.json").write_text(json.dumps(record))
@@ -168,8 +168,8 @@ def tables(options: argparse.Namespace) -> None:
                 lsim.CKA(),
                 lsim.NeuralCollapse(labels="data", pool="head"),
             ]
-            reports[name] = lsim.analyze(model, data, analyzers, batch_size=100, positions="first")
-        probes[arm] = lsim.linear_probe(model, data, batch_size=100, positions="first")
+            reports[name] = lsim.analyze(model, lsim.Data(data, batch_size=100, positions="first"), analyzers)
+        probes[arm] = lsim.linear_probe(model, lsim.Data(data, batch_size=100, positions="first"))
     # Before the first block, [CLS] is the same for all images.
     blocks = range(1, options.layers + 1)
     header("accuracy after block", blocks)
@@ -215,8 +215,9 @@ def checkpoints(options: argparse.Namespace) -> None:
         steps = sorted(int(path.name.removeprefix("step")) for path in folder.glob("step*"))
         for step in steps:
             model = loaded(folder / f"step{step}")
-            lens = lsim.analyze(model, data, [lsim.LogitLens(labels="data"), lsim.Trajectory()], batch_size=100)
-            coupling = lsim.analyze(model, few, lsim.BlockCoupling(k=10, tokens=(0,)), batch_size=8)["block_coupling"]
+            lens = lsim.analyze(model, lsim.Data(data, batch_size=100), [lsim.LogitLens(labels="data"), lsim.Trajectory()])
+            prompts = lsim.Data(few, batch_size=8)
+            coupling = lsim.analyze(model, prompts, lsim.BlockCoupling(k=10, tokens=(0,)))["block_coupling"]
             path = lens["trajectory"]
             near = coupling.coupling.diagonal(1).tolist() + coupling.coupling.diagonal(-1).tolist()
             row(

@@ -108,9 +108,9 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     texts, demo, other = lsim.demo_text(), lsim.demo_model(), lsim.demo_model(aligned=True)
     pair, prompt = {"a": demo, "b": other}, "Once upon a time there was a little"
     lens = {"lens": lsim.LogitLens(), "path": lsim.Trajectory()}
-    yield "texts packed", lambda: lsim.analyze(demo, texts, lens, pack=True, skip_first=2, seq_len=64)
-    yield "texts padded", lambda: lsim.analyze(demo, texts, lens, max_tokens=2000)
-    yield "texts mean", lambda: lsim.analyze(demo, texts, {"cka": lsim.CKA(minibatch=32)}, positions="mean")
+    yield "texts packed", lambda: lsim.analyze(demo, lsim.Data(texts, pack=True, skip_first=2, seq_len=64), lens)
+    yield "texts padded", lambda: lsim.analyze(demo, lsim.Data(texts, max_tokens=2000), lens)
+    yield "texts mean", lambda: lsim.analyze(demo, lsim.Data(texts, positions="mean"), {"cka": lsim.CKA(minibatch=32)})
     yield "prediction grid", lambda: lsim.prediction_grid(demo, prompt)
     yield "trajectory pca", lambda: lsim.trajectory_pca(demo, prompt)
     yield "block jacobians", lambda: lsim.block_jacobians(demo, prompt, layers=[0, -1])
@@ -127,17 +127,17 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     sgd = {"fit": "sgd", "training": lsim.StitchTraining(steps=3)}
     yield "stitch sgd", lambda: lsim.stitch(demo, other, texts[:32], at=(3, 4), **sgd)
     yield "stitch grid", lambda: lsim.stitch_grid(pair, texts[:32], layers=[2, 6])
-    yield "probe", lambda: lsim.linear_probe(demo, ROWS, labels=LABELS, positions="last", method="logistic")
+    yield "probe", lambda: lsim.linear_probe(demo, lsim.Data(ROWS, positions="last"), lsim.LogisticProbe(labels=LABELS))
     yield "layers", lambda: lsim.evaluate_layers(demo, other, texts[:16])
     steps = lsim.AlignedTraining(steps=3, lr=1e-4)
-    yield "training", lambda: lsim.finetune_aligned(lsim.demo_model(), texts[:16], steps, batch_size=2, seq_len=32)
+    yield "training", lambda: lsim.finetune_aligned(lsim.demo_model(), lsim.Data(texts[:16], batch_size=2, seq_len=32), steps)
     yield "adapters", lambda: lsim.train_adapters(opened("llama", "nnsight"), texts[:8], at=[1, 3], rank=4, steps=3)
     yield "early exit", lambda: lsim.EarlyExit(demo, threshold=0.5).generate(prompt, max_new_tokens=12)
     yield "aligned loss", lambda: lsim.aligned_loss(demo, ROWS)
 
 
 def analyze(source: Any, chosen: Mapping[str, Any], **options: Any) -> Any:
-    return lsim.analyze(source, ROWS, chosen, batch_size=4, **options)
+    return lsim.analyze(source, lsim.Data(ROWS, batch_size=4), chosen, **options)
 
 
 def intervals(source: Any) -> Iterator[Any]:

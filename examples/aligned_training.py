@@ -27,11 +27,11 @@ ARMS = {
 
 
 def main() -> None:
-    texts = lsim.demo_text()
+    data = lsim.Data(lsim.demo_text(), batch_size=4, seq_len=64)
     rows = []
     for name, training in ARMS.items():
         model = lsim.demo_model()
-        result = lsim.finetune_aligned(model, texts, training, batch_size=4, seq_len=64)
+        result = lsim.finetune_aligned(model, data, training)
         if not rows:
             rows += [
                 {"arm": "before", "block": i, "held-out loss": float(loss)} for i, loss in enumerate(result.held_out_loss[0])

@@ -19,14 +19,14 @@ if sys.argv[1:]:
     model = TransformerBridge.boot_transformers(sys.argv[1])
 else:
     model = lsim.demo_model()
-options = {"pack": True, "skip_first": 2}
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
 
-heads = lsim.analyze(model, lsim.demo_text(), lsim.CKA(), at="z", per_head=True, **options)["cka"]
+heads = lsim.analyze(model, data, lsim.CKA(), at="z", per_head=True)["cka"]
 heads.plot().write_html(OUT / "heads.html")
 pairs = heads.to_frame().query("row_layer < column_layer").nlargest(6, "values")
 print(pairs.to_string(index=False))
 
 for family in ("attn_out", "mlp_out"):
-    outputs = lsim.analyze(model, lsim.demo_text(), lsim.Cosine(), at=family, **options)["cosine"]
+    outputs = lsim.analyze(model, data, lsim.Cosine(), at=family)["cosine"]
     outputs.plot().write_html(OUT / f"{family}.html")
 print(f"written to {OUT}")

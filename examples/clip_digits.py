@@ -66,7 +66,7 @@ held_out, seen = order[:360], order[360:]
 clip = trained(images[seen], labels[seen])
 
 pairs = {"pixel_values": images[held_out], **texts(labels[held_out], torch.full((360,), 2))}
-towers = lsim.tower_similarity(clip, pairs, batch_size=360)
+towers = lsim.tower_similarity(clip, lsim.Data(pairs, batch_size=360))
 prompts = {name: [tokens(template.format(name)) for template in TEMPLATES] for name in NAMES}
 lens = lsim.zero_shot(clip, images[held_out], prompts=prompts, labels=labels[held_out])
 lsim.Report({"towers": towers, "zero_shot": lens}).to_html(OUT / "clip_digits_report.html")

@@ -10,7 +10,8 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
-curve = lsim.analyze(lsim.demo_model(), lsim.demo_text(), lsim.ExitCurve(), pack=True, skip_first=2)["exit_curve"]
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
+curve = lsim.analyze(lsim.demo_model(), data, lsim.ExitCurve())["exit_curve"]
 curve.plot("exits").write_html(OUT / "exits.html")
 curve.plot("speedup").write_html(OUT / "exit_speedup.html")
 

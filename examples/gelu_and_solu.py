@@ -113,12 +113,11 @@ def main() -> None:
     models, unseen = prepared(arguments)
     grid = lsim.stitch_grid(
         models,
-        unseen,
+        lsim.Data(unseen, batch_size=8 if arguments.text else 2),
         layers=arguments.layers,
         adapter="affine-norm",
         fit="sgd",
         training=lsim.StitchTraining(steps=arguments.fit_steps, warmup=arguments.fit_steps // 10),
-        batch_size=8 if arguments.text else 2,
         checkpoint=arguments.out / "gelu_and_solu_checkpoint.safetensors" if arguments.text else None,
     )
     grid.save(arguments.out / "gelu_and_solu.safetensors")

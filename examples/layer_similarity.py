@@ -14,7 +14,8 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
-report = lsim.analyze(lsim.demo_model(), lsim.demo_text(), [lsim.Cosine(), lsim.CKA()], pack=True, skip_first=2)
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
+report = lsim.analyze(lsim.demo_model(), data, [lsim.Cosine(), lsim.CKA()])
 
 report["cosine"].plot().write_html(OUT / "cosine_all_pairs.html")
 curves = go.Figure()

@@ -12,10 +12,11 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
 found = {}
 for norm in ("final", "none"):
     analyzer = lsim.LogitLens(norm=norm)
-    found[norm] = lsim.analyze(lsim.demo_model(), lsim.demo_text(), analyzer, pack=True, skip_first=2)["logit_lens"]
+    found[norm] = lsim.analyze(lsim.demo_model(), data, analyzer)["logit_lens"]
 found["final"].plot().write_html(OUT / "lens_cross_entropy.html")
 accuracy = go.Figure()
 for norm, lens in found.items():

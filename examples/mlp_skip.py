@@ -93,14 +93,9 @@ data, x_train, y_train, x_test, y_test = digits(options.mnist)
 figure = make_subplots(1, 2, subplot_titles=("Without skip connections", "With skip connections"), shared_yaxes=True)
 for column, skip in enumerate((False, True), 1):
     model = trained(x_train, y_train, skip, options.steps, options.seed)
-    report = lsim.analyze(
-        model,
-        {"x": x_test, "labels": y_test},
-        [lsim.LogitLens(labels="data"), lsim.Cosine(), lsim.CKA()],
-        layers=[f"layers.{i}" for i in range(DEPTH)],
-        unembed=["head"],
-        batch_size=256,
-    )
+    opened = lsim.open_model(model, layers=[f"layers.{i}" for i in range(DEPTH)], unembed=["head"])
+    images = lsim.Data({"x": x_test, "labels": y_test}, batch_size=256)
+    report = lsim.analyze(opened, images, [lsim.LogitLens(labels="data"), lsim.Cosine(), lsim.CKA()])
     curves = {
         "accuracy": report["logit_lens"].accuracy,
         "COS to the last layer": report["cosine"].values[1:, -1],

@@ -11,7 +11,8 @@ OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
 model = lsim.demo_model()
-found = lsim.analyze(model, lsim.demo_text(), lsim.NeuralCollapse(classes=10), pack=True, skip_first=2)["neural_collapse"]
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
+found = lsim.analyze(model, data, lsim.NeuralCollapse(classes=10))["neural_collapse"]
 found.plot().write_html(OUT / "neural_collapse.html")
 
 print("classes:", ", ".join(repr(model.tokenizer.decode([c])) for c in found.labels))

@@ -13,7 +13,8 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
-found = lsim.analyze(lsim.demo_model(), lsim.demo_text(), lsim.Saturation(), pack=True, skip_first=2)["saturation"]
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
+found = lsim.analyze(lsim.demo_model(), data, lsim.Saturation())["saturation"]
 
 # The figure: events as bars, and how near their residual is to the last layer's as a line.
 figure = make_subplots(specs=[[{"secondary_y": True}]])

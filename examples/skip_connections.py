@@ -10,7 +10,8 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
-result = lsim.analyze(lsim.demo_model(), lsim.demo_text(), lsim.Cosine(), pack=True, skip_first=2)["cosine"]
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
+result = lsim.analyze(lsim.demo_model(), data, lsim.Cosine())["cosine"]
 result.plot("adjacent").write_html(OUT / "adjacent_cosine.html")
 result.plot("norm_ratio").write_html(OUT / "norm_ratio.html")
 

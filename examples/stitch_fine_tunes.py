@@ -33,14 +33,14 @@ for name, part in (("first", texts[: half - 4]), ("second", texts[half:-4])):
 
 # Texts that neither saw.
 unseen = texts[half - 4 : half] + texts[-4:]
-grid = lsim.stitch_grid(models, unseen, adapter="identity", batch_size=2)
+grid = lsim.stitch_grid(models, lsim.Data(unseen, batch_size=2), adapter="identity")
 table = grid.to_frame()
 print(table[table.front != table.back].pivot(index="seam", columns=["front", "back"], values="penalty").round(3).to_string())
 grid.plot().write_html(OUT / "stitch_fine_tunes.html")
 grid.plot("accuracy_penalty").write_html(OUT / "stitch_fine_tunes_accuracy.html")
 
 # One stitch, with an adapter in closed form; the stitched model runs, generates and can be measured.
-found = lsim.stitch(models["first"], models["second"], texts, at=(4, 4), adapter="affine", fit="lstsq", batch_size=4)
+found = lsim.stitch(models["first"], models["second"], lsim.Data(texts, batch_size=4), at=(4, 4), adapter="affine", fit="lstsq")
 print(found)
 print(found.model.generate("Once upon a time", max_new_tokens=20, do_sample=False))
 print(lsim.analyze(found.model, unseen, ["logit_lens"])["logit_lens"].to_frame()[["layer", "cross_entropy", "agreement"]])

@@ -56,9 +56,8 @@ analyzers = [lsim.BlockCoupling(), lsim.Trajectory(), lsim.CKA(), lsim.Cosine(ce
 # One row in a batch, so that 16 rows make the 16 blocks from which intervals are computed.
 found = lsim.sweep(
     {step: partial(load, step) for step in STEPS},
-    held_out,
+    lsim.Data(held_out, batch_size=1),
     analyzers,
-    batch_size=1,
     intervals=True,
     checkpoint=folder / "reports",
 )

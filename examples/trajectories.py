@@ -11,10 +11,12 @@ OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
 model = lsim.demo_model()
-found = lsim.analyze(model, lsim.demo_text(), lsim.Trajectory(window=3), pack=True, skip_first=2)["trajectory"]
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
+found = lsim.analyze(model, data, lsim.Trajectory(window=3))["trajectory"]
 for field in ("norm_quantiles", "update_norm_quantiles", "growth", "windowed_lss"):
     found.plot(field).write_html(OUT / f"trajectory_{field}.html")
-paths = lsim.trajectory_pca(model, "Once upon a time there was a little girl who lived in a small house", skip_first=1)
+prompt = lsim.Data("Once upon a time there was a little girl who lived in a small house", skip_first=1)
+paths = lsim.trajectory_pca(model, prompt)
 paths.plot().write_html(OUT / "trajectory_pca.html")
 
 median = found.quantiles.index(0.5)

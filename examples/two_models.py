@@ -33,7 +33,8 @@ else:
             shuffled = parameter.flatten()[torch.randperm(parameter.numel(), generator=generator)]
             parameter.copy_(shuffled.view_as(parameter))
 
-across = lsim.compare(a, b, lsim.demo_text(), lsim.CKA(), pack=True, skip_first=2)
+data = lsim.Data(lsim.demo_text(), pack=True, skip_first=2)
+across = lsim.compare(a, b, data, lsim.CKA())
 across.plot().write_html(OUT / "cka_two_models.html")
 print("CKA of each layer with the same layer of the other model:")
 print("  ".join(f"{value:.3f}" for value in across.values.diagonal()))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .analysis.exponential_fits import exponential_fit
     from .analysis.grid_api import compare_grid
     from .analysis.linear_probes import linear_probe
+    from .analysis.logistic_probe import LogisticProbe
     from .analysis.merging import merge
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .analyzers.trajectory import Trajectory
     from .core.errors import LayersimError, LayersimWarning
     from .core.results import Report, Result, load, load_report
+    from .data.data import Data
     from .demo import demo_images, demo_model, demo_text, demo_vision_model
     from .early_exit.api import EarlyExit
     from .early_exit.costs import ExitCosts
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .models.hooks import eval_mode
     from .models.site_table import sites
     from .models.untrained import untrained
+    from .remote.open import open_model
     from .stitching.adapter import Adapter
     from .stitching.api import stitch, stitch_grid
     from .stitching.fitting import StitchTraining
@@ -69,7 +72,7 @@ if TYPE_CHECKING:
     from .training.aligned_loss import aligned_loss
     from .training.api import finetune_aligned
     from .training.hugging_face_trainer import AlignedTrainer
-    from .training.layer_evaluation import evaluate_layers
+    from .training.layer_evaluation import Continuations, evaluate_layers
     from .training.settings import AlignedTraining
 
 _HOME = {
@@ -78,6 +81,7 @@ _HOME = {
     "analysis.api": ("analyze", "compare"),
     "analysis.grid_api": ("compare_grid",),
     "analysis.linear_probes": ("linear_probe",),
+    "analysis.logistic_probe": ("LogisticProbe",),
     "analysis.merging": ("merge",),
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
@@ -97,6 +101,7 @@ _HOME = {
     "analyzers": ("find_analyzers",),
     "core.errors": ("LayersimError", "LayersimWarning"),
     "core.results": ("Report", "Result", "load", "load_report"),
+    "data.data": ("Data",),
     "demo": ("demo_images", "demo_model", "demo_text", "demo_vision_model"),
     "early_exit.api": ("EarlyExit",),
     "early_exit.costs": ("ExitCosts",),
@@ -106,6 +111,7 @@ _HOME = {
     "models.hooks": ("eval_mode",),
     "models.site_table": ("sites",),
     "models.untrained": ("untrained",),
+    "remote.open": ("open_model",),
     "stitching.adapter": ("Adapter",),
     "stitching.api": ("stitch", "stitch_grid"),
     "stitching.fitting": ("StitchTraining",),
@@ -113,7 +119,7 @@ _HOME = {
     "training.adapters": ("AlignedAdapters",),
     "training.aligned_loss": ("aligned_loss",),
     "training.api": ("finetune_aligned",),
-    "training.layer_evaluation": ("evaluate_layers",),
+    "training.layer_evaluation": ("Continuations", "evaluate_layers"),
     "training.settings": ("AlignedTraining",),
     "training.hugging_face_trainer": ("AlignedTrainer",),
 }
@@ -129,8 +135,10 @@ __all__ = [
     "AlignedTrainer",
     "AlignedTraining",
     "BlockCoupling",
+    "Continuations",
     "Contribution",
     "Cosine",
+    "Data",
     "Devices",
     "EarlyExit",
     "EffectiveRank",
@@ -141,6 +149,7 @@ __all__ = [
     "LayersimWarning",
     "LinearPredictivity",
     "LinearProbe",
+    "LogisticProbe",
     "LogitLens",
     "MutualKNN",
     "NeuralCollapse",
@@ -178,6 +187,7 @@ __all__ = [
     "load_report",
     "load_run",
     "merge",
+    "open_model",
     "overlay",
     "plot_adjacency",
     "plot_sweep",

@@ -16,6 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..options import called
+
 # About two batches of 16 rows for each shard, in two forward passes each.
 SHARDS, KILLED, ROWS, LENGTH = 64, 10, 2240, 7
 
@@ -45,7 +47,9 @@ def measure(number: int, folder: Path, arguments: tuple[Any, Any, list[Any], dic
         return run(self, batch, kernels)
 
     HookedSource.run = slow  # type: ignore[method-assign]
-    lsim.analyze(model, data, analyzers, shard=(number, SHARDS), save_to=folder / f"part-{number}.safetensors", **options)
+    called(
+        lsim.analyze, model, data, analyzers, shard=(number, SHARDS), save_to=folder / f"part-{number}.safetensors", **options
+    )
 
 
 def fork(number: int, folder: Path, arguments: Any, told: int | None = None) -> int:
@@ -91,7 +95,7 @@ def main(folder: Path) -> None:
     resumable_file.SECONDS_BETWEEN_SAVES, resumable_file.SAVE_SPACING = 0.0, 0
     arguments = settings()
     model, data, analyzers, options = arguments
-    alone = lsim.analyze(model, data, analyzers, **options)
+    alone = called(lsim.analyze, model, data, analyzers, **options)
     draw = random.Random(3)
     doomed = draw.sample(range(SHARDS), KILLED)
     parts = folder / "parts"

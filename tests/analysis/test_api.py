@@ -21,7 +21,9 @@ from .helpers import cosine_and_cka
 
 def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
     model, data = tiny_llama(), list(random_tokens(7, 11))
-    runs = [lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA(estimator="exact")], batch_size=b) for b in (1, 3, 16)]
+    runs = [
+        lsim.analyze(model, lsim.Data(data, batch_size=b), [lsim.Cosine(), lsim.CKA(estimator="exact")]) for b in (1, 3, 16)
+    ]
     for name in ("cosine", "cka"):
         assert worst(runs[0][name], runs[1][name]) < 1e-6
         assert worst(runs[0][name], runs[2][name]) < 1e-6
@@ -29,7 +31,7 @@ def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
 
 def test_provenance_says_what_was_measured_on_what():
     # A batch holds the rows of a pool, in several forward passes.
-    report = lsim.analyze(tiny_llama(), random_tokens(17, 11), cosine_and_cka(), batch_size=2, skip_first=1)
+    report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(17, 11), batch_size=2, skip_first=1), cosine_and_cka())
     p = report["cka"].provenance
     assert (p.tokens, p.sequences, p.batches, p.seed) == (170, 17, 2, 0)
     assert (p.dtype, p.source) == ("torch.float32", "LlamaForCausalLM")
@@ -67,7 +69,7 @@ def test_data_of_which_nothing_counts_is_refused():
     with pytest.raises(lsim.LayersimError, match="empty"):
         lsim.analyze(tiny_llama(), data, cosine_and_cka())
     with pytest.raises(lsim.LayersimError, match=r"`data` has no token to measure(.|\n)*8 rows, 0 counted(.|\n)*skip_first="):
-        lsim.analyze(tiny_llama(), random_tokens(), cosine_and_cka(), skip_first=20)
+        lsim.analyze(tiny_llama(), lsim.Data(random_tokens(), skip_first=20), cosine_and_cka())
 
 
 def test_models_with_other_tokens_do_not_compare():
@@ -86,7 +88,7 @@ def test_models_with_other_tokens_do_not_compare():
 
 def test_wrong_types_are_refused_at_the_door():
     with pytest.raises(lsim.LayersimError, match=r"`batch_size` of analyze cannot be(.|\n)*batch_size='16'(.|\n)*int"):
-        lsim.analyze(tiny_llama(), random_tokens(), "cka", batch_size="16")
+        lsim.analyze(tiny_llama(), lsim.Data(random_tokens(), batch_size="16"), "cka")
 
 
 def test_weights_have_a_hash_of_their_own():
@@ -136,11 +138,11 @@ def test_a_result_that_does_not_fit_its_layers_is_refused():
 
 def test_a_source_has_its_own_place():
     with pytest.raises(lsim.LayersimError, match="which already defines them"):
-        lsim.analyze(HookedSource(tiny_llama()), random_tokens(), "cka", remote=True)
-    found = lsim.analyze(HookedSource(tiny_llama()), ["w3 w4 w5 w6"], "cosine", tokenizer=tiny_tokenizer())
+        lsim.analyze(lsim.open_model(HookedSource(tiny_llama()), remote=True), random_tokens(), "cka")
+    found = lsim.analyze(HookedSource(tiny_llama()), lsim.Data(["w3 w4 w5 w6"], tokenizer=tiny_tokenizer()), "cosine")
     assert found["cosine"].provenance.tokens == 5
     with pytest.raises(lsim.LayersimError, match=r"loaded tokenizer(.|\n)*from_pretrained"):
-        lsim.analyze(tiny_llama(), ["w3"], "cosine", tokenizer="gpt2")
+        lsim.analyze(tiny_llama(), lsim.Data(["w3"], tokenizer="gpt2"), "cosine")
 
 
 def test_a_module_without_a_mask_refuses_padding():
@@ -154,4 +156,4 @@ def test_a_module_without_a_mask_refuses_padding():
             return self.parts[0](self.words(tokens))
 
     with pytest.raises(lsim.LayersimError, match=r"takes no attention mask(.|\n)*batch_size=1"):
-        lsim.analyze(Own(), [[3, 4, 5], [3, 4]], "cosine", layers=["parts.0"])
+        lsim.analyze(lsim.open_model(Own(), layers=["parts.0"]), [[3, 4, 5], [3, 4]], "cosine")

@@ -21,7 +21,7 @@ def test_it_sums_what_analyze_sums(make):
         for rows in tokens.split(2):
             model(rows)
     found = probe.results()
-    expected = lsim.analyze(model, tokens, analyzers(), batch_size=2)
+    expected = lsim.analyze(model, lsim.Data(tokens, batch_size=2), analyzers())
     for name in expected:
         assert worst(found[name], expected[name]) < 1e-6
         assert found[name].provenance.tokens == 90

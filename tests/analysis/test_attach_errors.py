@@ -70,7 +70,7 @@ class Flat(torch.nn.Module):
 def test_activations_of_two_axes_are_refused_by_results():
     model = Flat()
     layers = [f"parts.{i}" for i in range(3)]
-    with torch.no_grad(), lsim.attach(model, COSINE, layers=layers) as probe:
+    with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), COSINE) as probe:
         assert model(random_tokens(1, 9)[0]).shape == (9, 8)
     with pytest.raises(lsim.LayersimError, match=r"do not match the positions(.|\n)*shape \(9,\)"):
         probe.results()
@@ -120,7 +120,7 @@ def test_a_pass_that_cannot_be_read_does_not_keep_its_activations():
 
     model, seen = Flat(), []
     model.parts[0].register_forward_hook(lambda _m, args, _o: seen.append(weakref.ref(args[0])))
-    with lsim.attach(model, COSINE, layers=["parts.0", "parts.1", "parts.2"]) as probe:
+    with lsim.attach(lsim.open_model(model, layers=["parts.0", "parts.1", "parts.2"]), COSINE) as probe:
         model(random_tokens(1, 9)[0])
     gc.collect()
     assert seen[0]() is None

@@ -16,7 +16,7 @@ from .helpers import each_model, lenses, logits
 @each_model
 def test_the_lens_in_a_loop_equals_the_lens_of_a_run(make):
     tokens = random_tokens(4, 12)
-    expected = lsim.analyze(make(), tokens, lenses(), batch_size=2)
+    expected = lsim.analyze(make(), lsim.Data(tokens, batch_size=2), lenses())
     model = make()
     with torch.no_grad(), lsim.attach(model, lenses()) as probe:
         for part in tokens.split(2):

@@ -71,7 +71,7 @@ def test_gradient_checkpointing_does_not_count_twice(layers, reentrant):
     """The backward pass runs blocks again, one by one; of a single block that looks like a whole forward pass."""
     model, tokens = Checkpointed(layers, reentrant), random_tokens(4, 12)
     paths = [f"parts.{i}" for i in range(layers)]
-    with lsim.attach(model, analyzers(), layers=paths) as probe:
+    with lsim.attach(lsim.open_model(model, layers=paths), analyzers()) as probe:
         model(tokens).square().mean().backward()
     assert probe.results()["cosine"].provenance.tokens == 48
 
@@ -101,12 +101,12 @@ def test_a_block_that_is_run_alone_is_no_forward_pass():
 
     model, tokens = Own(), random_tokens(2, 12)
     layers = ["parts.0", "parts.1", "parts.2"]
-    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), layers=layers) as probe:
+    with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), lsim.Cosine(center="none")) as probe:
         model.parts[1](torch.ones(2, 12, 8))
         model(tokens)
         model.parts[2](torch.ones(2, 5, 8))
         model.parts[0](torch.ones(2, 5, 8))
-    expected = lsim.analyze(model, tokens, lsim.Cosine(center="none"), layers=layers)
+    expected = lsim.analyze(lsim.open_model(model, layers=layers), tokens, lsim.Cosine(center="none"))
     assert worst(probe.results()["cosine"], expected["cosine"]) == 0
 
 

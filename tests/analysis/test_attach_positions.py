@@ -10,6 +10,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..models.helpers import bridge
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from .test_run_positions import LENGTHS, RULES, by_hand, causal_classifier, check, means_by_hand, padded, states
 
@@ -18,7 +19,7 @@ each_rule = pytest.mark.parametrize("rule", ROWS)
 
 
 def attached(model, rule, **options):
-    return lsim.attach(model, lsim.Cosine(center="none"), positions=rule, **options)
+    return called(lsim.attach, model, lsim.Cosine(center="none"), positions=rule, **options)
 
 
 @each_rule

@@ -80,7 +80,7 @@ def by_hand(model, layers, keep, given):
 
 
 def attached(model, layers, *calls):
-    with torch.no_grad(), lsim.attach(model, COSINE, layers=layers) as probe:
+    with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), COSINE) as probe:
         for given in calls:
             model(**given)
     return probe.results()["cosine"]
@@ -127,7 +127,7 @@ def test_targets_as_labels_are_the_decoders_tokens(make, decoder, encoder):
     model, given = make(), inputs()
     labels = given.pop("decoder_input_ids")
     seen = []
-    probe = lsim.attach(model, lsim.NeuralCollapse(classes=(3, 4)), layers=paths(decoder))
+    probe = lsim.attach(lsim.open_model(model, layers=paths(decoder)), lsim.NeuralCollapse(classes=(3, 4)))
     probe._add_locked = lambda view: seen.append(view.tokens)
     with torch.no_grad(), probe:
         model(**given, labels=labels)
@@ -144,7 +144,7 @@ def test_the_same_tokens_in_both_stacks_do_not_share_a_mask():
 
 def test_a_decoder_that_generates_is_measured_step_by_step():
     model, given = t5(), inputs()
-    with torch.no_grad(), lsim.attach(model, COSINE, layers=paths("decoder.block")) as probe:
+    with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=paths("decoder.block")), COSINE) as probe:
         model.generate(given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=5, min_new_tokens=5)
     assert probe.results()["cosine"].provenance.tokens == 8 * 5
 
@@ -164,7 +164,7 @@ def test_padding_of_a_decoder_that_no_mask_tells_of_is_refused_and_its_start_tok
 
 def test_blocks_of_both_stacks_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`layers` must all lie in the encoder(.|\n)*decoder.block"):
-        lsim.attach(t5(), COSINE, layers=[*paths("encoder.block"), *paths("decoder.block")])
+        lsim.attach(lsim.open_model(t5(), layers=[*paths("encoder.block"), *paths("decoder.block")]), COSINE)
 
 
 def clip():
@@ -199,7 +199,7 @@ def test_a_mask_is_longer_than_the_row_with_a_cache_alone():
             model(tokens[:, :3], attention_mask=mask, past_key_values=past)
         assert probe.results()["cosine"].provenance.tokens == 5
     own = Own()
-    with torch.no_grad(), lsim.attach(own, COSINE, layers=["parts.0", "parts.1"]) as probe:
+    with torch.no_grad(), lsim.attach(lsim.open_model(own, layers=["parts.0", "parts.1"]), COSINE) as probe:
         own(tokens[:, :3], attention_mask=mask)
     with pytest.raises(lsim.LayersimError, match="`attention_mask` does not tell"):
         probe.results()

@@ -97,7 +97,7 @@ def test_analyze_reads_its_own_forward_passes_while_another_thread_runs_the_mode
     """Of a Hugging Face model: a TransformerBridge mixes up the forward passes of threads by itself."""
     model, tokens, other = tiny_llama(), random_tokens(4, 12), random_tokens(4, 12, seed=5)
     analyzer = {"cosine": COSINE, "logit_lens": lsim.LogitLens(), "block_coupling": lsim.BlockCoupling(k=2)}[way]
-    expected = lsim.analyze(model, tokens, analyzer, batch_size=1)[way]
+    expected = lsim.analyze(model, lsim.Data(tokens, batch_size=1), analyzer)[way]
     with torch.no_grad():
         before = model(other).logits
     stop, seen = threading.Event(), []
@@ -113,7 +113,7 @@ def test_analyze_reads_its_own_forward_passes_while_another_thread_runs_the_mode
         while len(seen) < 2 and not running.done():
             pass
         try:
-            found = [lsim.analyze(model, tokens, analyzer, batch_size=1)[way] for _ in range(2)]
+            found = [lsim.analyze(model, lsim.Data(tokens, batch_size=1), analyzer)[way] for _ in range(2)]
         finally:
             stop.set()
         running.result()
@@ -181,7 +181,7 @@ def test_a_pass_inside_another_that_cannot_be_told_apart_is_refused():
             busy.clear()
 
     handle = model.parts[1].register_forward_hook(again)
-    with torch.no_grad(), lsim.attach(model, COSINE, layers=[f"parts.{i}" for i in range(3)]) as probe:
+    with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=[f"parts.{i}" for i in range(3)]), COSINE) as probe:
         model(random_tokens(2, 9))
     handle.remove()
     with pytest.raises(lsim.LayersimError, match="interrupted by another one"):
@@ -232,5 +232,5 @@ def test_replicas_of_a_data_parallel_model_add_up():
 def test_blocks_that_an_analyzer_calls_again_are_no_forward_pass_of_an_attached_model():
     model, tokens = tiny_llama(), random_tokens(2, 9)
     with lsim.attach(model, COSINE) as probe:
-        lsim.analyze(model, tokens, [COSINE, lsim.BlockCoupling(k=2)], batch_size=2)
+        lsim.analyze(model, lsim.Data(tokens, batch_size=2), [COSINE, lsim.BlockCoupling(k=2)])
     assert probe.results()["cosine"].provenance.tokens == 18

@@ -9,6 +9,7 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
+from ..options import called
 from ..tiny_models import hidden_states, random_tokens, tiny_llama
 from ..views import from_views, residuals, samples
 
@@ -93,7 +94,7 @@ class TestBaseline:
     @pytest.mark.parametrize("more", [{"blocking": False, "remote": True}, {"shard": (0, 2), "save_to": "x.safetensors"}])
     def test_runs_elsewhere_are_refused(self, model, more):
         with pytest.raises(lsim.LayersimError, match="|".join(more)):
-            lsim.analyze(model, random_tokens(8, 20), [lsim.CKA()], baseline="untrained", **more)
+            called(lsim.analyze, model, random_tokens(8, 20), [lsim.CKA()], baseline="untrained", **more)
 
     def test_data_that_can_be_read_once_is_refused(self, model):
         with pytest.raises(lsim.LayersimError, match=r"list\(data\)"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.data import cached_batches
+from tl_layersim.data import batches, kept_rows
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..views import worst
@@ -40,29 +40,34 @@ class Fickle:
         return iter(random_tokens(seed=self.seed))
 
 
+def keep_at_most(monkeypatch, size):
+    for module in (batches, kept_rows):
+        monkeypatch.setattr(module, "MOST_KEPT", size)
+
+
 @pytest.fixture
 def no_cache(monkeypatch):
-    monkeypatch.setattr(cached_batches, "CACHE_BYTES", 1000)
+    keep_at_most(monkeypatch, 1000)
 
 
 @pytest.mark.parametrize("analyzers", SOURCES.values(), ids=SOURCES)
 def test_analyze_reads_its_data_once(analyzers):
     data = Counted(list(random_tokens()))
-    lsim.analyze(tiny_llama(), data, analyzers, batch_size=2)
+    lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), analyzers)
     assert data.reads == 1
 
 
 def test_compare_reads_its_data_once():
     data = Counted(list(random_tokens()))
-    lsim.compare(tiny_llama(), tiny_llama(seed=1), data, lsim.CKA(minibatch=16), batch_size=2)
+    lsim.compare(tiny_llama(), tiny_llama(seed=1), lsim.Data(data, batch_size=2), lsim.CKA(minibatch=16))
     assert data.reads == 1
 
 
 def test_data_above_the_limit_is_read_for_each_pass_with_the_same_numbers(no_cache):
     data = Counted(list(random_tokens()))
-    twice = lsim.analyze(tiny_llama(), data, lsim.Cosine(), batch_size=2)
+    twice = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine())
     assert data.reads == 2
-    once = lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), batch_size=2)
+    once = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))
     assert data.reads == 3
     assert once["cosine"].provenance.data == twice["cosine"].provenance.data
 
@@ -72,9 +77,9 @@ def test_kept_batches_give_the_same_report_as_batches_that_are_read_again(analyz
     model, texts = tiny_llama(), ["w3 w4 w5 w6 w7 w8 w9", "w1 w8 w9", "w5 w6 w7 w3", "w4 w4 w5", "w3 w6 w5 w4 w9 w4"] * 3
     model.tokenizer = tiny_tokenizer()
     options = {"batch_size": 4, "seq_len": 5, "skip_first": 1, "max_tokens": 40}
-    kept = lsim.analyze(model, texts, analyzers, **options)
-    monkeypatch.setattr(cached_batches, "CACHE_BYTES", 0)
-    read = lsim.analyze(model, texts, analyzers, **options)
+    kept = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
+    keep_at_most(monkeypatch, 0)
+    read = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
     for name in kept:
         assert worst(kept[name], read[name]) == 0
         assert kept[name].provenance.data == read[name].provenance.data
@@ -84,7 +89,7 @@ def test_kept_batches_give_the_same_report_as_batches_that_are_read_again(analyz
 def test_a_resumed_run_reads_its_data_once(tmp_path):
     data, path = Counted(list(random_tokens())), tmp_path / "run"
     for reads in (1, 2):
-        lsim.analyze(tiny_llama(), data, lsim.Cosine(), batch_size=2, checkpoint=path)
+        lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine(), checkpoint=path)
         assert data.reads == reads
 
 
@@ -103,7 +108,7 @@ def test_a_generator_above_the_limit_has_no_second_pass(no_cache):
         match=r"can be read only once, and Cosine needs(.|\n)*generator of more than 1.0 kB(.|\n)*"
         r"list\(data\), or Cosine\(center=\"none\"\)",
     ):
-        lsim.analyze(tiny_llama(), (row for row in random_tokens()), "cosine", batch_size=2)
+        lsim.analyze(tiny_llama(), lsim.Data((row for row in random_tokens()), batch_size=2), "cosine")
     one = lsim.analyze(tiny_llama(), (row for row in random_tokens()), lsim.Cosine(center="none"))
     two = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
     assert worst(one["cosine"], two["cosine"]) == 0
@@ -112,7 +117,11 @@ def test_a_generator_above_the_limit_has_no_second_pass(no_cache):
 def test_a_generator_above_the_limit_is_refused_before_the_rest_is_read(no_cache):
     read = []
     with pytest.raises(lsim.LayersimError, match="can be read only once"):
-        lsim.analyze(tiny_llama(), (read.append(1) or row for row in torch.randint(3, 100, (1000, 20))), "cosine", batch_size=2)
+        lsim.analyze(
+            tiny_llama(),
+            lsim.Data((read.append(1) or row for row in torch.randint(3, 100, (1000, 20))), batch_size=2),
+            "cosine",
+        )
     assert len(read) < 100
 
 

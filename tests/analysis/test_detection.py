@@ -85,7 +85,7 @@ def agrees(found, model, data, atol: float = 1e-10) -> None:
 def test_every_number_equals_brute_force_in_every_batch_size(auxiliary_loss, seed):
     model, data = tiny_detr(auxiliary_loss, seed=seed), scenes(seed=seed)
     for size in (1, 3, 16):
-        found = lsim.detection_by_layer(model, data, batch_size=size)
+        found = lsim.detection_by_layer(model, lsim.Data(data, batch_size=size))
         agrees(found, model, data)
     assert (found.images, found.objects, found.matched) == (4, 6, 6)
     assert found.layers[1:] == tuple(f"decoder.blocks.{i}.hook_resid_post" for i in range(LAYERS))
@@ -211,7 +211,7 @@ def test_all_forms_of_the_data_give_the_same_numbers():
         "data set": (datasets.Dataset.from_list(lists), None),
     }
     for name, (given, labels) in forms.items():
-        found = lsim.detection_by_layer(model, given, labels=labels, batch_size=2)
+        found = lsim.detection_by_layer(model, lsim.Data(given, batch_size=2), labels=labels)
         for field in FIELDS:
             torch.testing.assert_close(getattr(found, field), getattr(expected, field), atol=1e-6, rtol=0, msg=name)
     assert found.provenance.data == expected.provenance.data
@@ -229,7 +229,7 @@ def test_images_go_through_the_processor():
     ]
     labels = [annotation(count, generator) for count in (2, 1)]
     model = tiny_detr(dtype=torch.float32)
-    found = lsim.detection_by_layer(model, pictures, labels=labels, tokenizer=processor, batch_size=1)
+    found = lsim.detection_by_layer(model, lsim.Data(pictures, tokenizer=processor, batch_size=1), labels=labels)
     by_hand = [processor(images=picture, return_tensors="pt") for picture in pictures]
     apart = [lsim.detection_by_layer(model, dict(one), labels=[label]) for one, label in zip(by_hand, labels, strict=True)]
     expected = (2 * apart[0].box_l1 + apart[1].box_l1) / 3

@@ -368,7 +368,7 @@ def test_figures_show_the_difference_and_where_it_is_certain():
 def test_two_models_on_the_same_texts_are_paired():
     data = [random_tokens(1, 8 + i % 5, seed=i)[0] for i in range(272)]
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.LogitLens()]
-    runs = [lsim.analyze(tiny_llama(seed=seed), data, analyzers, batch_size=16, intervals=True) for seed in (0, 1)]
+    runs = [lsim.analyze(tiny_llama(seed=seed), lsim.Data(data, batch_size=16), analyzers, intervals=True) for seed in (0, 1)]
     found = lsim.difference(*runs)
     assert list(found) == ["cosine", "cka", "logit_lens"]
     assert all(one.paired for one in found.values())

@@ -51,7 +51,9 @@ def test_the_decoder_is_trained_stitched_and_truncated(make):
     own = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
     training = lsim.AlignedTraining(steps=1)
     labelled = data | {"labels": labels}
-    trained = lsim.finetune_aligned(copy.deepcopy(model), labelled, training, labels="data", eval_data=labelled, batch_size=3)
+    trained = lsim.finetune_aligned(
+        copy.deepcopy(model), lsim.Data(labelled, batch_size=3), training, labels="data", eval_data=labelled
+    )
     assert float(trained.values[0, -1]) == pytest.approx(own, abs=1e-9)
     lens = lsim.analyze(model, labelled, lsim.LogitLens(labels="data"))["logit_lens"]
     torch.testing.assert_close(trained.values[0], lens.values, atol=1e-9, rtol=0)

@@ -9,6 +9,7 @@ import transformers as hf
 
 import tl_layersim as lsim
 
+from ..options import called
 from ..oracles.cka import oracle_cka
 from ..tiny_models import random_tokens, tiny_tokenizer
 from .test_attach_stacks import bart, pair, t5
@@ -100,12 +101,12 @@ def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(ke
     expected = by_hand(model, SITES[key, at], given, counted(given, at), heads)
     analyzers = [COSINE, lsim.CKA()]
     found = {
-        "hooked": lsim.analyze(model, given, analyzers, **options),
-        "one by one": lsim.analyze(model, given, analyzers, batch_size=1, **options),
-        "nnsight": lsim.analyze(wrapped(model), given, analyzers, batch_size=2, **options),
-        "simulated server": lsim.analyze(wrapped(model), given, analyzers, remote="local", **options),
+        "hooked": called(lsim.analyze, model, given, analyzers, **options),
+        "one by one": called(lsim.analyze, model, given, analyzers, batch_size=1, **options),
+        "nnsight": called(lsim.analyze, wrapped(model), given, analyzers, batch_size=2, **options),
+        "simulated server": called(lsim.analyze, wrapped(model), given, analyzers, remote="local", **options),
     }
-    with torch.no_grad(), lsim.attach(model, analyzers, **options) as probe:
+    with torch.no_grad(), called(lsim.attach, model, analyzers, **options) as probe:
         model(**given)
     found["attached"] = probe.results()
     for name, report in found.items():
@@ -125,7 +126,7 @@ def test_the_last_position_is_that_of_the_stack_that_is_read(key, at):
         pytest.skip("heads are measured above")
     model, given = MODELS[key](), rows()
     expected = cosine(by_hand(model, SITES[key, at], given, counted(given, at, "last")))
-    found = lsim.analyze(model, given, COSINE, at=at, positions="last")["cosine"]
+    found = lsim.analyze(model, lsim.Data(given, positions="last"), COSINE, at=at)["cosine"]
     torch.testing.assert_close(found.values, expected, atol=1e-6, rtol=0)
     assert found.provenance.tokens == 5
 
@@ -149,7 +150,7 @@ def test_rows_of_lists_and_of_left_padded_tensors_are_those_of_right_padded_tens
     for at in ("resid_post", "encoder.resid_post"):
         values = lsim.analyze(model, given, COSINE, at=at)["cosine"].values
         for other in (lists, left, together):
-            again = lsim.analyze(model, other, COSINE, at=at, batch_size=3)["cosine"]
+            again = lsim.analyze(model, lsim.Data(other, batch_size=3), COSINE, at=at)["cosine"]
             torch.testing.assert_close(again.values, values, atol=1e-6, rtol=0)
 
 
@@ -164,7 +165,7 @@ def test_the_lens_gives_the_models_own_loss_at_its_last_layer(make):
     keep = (given["decoder_attention_mask"][:, 1:] > 0).flatten()
     for found in (
         lsim.analyze(model, given, lsim.LogitLens())["logit_lens"],
-        lsim.analyze(wrapped(model), given, lsim.LogitLens(), remote="local")["logit_lens"],
+        lsim.analyze(lsim.open_model(wrapped(model), remote="local"), given, lsim.LogitLens())["logit_lens"],
     ):
         assert float(found.cross_entropy[-1]) == pytest.approx(float(losses[keep].mean()), abs=1e-5)
     with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
@@ -196,8 +197,10 @@ def test_a_bias_of_the_logits_that_the_lens_lacks_is_refused():
 @each_model
 def test_texts_are_read_by_the_encoder_and_refused_for_the_decoder(make):
     model, tokenizer, texts = make(), tiny_tokenizer(), ["a cat sat", "the dog ran far away", "birds"]
-    found = lsim.analyze(model, texts, COSINE, at="encoder.resid_post", tokenizer=tokenizer)["cosine"]
-    wrap = lsim.analyze(wrapped(model), texts, COSINE, at="encoder.resid_post", tokenizer=tokenizer, remote="local")["cosine"]
+    found = lsim.analyze(model, lsim.Data(texts, tokenizer=tokenizer), COSINE, at="encoder.resid_post")["cosine"]
+    wrap = lsim.analyze(
+        lsim.open_model(wrapped(model), remote="local"), lsim.Data(texts, tokenizer=tokenizer), COSINE, at="encoder.resid_post"
+    )["cosine"]
     torch.testing.assert_close(found.values, wrap.values, atol=1e-6, rtol=0)
     for data in (
         texts,
@@ -209,7 +212,7 @@ def test_texts_are_read_by_the_encoder_and_refused_for_the_decoder(make):
         with pytest.raises(
             lsim.LayersimError, match=r"inputs of both stacks(.|\n)*prepare_decoder_input_ids(.|\n)*encoder\.resid"
         ):
-            lsim.analyze(model, data, COSINE, tokenizer=tokenizer)
+            lsim.analyze(model, lsim.Data(data, tokenizer=tokenizer), COSINE)
     with pytest.raises(lsim.LayersimError, match="inputs of both stacks"):
         lsim.analyze(model, {"decoder_input_ids": random_tokens(2, 5)}, COSINE)
 
@@ -280,7 +283,7 @@ def test_layers_of_one_stack_are_named_and_read_as_that_stack(make):
             .module.str.removesuffix(" (output)")
             .tolist()
         )
-        named = lsim.analyze(model, given, [COSINE, lsim.Trajectory()], layers=chosen)
+        named = lsim.analyze(lsim.open_model(model, layers=chosen), given, [COSINE, lsim.Trajectory()])
         plain = lsim.analyze(model, given, [COSINE, lsim.Trajectory()], at=f"{stack}.resid_post")
         assert named["cosine"].layers == plain["cosine"].layers
         assert torch.equal(named["cosine"].values, plain["cosine"].values)
@@ -288,12 +291,12 @@ def test_layers_of_one_stack_are_named_and_read_as_that_stack(make):
         assert torch.equal(named["trajectory"].values, plain["trajectory"].values)
         other = "decoder" if stack == "encoder" else "encoder"
         with pytest.raises(lsim.LayersimError, match=f"sites of the {other}, and `layers` blocks of the {stack}"):
-            lsim.analyze(model, given, COSINE, layers=chosen, at=f"{other}.resid_post")
+            lsim.analyze(lsim.open_model(model, layers=chosen), given, COSINE, at=f"{other}.resid_post")
 
 
 def test_layers_of_both_stacks_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`layers` must all lie in the encoder(.|\n)*decoder.block"):
-        lsim.analyze(t5(), rows(), TOKEN_CKA, layers=["encoder.block.0", "decoder.block.0"])
+        lsim.analyze(lsim.open_model(t5(), layers=["encoder.block.0", "decoder.block.0"]), rows(), TOKEN_CKA)
 
 
 def test_a_source_that_is_used_again_reads_its_own_stack():

@@ -29,7 +29,7 @@ class Stopped(KeyboardInterrupt):
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path, monkeypatch):
     """Three batches of four forward passes twice over: the interrupt falls into the first pass or into the second."""
     model, data, path = tiny_llama(), list(random_tokens(48, 11)), tmp_path / "run.safetensors"
-    undisturbed = lsim.analyze(model, data, cosine_and_cka(), batch_size=4)
+    undisturbed = lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka())
     calls = []
     run = HookedSource.run
 
@@ -41,10 +41,10 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path,
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
     with pytest.raises(Stopped) as caught:
-        lsim.analyze(model, data, cosine_and_cka(), batch_size=4, checkpoint=path)
+        lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka(), checkpoint=path)
     assert "the same call continues from there" in caught.value.__notes__[0]
     assert path.exists()
-    report = lsim.analyze(model, data, cosine_and_cka(), batch_size=4, checkpoint=path)
+    report = lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka(), checkpoint=path)
     # Forward passes of the batch that was interrupted run again.
     total = 24 + at % 4 + 1
     assert len(calls) == total
@@ -53,7 +53,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path,
         assert report[name].provenance.tokens == undisturbed[name].provenance.tokens
         assert report[name].provenance.data == undisturbed[name].provenance.data
     # A run that is complete is read back without a forward pass.
-    again = lsim.analyze(model, data, cosine_and_cka(), batch_size=4, checkpoint=path)
+    again = lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka(), checkpoint=path)
     assert len(calls) == total
     assert worst(again["cka"], undisturbed["cka"]) == 0
 
@@ -89,8 +89,8 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     model, data = tiny_llama(), list(random_tokens(40, 11))
-    resumed = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=2, checkpoint=path)
-    whole = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=2)
+    resumed = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"), checkpoint=path)
+    whole = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))
     assert worst(resumed["cosine"], whole["cosine"]) == 0
 
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     with pytest.raises(lsim.LayersimError, match=r"belongs to another run(.|\n)*'minibatch': 8(.|\n)*'minibatch': 256"):
         lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
     with pytest.raises(lsim.LayersimError, match=r"given:    data: skip_first: 1\n  expected: data: skip_first: 0\n"):
-        lsim.analyze(model, data, "cka", checkpoint=path, skip_first=1)
+        lsim.analyze(model, lsim.Data(data, skip_first=1), "cka", checkpoint=path)
     with pytest.raises(lsim.LayersimError, match="folder that does not exist"):
         lsim.analyze(model, data, "cka", checkpoint=tmp_path / "nowhere" / "run")
     partial = tmp_path / "partial.safetensors"
@@ -118,9 +118,9 @@ def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     # Batches of 32 rows, which have 256 samples.
     data = list(random_tokens(64, 11))
     with pytest.raises(KeyboardInterrupt):
-        lsim.analyze(source, data, "cka", batch_size=8, checkpoint=partial)
+        lsim.analyze(source, lsim.Data(data, batch_size=8), "cka", checkpoint=partial)
     with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
-        lsim.analyze(model, data[::-1], "cka", batch_size=8, checkpoint=partial)
+        lsim.analyze(model, lsim.Data(data[::-1], batch_size=8), "cka", checkpoint=partial)
 
 
 def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
@@ -138,11 +138,11 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
 
 def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_path):
     model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run"
-    lsim.analyze(model, data, "cka", batch_size=2, checkpoint=path)
+    lsim.analyze(model, lsim.Data(data, batch_size=2), "cka", checkpoint=path)
     for other in (data[::-1], data[:4], [*data, data[0]]):
         with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
-            lsim.analyze(model, other, "cka", batch_size=2, checkpoint=path)
+            lsim.analyze(model, lsim.Data(other, batch_size=2), "cka", checkpoint=path)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.01
     with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-        lsim.analyze(model, data, "cka", batch_size=2, checkpoint=path)
+        lsim.analyze(model, lsim.Data(data, batch_size=2), "cka", checkpoint=path)

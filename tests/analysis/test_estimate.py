@@ -78,7 +78,7 @@ def test_bytes_of_sums_are_the_most_that_a_run_holds(monkeypatch, pools, interva
     monkeypatch.setattr(SumTree, "add", noting)
     model = tiny_llama()
     tokens = torch.randint(model.config.vocab_size, (16 * pools, 16), generator=torch.Generator().manual_seed(0))
-    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=8, intervals=intervals)
+    lsim.analyze(model, lsim.Data(tokens, batch_size=8), [lsim.CKA(minibatch=16)], intervals=intervals)
     cost = lsim.estimate(model, [lsim.CKA(minibatch=16)], tokens=16 * 16 * pools, batch_size=8, seq_len=16, intervals=intervals)
     # Of the measure and of the sizes of activations that it rests on.
     assert len(held) == 2
@@ -127,7 +127,8 @@ def test_other_sites_are_read():
 
 def test_time_and_traffic_follow_from_the_devices():
     config = config_of(tiny_llama())
-    cost = lsim.estimate(config, [lsim.Cosine(center="none")], tokens=3200, devices="1xH100", remote=True, **SIZE)
+    there = lsim.open_model(config, remote=True)
+    cost = lsim.estimate(there, [lsim.Cosine(center="none")], tokens=3200, devices="1xH100", **SIZE)
     operations, device = cost.workload.counts, devices_of("H100")
     batches = 3200 / 32
     by_hand = sum(
@@ -157,8 +158,8 @@ def test_time_and_traffic_follow_from_the_devices():
     ids=["residual stream", "two passes", "lens", "sublayers", "heads"],
 )
 def test_traffic_is_that_of_a_real_server(analyzers, options, requests, up, down):
-    model = tiny_llama(layers=32)
-    traffic = lsim.estimate(model, analyzers, tokens=64 * 45, batch_size=64, seq_len=45, remote=True, **options).traffic
+    model = lsim.open_model(tiny_llama(layers=32), remote=True)
+    traffic = lsim.estimate(model, analyzers, tokens=64 * 45, batch_size=64, seq_len=45, **options).traffic
     assert (traffic.requests, traffic.bytes_up) == (requests, pytest.approx(up, rel=0.1))
     assert traffic.bytes_down == pytest.approx(down, rel=0.1)
 
@@ -182,10 +183,9 @@ def test_copies_share_the_work_and_too_small_devices_never_end():
     ("arguments", "message"),
     [
         ({"devices": "8xABACUS"}, "`devices` names no device"),
-        ({"tokens": 0}, "`tokens` must be at least 1"),
-        ({"seq_len": 0}, "`seq_len` must be at least 1"),
-        ({"batch_size": -1}, "`batch_size` must be at least 1"),
-        ({"tokens_per_request": 0}, "`tokens_per_request` must be at least 1"),
+        ({"tokens": 0}, "`tokens` of estimate cannot be 0"),
+        ({"seq_len": 0}, "`seq_len` of estimate cannot be 0"),
+        ({"batch_size": -1}, "`batch_size` of estimate cannot be -1"),
         ({"seq_len": 10**9}, "`seq_len` is longer"),
         ({"analyzers": [lsim.LinearProbe(max_classes=2)]}, "not below `max_classes`"),
     ],
@@ -243,8 +243,8 @@ def test_the_rows_of_the_data_give_the_total():
     by_rows = notice(None, 10_000, [0.0, 4.0, 8.0])
     assert [by_rows.words(Tally(tokens=10 * rows, sequences=rows)) for rows in (10, 50)] == ["", ""]
     assert "for 100,000 tokens" in by_rows.words(Tally(tokens=900, sequences=90))
-    assert rows_in_data(torch.zeros(5, 3), False) == 5
-    assert rows_in_data(["a"], True) is None
+    assert rows_in_data(lsim.Data(torch.zeros(5, 3))) == 5
+    assert rows_in_data(lsim.Data(["a"], pack=True)) is None
 
 
 def test_a_run_prints_the_notice(monkeypatch, capsys):
@@ -252,5 +252,5 @@ def test_a_run_prints_the_notice(monkeypatch, capsys):
     monkeypatch.setattr(LongRunNotice.__init__, "__defaults__", (lambda: float(next(clock)),))
     model = tiny_llama()
     tokens = torch.randint(model.config.vocab_size, (48, 16), generator=torch.Generator().manual_seed(0))
-    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=16)
+    lsim.analyze(model, lsim.Data(tokens, batch_size=16), [lsim.CKA(minibatch=16)])
     assert "This pass takes about" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_max_tokens_leaves_the_last_row_whole():
     config = transformers.ModernBertConfig(**MODERN, classifier_pooling="mean", num_labels=3, global_attn_every_n_layers=2)
     model = transformers.ModernBertForSequenceClassification(config).double().eval()
     tokens, labels = torch.randint(3, 50, (4, 6)), torch.tensor([0, 1, 2, 0])
-    found = lsim.analyze(model, tokens, lsim.LogitLens(labels=labels), max_tokens=8)["logit_lens"]
+    found = lsim.analyze(model, lsim.Data(tokens, max_tokens=8), lsim.LogitLens(labels=labels))["logit_lens"]
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(tokens[:2]).logits, labels[:2])
     torch.testing.assert_close(found.cross_entropy[-1], expected)

@@ -12,6 +12,7 @@ from tl_layersim.models.hooked import HookedSource
 
 from .. import oracles
 from ..input_models import alone, bert_blocks, image_vit, pair_bert, pair_data, pixels, states, vit_blocks
+from ..options import called
 from ..views import worst
 
 CLASSES = torch.tensor([0, 1, 2, 0, 1, 2] * 2)
@@ -21,13 +22,13 @@ CE = torch.nn.functional.cross_entropy
 @pytest.mark.parametrize("kind", ["pairs", "images"])
 def test_the_size_and_the_order_of_batches_change_nothing(kind):
     model, data = (pair_bert(), pair_data(8)) if kind == "pairs" else (image_vit(), {"pixel_values": pixels(8)})
-    whole = lsim.analyze(model, data, lsim.Cosine(), batch_size=8, positions="all")["cosine"]
+    whole = lsim.analyze(model, lsim.Data(data, batch_size=8, positions="all"), lsim.Cosine())["cosine"]
     for size in (1, 3):
-        found = lsim.analyze(model, data, lsim.Cosine(), batch_size=size, positions="all")["cosine"]
+        found = lsim.analyze(model, lsim.Data(data, batch_size=size, positions="all"), lsim.Cosine())["cosine"]
         assert worst(found, whole) < 1e-12
         assert found.provenance.data == whole.provenance.data
     turned = {name: values.flip(0) for name, values in data.items()}
-    assert worst(lsim.analyze(model, turned, lsim.Cosine(), positions="all")["cosine"], whole) < 1e-12
+    assert worst(lsim.analyze(model, lsim.Data(turned, positions="all"), lsim.Cosine())["cosine"], whole) < 1e-12
 
 
 class Stopped(KeyboardInterrupt):
@@ -38,7 +39,7 @@ class Stopped(KeyboardInterrupt):
 def test_an_interrupted_run_resumes_and_other_inputs_are_refused(kind, tmp_path, monkeypatch):
     model, data = (pair_bert(), pair_data(8)) if kind == "pairs" else (image_vit(), {"pixel_values": pixels(8)})
     options = {"batch_size": 2, "positions": "all", "checkpoint": tmp_path / "run.safetensors"}
-    undisturbed = lsim.analyze(model, data, lsim.Cosine(), batch_size=2, positions="all")["cosine"]
+    undisturbed = lsim.analyze(model, lsim.Data(data, batch_size=2, positions="all"), lsim.Cosine())["cosine"]
     calls, run = [], HookedSource.run
 
     def interrupted(self, batch, kernels):
@@ -49,11 +50,11 @@ def test_an_interrupted_run_resumes_and_other_inputs_are_refused(kind, tmp_path,
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
     with pytest.raises(Stopped):
-        lsim.analyze(model, data, lsim.Cosine(), **options)
+        called(lsim.analyze, model, data, lsim.Cosine(), **options)
     name = "token_type_ids" if kind == "pairs" else "pixel_values"
     with pytest.raises(lsim.LayersimError, match="`data` differs from the data of the checkpoint"):
-        lsim.analyze(model, data | {name: 1 - data[name]}, lsim.Cosine(), **options)
-    found = lsim.analyze(model, data, lsim.Cosine(), **options)["cosine"]
+        called(lsim.analyze, model, data | {name: 1 - data[name]}, lsim.Cosine(), **options)
+    found = called(lsim.analyze, model, data, lsim.Cosine(), **options)["cosine"]
     assert worst(found, undisturbed) == 0
     assert found.provenance.data == undisturbed.provenance.data
 
@@ -62,7 +63,7 @@ def test_attach_gives_the_numbers_of_analyze():
     for model, data in ((pair_bert(), pair_data()), (image_vit(), {"pixel_values": pixels()})):
         with lsim.attach(model, lsim.Cosine(center="none"), positions="all") as probe, torch.no_grad():
             model(**data)
-        found = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=4, positions="all")["cosine"]
+        found = lsim.analyze(model, lsim.Data(data, batch_size=4, positions="all"), lsim.Cosine(center="none"))["cosine"]
         np.testing.assert_allclose(probe.results()["cosine"].values, found.values, atol=1e-12)
 
 
@@ -84,7 +85,7 @@ def test_images_of_a_data_set_go_through_the_processor():
     values = made(images=pictures, return_tensors="pt")["pixel_values"].double()
     expected = oracles.oracle_cosine([states(model, vit_blocks(model), pixel_values=values)])
     for given in (data, pictures, data.to_iterable_dataset(), {"image": pictures}):
-        found = lsim.analyze(model, given, lsim.Cosine(), tokenizer=made, batch_size=4, positions="all")["cosine"]
+        found = lsim.analyze(model, lsim.Data(given, tokenizer=made, batch_size=4, positions="all"), lsim.Cosine())["cosine"]
         np.testing.assert_allclose(found.values, expected["values"], atol=1e-6)
         assert found.provenance.options["processor"] == "ViTImageProcessorPil"
     with pytest.raises(lsim.LayersimError, match=r"no processor is known(.|\n)*tokenizer=AutoImageProcessor"):
@@ -116,13 +117,13 @@ def test_stitching_of_models_of_pairs_is_that_of_plain_torch():
     front, back, data = pair_bert(0), pair_bert(1), pair_data(12)
     rows = [alone(data, row) for row in range(12)]
     expected = stitched_by_hand(front, back, 2, bert_blocks, rows)
-    found = lsim.stitch(front, back, data | {"labels": CLASSES}, at=(2, 2), adapter="identity", batch_size=4)
+    found = lsim.stitch(front, back, lsim.Data(data | {"labels": CLASSES}, batch_size=4), at=(2, 2), adapter="identity")
     assert found.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
     with torch.no_grad():
         logits = torch.cat([back(**row).logits for row in rows])
         assert found.back_loss == pytest.approx(float(CE(logits, CLASSES)), abs=1e-9)
         torch.testing.assert_close(torch.cat([found.model(**row).logits for row in rows]), expected)
-    measured = lsim.analyze(found.model, data, lsim.Cosine(center="none"), batch_size=5, positions="all")["cosine"]
+    measured = lsim.analyze(found.model, lsim.Data(data, batch_size=5, positions="all"), lsim.Cosine(center="none"))["cosine"]
     assert measured.provenance.tokens == int(data["attention_mask"].sum())
 
 
@@ -131,15 +132,15 @@ def test_stitching_of_models_of_images_is_that_of_plain_torch():
     front, back, images = image_vit(0), image_vit(1), pixels(12)
     data = {"pixel_values": images, "labels": CLASSES}
     expected = stitched_by_hand(front, back, 1, vit_blocks, [{"pixel_values": images}])
-    found = lsim.stitch(front, back, data, at=(1, 1), adapter="identity", batch_size=4)
+    found = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(1, 1), adapter="identity")
     assert found.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
     with torch.no_grad():
         torch.testing.assert_close(found.model(pixel_values=images).logits, expected)
-    trained = lsim.stitch(front, back, data, at=(1, 1), adapter="linear", batch_size=4, fit="lstsq", ridge=0.1)
+    trained = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(1, 1), adapter="linear", fit="lstsq", ridge=0.1)
     assert trained.adapter.weight is not None
     same = lsim.stitch(front, front, data, at=(3, 3), adapter="identity")
     assert same.penalty == 0
-    measured = lsim.analyze(found.model, images, lsim.Cosine(center="none"), positions="all")["cosine"]
+    measured = lsim.analyze(found.model, lsim.Data(images, positions="all"), lsim.Cosine(center="none"))["cosine"]
     assert measured.provenance.tokens == 60
 
 
@@ -147,9 +148,9 @@ def test_stitching_through_simulated_servers():
     import nnsight
 
     data = {"pixel_values": pixels(12), "labels": CLASSES}
-    expected = lsim.stitch(image_vit(0), image_vit(1), data, at=(1, 1), adapter="identity", batch_size=4)
+    expected = lsim.stitch(image_vit(0), image_vit(1), lsim.Data(data, batch_size=4), at=(1, 1), adapter="identity")
     places = [nnsight.NNsight(image_vit(seed)) for seed in (0, 1)]
-    found = lsim.stitch(*places, data, at=(1, 1), adapter="identity", batch_size=4, remote="local")
+    found = called(lsim.stitch, *places, data, at=(1, 1), adapter="identity", batch_size=4, remote="local")
     assert found.loss == pytest.approx(expected.loss, abs=1e-9)
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-9)
 
@@ -161,7 +162,7 @@ def test_evaluate_layers_measures_what_the_model_is_given(kind):
     before, after = make(0), make(1)
     data = pair_data(12) if kind == "pairs" else {"pixel_values": pixels(12)}
     rows = [alone(data, row) for row in range(12)]
-    found = lsim.evaluate_layers(before, after, data | {"label": CLASSES}, center="none", batch_size=4)["layers"]
+    found = lsim.evaluate_layers(before, after, lsim.Data(data | {"label": CLASSES}, batch_size=4), center="none")["layers"]
     for number, model in enumerate((before, after)):
         with torch.no_grad():
             logits = torch.cat([model(**row).logits for row in rows])
@@ -201,7 +202,7 @@ def test_one_step_of_a_fine_tune_is_that_of_plain_torch(kind):
         steps=1, lr=1e-3, warmup=0, schedule="always", weights="uniform", weight_decay=0.0, clip=1e9, seed=0
     )
     held = {name: values[:2] for name, values in data.items()} | {"labels": CLASSES[:2]}
-    lsim.finetune_aligned(model, data | {"labels": CLASSES}, training, eval_data=held, batch_size=12)
+    lsim.finetune_aligned(model, lsim.Data(data | {"labels": CLASSES}, batch_size=12), training, eval_data=held)
     naive.train()
     optimiser = torch.optim.AdamW(naive.parameters(), lr=1e-3, weight_decay=0.0)
     rows = [alone(data, row) for row in range(12)]

@@ -15,7 +15,7 @@ from ..tiny_models import random_tokens, tiny_llama
 
 def run(*analyzers, lengths=(5, 9) * 128):
     data = [random_tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
-    return lsim.analyze(tiny_llama(), data, list(analyzers), batch_size=16, intervals=True)
+    return lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=16), list(analyzers), intervals=True)
 
 
 def test_the_interval_of_a_count_is_that_of_its_fraction():

@@ -39,20 +39,20 @@ def one_pass() -> list:
 def test_a_replicate_is_the_result_of_the_data_without_a_block():
     model, data = tiny_llama(dtype=torch.float64), rows(40)
     analyzers = [one for one in one_pass() if one.name != "cka"]
-    report = lsim.analyze(model, data, analyzers, batch_size=2, intervals=True)
+    report = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers, intervals=True)
     for name, result in report.items():
         assert len(result.replicates) == len(result.block_tokens) == 20
         assert result.block_tokens == tuple(sum(len(row) for row in data[2 * j : 2 * j + 2]) for j in range(20))
         # Without a block in the middle, later rows have other numbers, which choose the halves of an exit curve.
         for block in (19,) if name == "exit_curve" else (0, 7, 19):
             rest = data[: 2 * block] + data[2 * block + 2 :]
-            expected = lsim.analyze(model, rest, analyzers, batch_size=2)[name]
+            expected = lsim.analyze(model, lsim.Data(rest, batch_size=2), analyzers)[name]
             assert worst(result.replicates[block], expected) < 1e-9
 
 
 def test_a_block_of_a_measure_of_pairs_is_a_pool_of_sixteen_rows():
     model, data = tiny_llama(dtype=torch.float64), rows(16 * 17)
-    result = lsim.analyze(model, data, lsim.CKA(minibatch=64), batch_size=5, intervals=True)["cka"]
+    result = lsim.analyze(model, lsim.Data(data, batch_size=5), lsim.CKA(minibatch=64), intervals=True)["cka"]
     assert len(result.replicates) == 17
     for block in (0, 7):
         rest = data[: 16 * block] + data[16 * block + 16 :]
@@ -62,12 +62,12 @@ def test_a_block_of_a_measure_of_pairs_is_a_pool_of_sixteen_rows():
 def test_what_a_first_pass_determines_is_held_fixed():
     """The most frequent tokens of the data are the classes of NC1, also of the data without a block."""
     model, data = tiny_llama(), rows(34)
-    result = lsim.analyze(model, data, [lsim.NeuralCollapse()], batch_size=2, intervals=True)["neural_collapse"]
+    result = lsim.analyze(model, lsim.Data(data, batch_size=2), [lsim.NeuralCollapse()], intervals=True)["neural_collapse"]
     assert len(result.replicates) == 17
     assert {one.labels for one in result.replicates} == {result.labels}
     assert bool(result.interval().error.gt(0).all())
-    cosine = lsim.analyze(model, data, [lsim.Cosine()], batch_size=2, intervals=True)["cosine"]
-    fixed = lsim.analyze(model, data[2:], [lsim.Cosine(center=cosine.mean)], batch_size=2)["cosine"]
+    cosine = lsim.analyze(model, lsim.Data(data, batch_size=2), [lsim.Cosine()], intervals=True)["cosine"]
+    fixed = lsim.analyze(model, lsim.Data(data[2:], batch_size=2), [lsim.Cosine(center=cosine.mean)])["cosine"]
     assert worst(cosine.replicates[0], fixed) < 1e-9
     with pytest.raises(lsim.LayersimError, match="the first pass over the data determines it"):
         cosine.interval("mean")
@@ -76,8 +76,8 @@ def test_what_a_first_pass_determines_is_held_fixed():
 
 def test_intervals_change_no_number():
     model, data = tiny_llama(), rows(37)
-    plain = lsim.analyze(model, data, [*one_pass(), lsim.NeuralCollapse()], batch_size=1)
-    report = lsim.analyze(model, data, [*one_pass(), lsim.NeuralCollapse()], batch_size=1, intervals=True)
+    plain = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()])
+    report = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()], intervals=True)
     for name in plain:
         assert worst(plain[name], report[name]) < 1e-12
         assert not plain[name].has_intervals
@@ -89,7 +89,7 @@ def test_intervals_change_no_number():
 def test_an_interval_is_students_t_about_the_value_with_the_error_of_the_replicates():
     from scipy import stats
 
-    result = lsim.analyze(tiny_llama(), rows(36), [lsim.LogitLens()], batch_size=2, intervals=True)["logit_lens"]
+    result = lsim.analyze(tiny_llama(), lsim.Data(rows(36), batch_size=2), [lsim.LogitLens()], intervals=True)["logit_lens"]
     value, low, high, error = result.interval("entropy", level=0.9)
     replicates = torch.stack([one.entropy for one in result.replicates])
     assert error.equal(standard_error(result.entropy, replicates))
@@ -105,7 +105,7 @@ def test_an_interval_is_students_t_about_the_value_with_the_error_of_the_replica
 
 def test_any_number_of_a_result_has_an_interval():
     a, b, data = tiny_llama(), tiny_llama(seed=1), rows(40)
-    result = lsim.compare(a, b, data, lsim.CKA(minibatch=4), batch_size=2, intervals=True)
+    result = lsim.compare(a, b, lsim.Data(data, batch_size=2), lsim.CKA(minibatch=4), intervals=True)
     found = result.interval(lambda one: one.distance())
     naive = standard_error(
         torch.tensor(result.distance(), dtype=torch.float64),
@@ -120,7 +120,7 @@ def test_any_number_of_a_result_has_an_interval():
 
 
 def test_a_table_and_the_text_show_the_intervals():
-    report = lsim.analyze(tiny_llama(), rows(40), [lsim.Cosine(center="none")], batch_size=2, intervals=True)
+    report = lsim.analyze(tiny_llama(), lsim.Data(rows(40), batch_size=2), [lsim.Cosine(center="none")], intervals=True)
     table = report["cosine"].to_frame("values")
     found = report["cosine"].interval("values")
     np.testing.assert_array_equal(table["values_low"], found.low.flatten())
@@ -128,7 +128,7 @@ def test_a_table_and_the_text_show_the_intervals():
     assert {"std_low", "below_zero_high"} <= set(table.columns)
     margins = [line for line in repr(report).splitlines() if " ± " in line]
     assert len(margins) >= 2
-    plain = lsim.analyze(tiny_llama(), rows(40), [lsim.Cosine(center="none")], batch_size=2)
+    plain = lsim.analyze(tiny_llama(), lsim.Data(rows(40), batch_size=2), [lsim.Cosine(center="none")])
     assert " ± " not in repr(plain)
     assert "values_low" not in plain["cosine"].to_frame("values")
 
@@ -150,7 +150,7 @@ def test_a_grid_has_intervals_of_its_distances_and_of_each_pair(tmp_path):
 
 
 def test_a_file_keeps_the_intervals(tmp_path):
-    report = lsim.analyze(tiny_llama(), rows(33), one_pass(), batch_size=2, intervals=True)
+    report = lsim.analyze(tiny_llama(), lsim.Data(rows(33), batch_size=2), one_pass(), intervals=True)
     loaded = lsim.load(report.save(tmp_path / "report.safetensors"))
     for name, result in report.items():
         assert loaded[name].block_tokens == result.block_tokens
@@ -167,7 +167,7 @@ def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monk
     """Thirty-four rows twice over: blocks of one row become blocks of two at the thirty-second."""
     model, data, path = tiny_llama(), rows(34), tmp_path / "run.safetensors"
     analyzers = [lsim.Cosine(), lsim.LogitLens()]
-    undisturbed = lsim.analyze(model, data, analyzers, batch_size=1, intervals=True)
+    undisturbed = lsim.analyze(model, lsim.Data(data, batch_size=1), analyzers, intervals=True)
     calls, run = [], HookedSource.run
 
     def interrupted(self, batch, kernels):
@@ -178,8 +178,8 @@ def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monk
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lsim.analyze(model, data, analyzers, batch_size=1, intervals=True, checkpoint=path)
-    report = lsim.analyze(model, data, analyzers, batch_size=1, intervals=True, checkpoint=path)
+        lsim.analyze(model, lsim.Data(data, batch_size=1), analyzers, intervals=True, checkpoint=path)
+    report = lsim.analyze(model, lsim.Data(data, batch_size=1), analyzers, intervals=True, checkpoint=path)
     assert len(calls) == 2 * 34 + 1
     for name, result in undisturbed.items():
         assert result.block_tokens == report[name].block_tokens
@@ -188,7 +188,7 @@ def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monk
             assert worst(one, other) == 0
     # Without blocks it is another run.
     with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-        lsim.analyze(model, data, analyzers, batch_size=1, checkpoint=path)
+        lsim.analyze(model, lsim.Data(data, batch_size=1), analyzers, checkpoint=path)
 
 
 def test_forward_passes_of_a_loop_form_blocks():
@@ -219,7 +219,9 @@ def test_forward_passes_that_are_measured_together_share_a_block():
 def test_few_blocks_are_reported():
     model = tiny_llama()
     with pytest.warns(lsim.LayersimWarning, match="'logit_lens', 'saturation' rest on 6 blocks") as told:
-        few = lsim.analyze(model, rows(6), [lsim.LogitLens(), lsim.Saturation()], batch_size=2, intervals=True)["logit_lens"]
+        few = lsim.analyze(model, lsim.Data(rows(6), batch_size=2), [lsim.LogitLens(), lsim.Saturation()], intervals=True)[
+            "logit_lens"
+        ]
     assert len([one for one in told if "rest on" in str(one.message)]) == 1
     assert bool(few.interval("entropy").error.isfinite().all())
     with pytest.warns(lsim.LayersimWarning, match="rest on 1 block of rows, so there are none"):
@@ -234,7 +236,7 @@ def test_a_measure_that_needs_every_block_has_no_intervals_and_says_so():
     data, labels = list(random_tokens(32, 9)), torch.tensor([0] * 31 + [1])
     analyzer = lsim.NeuralCollapse(labels=labels, pool="last")
     with pytest.warns(lsim.LayersimWarning, match="no intervals, because it is not defined on the data without one of its 16"):
-        result = lsim.analyze(tiny_llama(), data, [analyzer], batch_size=2, intervals=True)["neural_collapse"]
+        result = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [analyzer], intervals=True)["neural_collapse"]
     assert not result.has_intervals
 
 
@@ -242,7 +244,9 @@ def test_what_has_no_interval_is_refused():
     plain = lsim.analyze(tiny_llama(), rows(4), [lsim.Cosine(center="none")])["cosine"]
     with pytest.raises(lsim.LayersimError, match=r"has no intervals(.|\n)*intervals=True"):
         plain.interval()
-    result = lsim.analyze(tiny_llama(), rows(32), [lsim.Cosine(center="none")], batch_size=2, intervals=True)["cosine"]
+    result = lsim.analyze(tiny_llama(), lsim.Data(rows(32), batch_size=2), [lsim.Cosine(center="none")], intervals=True)[
+        "cosine"
+    ]
     with pytest.raises(lsim.LayersimError, match="no tensor field 'nothing'"):
         result.interval("nothing")
     with pytest.raises(lsim.LayersimError, match="must return a number or a tensor"):
@@ -273,7 +277,9 @@ def test_blocks_that_do_not_fit_into_memory_are_refused(monkeypatch):
 
 def test_memory_holds_32_blocks_of_a_long_stream():
     """The checkpoint of a stream of many batches holds no more blocks than that of a short one."""
-    report = lsim.analyze(tiny_llama(), list(random_tokens(150, 4)), [lsim.LogitLens()], batch_size=1, intervals=True)
+    report = lsim.analyze(
+        tiny_llama(), lsim.Data(list(random_tokens(150, 4)), batch_size=1), [lsim.LogitLens()], intervals=True
+    )
     assert report["logit_lens"].block_tokens == (32,) * 18 + (24,)
 
 

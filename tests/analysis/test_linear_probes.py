@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ import tl_layersim as lsim
 from .. import oracles
 from ..input_models import image_vit, pair_bert, pair_data, pixels
 from ..models.helpers import bridge, nnsight
+from ..options import called
 from ..tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
 
 ROWS, TEST = 30, 12
+PROBES = {"ridge": lsim.LinearProbe, "logistic": lsim.LogisticProbe}
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +43,11 @@ def last_states(model, tokens) -> np.ndarray:
 
 def test_it_is_the_analyzer(llama, tokens, classes):
     options = {"positions": "last", "batch_size": 7, "at": "mlp_out"}
-    found = lsim.linear_probe(llama, tokens, labels=classes, ridge=0.3, seed=2, test_fraction=0.4, **options)
+    found = called(
+        lsim.linear_probe, llama, tokens, lsim.LinearProbe(labels=classes, test_fraction=0.4, ridge=0.3, seed=2), **options
+    )
     probe = lsim.LinearProbe(labels=classes, ridge=0.3, seed=2, test_fraction=0.4)
-    same(found, lsim.analyze(llama, tokens, probe, **options)["linear_probe"])
+    same(found, called(lsim.analyze, llama, tokens, probe, **options)["linear_probe"])
     assert found.provenance.options["ridge"] == 0.3
     assert found.provenance.seed == 2
 
@@ -70,8 +75,10 @@ def test_held_out_data_of_its_own(kind, tokens, classes):
     model.tokenizer = tiny_tokenizer()
     data, test = (KINDS[kind](tokens[part], classes[part]) for part in (slice(0, ROWS), slice(ROWS, None)))
     own = "label" in kind or kind == "examples"
-    labels = {} if own else {"labels": classes[:ROWS], "test_labels": classes[ROWS:].tolist()}
-    found = lsim.linear_probe(model, data, test_data=test, positions="last", batch_size=8, prepend_bos=False, **labels)
+    probe = lsim.LinearProbe(labels="data" if own else classes[:ROWS])
+    read = lsim.Data(data, positions="last", batch_size=8, prepend_bos=False)
+    test_labels = None if own else classes[ROWS:].tolist()
+    found = lsim.linear_probe(model, read, probe, test_data=test, test_labels=test_labels)
     x, classes = last_states(model, tokens), classes.tolist()
     scores = [oracles.ridge_scores(layer[:ROWS], np.array(classes[:ROWS]), layer, [0, 1, 2], 0.1) for layer in x]
     expected = [np.mean(score[ROWS:].argmax(1) == classes[ROWS:]) for score in scores]
@@ -86,12 +93,16 @@ def test_data_sets_and_images_are_held_out_data_too():
 
     model, label = pair_bert(), [0, 1, 1, 0, 1, 0]
     rows = [{name: values[n].tolist() for name, values in pair_data().items()} | {"label": label[n]} for n in range(6)]
-    whole = lsim.linear_probe(model, rows[:4], test_data=rows[4:], positions="mean")
+    whole = lsim.linear_probe(model, lsim.Data(rows[:4], positions="mean"), test_data=rows[4:])
     sets = (datasets.Dataset.from_list(part) for part in (rows[:4], rows[4:]))
-    same(lsim.linear_probe(model, next(sets), test_data=next(sets), positions="mean"), whole)
+    same(lsim.linear_probe(model, lsim.Data(next(sets), positions="mean"), test_data=next(sets)), whole)
     images = pixels(6)
     found = lsim.linear_probe(
-        image_vit(), images[:4], test_data=images[4:], labels=label[:4], test_labels=label[4:], positions="mean"
+        image_vit(),
+        lsim.Data(images[:4], positions="mean"),
+        lsim.LinearProbe(labels=label[:4]),
+        test_data=images[4:],
+        test_labels=label[4:],
     )
     assert found.test_samples.sum() == 2
 
@@ -100,7 +111,7 @@ def test_labels_by_position_of_both_parts(llama, tokens):
     labels = tokens % 2
     labels[:, 2] = -100
     found = lsim.linear_probe(
-        llama, tokens[:ROWS], labels=labels[:ROWS], test_data=tokens[ROWS:, :5], test_labels=labels[ROWS:, :5]
+        llama, tokens[:ROWS], lsim.LinearProbe(labels=labels[:ROWS]), test_data=tokens[ROWS:, :5], test_labels=labels[ROWS:, :5]
     )
     assert found.test_samples.sum() == TEST * 4
     assert found.samples.sum() == ROWS * 5
@@ -113,7 +124,9 @@ def test_logistic_regression_is_that_of_scikit_learn(penalty, tokens, classes):
     from sklearn.linear_model import LogisticRegression
 
     model = tiny_llama(dtype=torch.float64)
-    found = lsim.linear_probe(model, tokens, labels=classes, method="logistic", C=penalty, positions="last", batch_size=5)
+    found = lsim.linear_probe(
+        model, lsim.Data(tokens, positions="last", batch_size=5), lsim.LogisticProbe(labels=classes, C=penalty)
+    )
     out = np.array(oracles.held_out_rows(len(tokens)))
     for site, x in enumerate(last_states(model, tokens)):
         x = (x - x[~out].mean(0)) / x[~out].std(0)
@@ -122,7 +135,7 @@ def test_logistic_regression_is_that_of_scikit_learn(penalty, tokens, classes):
         assert float(found.train_accuracy[site]) == fitted.score(x[~out], classes.numpy()[~out])
     assert found.method == "logistic"
     assert found.provenance.options["C"] == penalty
-    ridge = lsim.linear_probe(model, tokens, labels=classes, positions="last")
+    ridge = lsim.linear_probe(model, lsim.Data(tokens, positions="last"), lsim.LinearProbe(labels=classes))
     for name in ("samples", "test_samples", "majority"):
         assert torch.equal(getattr(found, name), getattr(ridge, name))
 
@@ -130,19 +143,21 @@ def test_logistic_regression_is_that_of_scikit_learn(penalty, tokens, classes):
 @pytest.mark.parametrize("options", [{"at": "z", "per_head": True}, {"at": ["mlp_post", "attn_out"]}])
 def test_logistic_regression_at_heads_and_sites_of_different_widths(options, llama, tokens):
     label = tokens[:, -1] % 2
-    found = lsim.linear_probe(llama, tokens, labels=label, method="logistic", positions="last", **options)
+    found = called(lsim.linear_probe, llama, tokens, lsim.LogisticProbe(labels=label), positions="last", **options)
     for number in (0, len(found.layers) - 1):
-        alone = lsim.linear_probe(llama, tokens, labels=label, method="logistic", positions="last", at=[found.layers[number]])
+        alone = lsim.linear_probe(
+            llama, lsim.Data(tokens, positions="last"), lsim.LogisticProbe(labels=label), at=[found.layers[number]]
+        )
         assert alone.accuracy[0] == found.accuracy[number]
 
 
 def test_a_fit_that_does_not_converge_is_named(llama, tokens, classes):
     with pytest.warns(lsim.LayersimWarning, match=r"stopped at max_iter=2 before it converged, at blocks\.0\.hook_resid_pre"):
-        lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last", max_iter=2, C=1e4)
+        lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), lsim.LogisticProbe(labels=classes, C=1e4, max_iter=2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "LinearProbe is evaluated on")
-        lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last")
+        lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), lsim.LogisticProbe(labels=classes))
 
 
 def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, classes):
@@ -150,58 +165,47 @@ def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, class
     equal[:, 0] = 5
     for method in ("ridge", "logistic"):
         with pytest.warns(lsim.LayersimWarning, match=r"All training samples are equal at blocks\.0\.hook_resid_pre"):
-            found = lsim.linear_probe(llama, equal, labels=classes, method=method, positions="first")
+            found = lsim.linear_probe(llama, lsim.Data(equal, positions="first"), PROBES[method](labels=classes))
         np.testing.assert_allclose(found.accuracy, float(found.majority))
 
 
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 @pytest.mark.parametrize("make", [lambda: bridge(tiny_llama()), lambda: nnsight(tiny_llama())], ids=["bridge", "nnsight"])
 def test_other_sources_give_one_answer(make, method, llama, tokens):
-    label = tokens[:, -1] % 2
-    options = {"labels": label, "method": method, "positions": "last"}
-    found = lsim.linear_probe(make(), tokens, **options)
-    np.testing.assert_allclose(found.confusion, lsim.linear_probe(llama, tokens, **options).confusion)
+    probe, data = PROBES[method](labels=tokens[:, -1] % 2), lsim.Data(tokens, positions="last")
+    found = lsim.linear_probe(make(), data, probe)
+    np.testing.assert_allclose(found.confusion, lsim.linear_probe(llama, data, probe).confusion)
 
 
+LOGISTIC = lsim.LogisticProbe(labels=[0, 1] * ((ROWS + TEST) // 2))
 REFUSED = {
-    r"`C` is an option of the other method(.|\n)*ridge, max_classes": {"C": 1.0},
-    r"`ridge` is an option of the other method(.|\n)*C, max_iter": {"ridge": 1.0, "method": "logistic"},
     r"`test_labels` are labels of `test_data`": {"test_labels": [1]},
-    r"`test_fraction` cannot be combined with `test_data`": {
-        "test_fraction": 0.1,
-        "test_data": [[3, 4]],
-        "labels": "next_token",
-    },
     r"`labels` and `test_labels` must have one entry(.|\n)*labels \(42,\) for 42 rows, and test_labels nothing for 1 rows": {
         "test_data": [[3, 4]]
     },
     r"test_labels \(2,\) for 1 rows": {"test_data": [[3, 4]], "test_labels": [0, 1]},
-    r"`test_labels` are given, and `labels` names": {"labels": "data", "test_data": [[3, 4]], "test_labels": [0]},
-    r"keeps activations in the memory of one process(.|\n)*remote=True": {"method": "logistic", "remote": True},
-    r"keeps activations in the memory of one process(.|\n)*checkpoint=": {"method": "logistic", "checkpoint": "x"},
-    r"need more memory than `max_memory_gb`(.|\n)*method=\"ridge\"": {
-        "method": "logistic",
-        "max_memory_gb": 1e-7,
+    r"`test_labels` are given, and `labels` names": {
+        "probe": lsim.LinearProbe(labels="data"),
+        "test_data": [[3, 4]],
+        "test_labels": [0],
     },
-    "`C` of LogisticProbe cannot be 0": {"method": "logistic", "C": 0},
-    "`max_iter` of LogisticProbe cannot be 0": {"method": "logistic", "max_iter": 0},
-    r"two classes": {"method": "logistic", "labels": [1] * (ROWS + TEST)},
-    r"`blocking` must be True for linear_probe": {"blocking": False},
-    r"`method` of linear_probe cannot be 'svm'": {"method": "svm"},
+    r"keeps activations in the memory of one process(.|\n)*remote=True": {"probe": LOGISTIC, "remote": True},
+    r"keeps activations in the memory of one process(.|\n)*checkpoint=": {"probe": LOGISTIC, "checkpoint": "x"},
+    r"need more memory than `max_memory_gb`": {"probe": replace(LOGISTIC, max_memory_gb=1e-7)},
 }
 
 
 @pytest.mark.parametrize("says", REFUSED)
 def test_what_it_cannot_do_is_refused(says, llama, tokens, classes):
     with pytest.raises(lsim.LayersimError, match=says):
-        lsim.linear_probe(llama, tokens, **({"labels": classes} | REFUSED[says]))
+        called(lsim.linear_probe, llama, tokens, **{"probe": lsim.LinearProbe(labels=classes)} | REFUSED[says])
 
 
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 def test_intervals_are_of_the_held_out_rows_of_each_block(method, llama):
     tokens = random_tokens(160, 5)
     label = (tokens[:, -1] + tokens[:, -2]) % 2
-    found = lsim.linear_probe(llama, tokens, labels=label, method=method, positions="last", intervals=True)
+    found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=label), intervals=True)
     low, high = found.interval()[1:3]
     assert (high > low).all()
     # The blocks are 20 of 8 rows; without one, accuracies are of the rows that are left.
@@ -211,8 +215,9 @@ def test_intervals_are_of_the_held_out_rows_of_each_block(method, llama):
 
 
 def test_selectivity_of_logistic_regression(llama, tokens, classes):
-    options = {"labels": tokens % 2, "control": "token"}
-    found = {method: lsim.linear_probe(llama, tokens, method=method, **options) for method in ("ridge", "logistic")}
+    found = {
+        name: lsim.linear_probe(llama, tokens, probe(labels=tokens % 2, control="token")) for name, probe in PROBES.items()
+    }
     for one in found.values():
         assert one.selectivity.isfinite().all()
     assert float(found["logistic"].control_accuracy[0]) > 0.5
@@ -220,7 +225,7 @@ def test_selectivity_of_logistic_regression(llama, tokens, classes):
 
 def test_a_control_task_by_token_needs_tokens(llama, tokens, classes):
     with pytest.raises(lsim.LayersimError, match="`control` cannot be 'token'"):
-        lsim.linear_probe(llama, tokens, labels=classes, control="token", positions="mean")
+        lsim.linear_probe(llama, lsim.Data(tokens, positions="mean"), lsim.LinearProbe(labels=classes, control="token"))
 
 
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
@@ -229,7 +234,7 @@ def test_few_samples_and_rows_are_warned_of(method, llama):
         tokens = random_tokens(rows, 5)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = lsim.linear_probe(llama, tokens, labels=tokens[:, -1] % 2, method=method, positions="last")
+            found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=tokens[:, -1] % 2))
         return [any(word in one for one in found.provenance.warnings) for word in ("32 dimensions", "held-out row")]
 
     assert warned(20) == [True, True]
@@ -238,7 +243,7 @@ def test_few_samples_and_rows_are_warned_of(method, llama):
 
 
 def test_a_result_of_logistic_regression_is_a_file_too(llama, tokens, classes, tmp_path):
-    found = lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last")
+    found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), lsim.LogisticProbe(labels=classes))
     again = lsim.load(found.save(tmp_path / "probe.safetensors"))
     same(found, again)
     assert again.method == "logistic"

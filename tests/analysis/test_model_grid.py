@@ -12,6 +12,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.reporting.style import GREY
 
+from ..options import called
 from ..tiny_models import noisy, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import Passes
 
@@ -40,14 +41,14 @@ class TestGrid:
 
     @pytest.fixture(scope="class")
     def grid(self, models):
-        return lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16), groups=[*"xyxy"], batch_size=4)
+        return lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), lsim.CKA(minibatch=16), groups=[*"xyxy"])
 
     @pytest.mark.parametrize("cka", CKAS, ids=lambda cka: cka.estimator)
     def test_each_pair_is_what_compare_gives(self, models, cka):
-        grid = lsim.compare_grid(models, text_rows(), cka, batch_size=4)
+        grid = lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
         for i, a in enumerate(models):
             for j, b in enumerate(models):
-                one, own = lsim.compare(models[a], models[b], text_rows(), cka, batch_size=4), grid[a, b]
+                one, own = lsim.compare(models[a], models[b], lsim.Data(text_rows(), batch_size=4), cka), grid[a, b]
                 assert type(own) is type(one)
                 for name in one.tensor_fields():
                     torch.testing.assert_close(getattr(own, name), getattr(one, name), rtol=1e-9, atol=1e-10, equal_nan=True)
@@ -73,7 +74,7 @@ class TestGrid:
     def test_each_model_runs_once_a_batch(self, cka, count):
         models = dict(list(two_groups().items())[:count])
         passes = Passes(models)
-        lsim.compare_grid(models, text_rows(), cka, batch_size=4)
+        lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
         # The exact estimator needs the means of a first pass.
         assert passes.counts == dict.fromkeys(models, 6 if cka.estimator == "exact" else 3)
 
@@ -82,7 +83,7 @@ class TestGrid:
 
         triangles, count = _minibatch_pairs.upper_triangles, []
         monkeypatch.setattr(_minibatch_pairs, "upper_triangles", lambda *args: count.append(1) or triangles(*args))
-        lsim.compare_grid(models, random_tokens(8, 16), lsim.CKA(minibatch=16), batch_size=4)
+        lsim.compare_grid(models, lsim.Data(random_tokens(8, 16), batch_size=4), lsim.CKA(minibatch=16))
         # Eight minibatches.
         assert len(count) == len(models) * 8
 
@@ -187,13 +188,15 @@ class TestGrid:
         rows = [{name: values[number].tolist() for name, values in data.items()} for number in range(9)]
         call = {"groups": [*"xyxy"], "batch_size": 4, "checkpoint": path}
         with pytest.raises(KeyboardInterrupt):
-            lsim.compare_grid(models, broken(), lsim.CKA(minibatch=16), **call)
+            called(lsim.compare_grid, models, broken(), lsim.CKA(minibatch=16), **call)
         assert path.exists()
-        again = lsim.compare_grid(models, rows, lsim.CKA(minibatch=16), **call)
-        whole = lsim.compare_grid(models, rows, lsim.CKA(minibatch=16), batch_size=4)
+        again = called(lsim.compare_grid, models, rows, lsim.CKA(minibatch=16), **call)
+        whole = lsim.compare_grid(models, lsim.Data(rows, batch_size=4), lsim.CKA(minibatch=16))
         assert torch.equal(again.values, whole.values)
         with pytest.raises(lsim.LayersimError):
-            lsim.compare_grid(dict(list(models.items())[:3]), rows, lsim.CKA(minibatch=16), batch_size=4, checkpoint=path)
+            lsim.compare_grid(
+                dict(list(models.items())[:3]), lsim.Data(rows, batch_size=4), lsim.CKA(minibatch=16), checkpoint=path
+            )
 
 
 class TestModels:
@@ -209,8 +212,8 @@ class TestModels:
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_gpt2()}
         options = {"at": "attn_out", "positions": slice(2, None), "batch_size": 3}
         data = random_tokens(6, 16)
-        grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=16), **options)
-        one = lsim.compare(models["b"], models["c"], data, lsim.CKA(minibatch=16), **options)
+        grid = called(lsim.compare_grid, models, data, lsim.CKA(minibatch=16), **options)
+        one = called(lsim.compare, models["b"], models["c"], data, lsim.CKA(minibatch=16), **options)
         torch.testing.assert_close(grid["b", "c"].values, one.values, rtol=1e-9, atol=1e-9)
         assert grid["b", "c"].layers == one.layers == tuple(f"blocks.{i}.hook_attn_out" for i in range(3))
         assert float(grid.values[1, 2]) == pytest.approx(one.distance(), abs=1e-9)
@@ -218,8 +221,9 @@ class TestModels:
     def test_blocks_by_path_for_some_models(self):
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
         paths = [f"model.layers.{i}" for i in range(3)]
-        grid = lsim.compare_grid(models, random_tokens(6, 16), lsim.CKA(minibatch=16), layers={"b": paths})
-        one = lsim.compare(models["a"], models["b"], random_tokens(6, 16), lsim.CKA(minibatch=16), layers=(None, paths))
+        models["b"] = lsim.open_model(models["b"], layers=paths)
+        grid = lsim.compare_grid(models, random_tokens(6, 16), lsim.CKA(minibatch=16))
+        one = lsim.compare(models["a"], models["b"], random_tokens(6, 16), lsim.CKA(minibatch=16))
         torch.testing.assert_close(grid["a", "b"].values, one.values)
 
     def test_depths_that_differ(self):

@@ -56,10 +56,11 @@ MEASURE = """
         seen = []
         inner = model._module if "nnsight" in type(model).__module__ else model
         inner.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(1), with_kwargs=True)
-        report = lsim.analyze(model, list(random_tokens(37, 11)), [lsim.Cosine(), lsim.CKA(minibatch=16)], batch_size=2)
+        data = lsim.Data(list(random_tokens(37, 11)), batch_size=2)
+        report = lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA(minibatch=16)])
         report.save(f"{folder}/{kind}-{rank}.safetensors")
         say(f"{kind} passes", len(seen))
-        report = lsim.analyze(model, list(random_tokens(37, 11)), lsim.CKA(minibatch=16), batch_size=2, at="attn_out")
+        report = lsim.analyze(model, data, lsim.CKA(minibatch=16), at="attn_out")
         report.save(f"{folder}/{kind}-{rank}-attn_out.safetensors")
         for family in ("q", "z", "mlp_post"):
             with refusal(f"{kind} {family}"):
@@ -70,7 +71,7 @@ OTHERS = {
     "lens": MODELS["tp_plan"]
     + """
         with refusal("lens"):
-            found = lsim.analyze(model, random_tokens(4, 11), lsim.LogitLens(), batch_size=2)
+            found = lsim.analyze(model, lsim.Data(random_tokens(4, 11), batch_size=2), lsim.LogitLens())
             found.save(f"{folder}/lens-{rank}.safetensors")
         """,
     "functions": MODELS["tp_plan"]
@@ -83,7 +84,7 @@ OTHERS = {
     "training": MODELS["DeviceMesh"]
     + """
         with refusal("training"):
-            lsim.finetune_aligned(model, random_tokens(8, 11), lsim.AlignedTraining(steps=1), batch_size=2)
+            lsim.finetune_aligned(model, lsim.Data(random_tokens(8, 11), batch_size=2), lsim.AlignedTraining(steps=1))
         """,
     "agree": """
         from tl_layersim.core.distributed import agree
@@ -166,7 +167,7 @@ def said(group, rank):
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_way_to_spread_a_model_gives_what_one_process_gives(kind, group):
     """Three pools of 16, 16 and 5 rows, of which one is left over for one of two processes; two rows a forward pass."""
-    alone = lsim.analyze(tiny_llama(), list(random_tokens(37, 11)), ANALYZERS, batch_size=2)
+    alone = lsim.analyze(tiny_llama(), lsim.Data(list(random_tokens(37, 11)), batch_size=2), ANALYZERS)
     reports = [lsim.load_report(group / f"{kind}-{rank}.safetensors") for rank in range(RANKS)]
     for name in alone:
         assert worst(reports[0][name], reports[1][name]) == 0
@@ -180,7 +181,9 @@ def test_every_way_to_spread_a_model_gives_what_one_process_gives(kind, group):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_sites_inside_blocks_of_a_model_that_is_spread(kind, group):
-    alone = lsim.analyze(tiny_llama(), list(random_tokens(37, 11)), lsim.CKA(minibatch=16), batch_size=2, at="attn_out")["cka"]
+    alone = lsim.analyze(
+        tiny_llama(), lsim.Data(list(random_tokens(37, 11)), batch_size=2), lsim.CKA(minibatch=16), at="attn_out"
+    )["cka"]
     for rank in range(RANKS):
         found = lsim.load_report(group / f"{kind}-{rank}-attn_out.safetensors")["cka"]
         assert worst(found, alone) < 1e-4
@@ -208,7 +211,7 @@ def test_other_functions_give_what_they_give_on_the_whole_model(group):
 
 
 def test_a_lens_over_a_model_in_parts_is_that_of_the_whole_model(group):
-    alone = lsim.analyze(tiny_llama(), random_tokens(4, 11), lsim.LogitLens(), batch_size=2)["logit_lens"]
+    alone = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(4, 11), batch_size=2), lsim.LogitLens())["logit_lens"]
     for rank in range(RANKS):
         assert worst(lsim.load_report(group / f"lens-{rank}.safetensors")["logit_lens"], alone) < 1e-5
 

@@ -9,6 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.analysis.validation import choose_analyzers
 from tl_layersim.ray import Worker
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 
 # Few blocks are enough to compare two runs.
@@ -35,13 +36,13 @@ def assert_equal(report, name, alone):
 
 
 def alone(analyzer, **options):
-    [result] = lsim.analyze(tiny_llama(), ROWS, analyzer, batch_size=2, **options).values()
+    [result] = called(lsim.analyze, tiny_llama(), ROWS, analyzer, batch_size=2, **options).values()
     return result
 
 
 @pytest.mark.parametrize("make", [lenses, similarities], ids=["lenses", "similarities"])
 def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
-    report = lsim.analyze(tiny_llama(), ROWS, make(), batch_size=2, intervals=True)
+    report = lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), make(), intervals=True)
     assert list(report) == list(make())
     for name, analyzer in make().items():
         assert_equal(report, name, alone(analyzer, intervals=True))
@@ -57,7 +58,7 @@ def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
 def test_two_sets_of_labels_do_not_share_a_lens():
     labels = [torch.randint(50, (len(ROWS),), generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
     both = {f"labels_{n}": lsim.LogitLens(labels=own) for n, own in enumerate(labels)}
-    report = lsim.analyze(tiny_llama(), ROWS, both, batch_size=2, positions="last")
+    report = lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2, positions="last"), both)
     for name, analyzer in both.items():
         assert_equal(report, name, alone(analyzer, positions="last"))
 
@@ -65,7 +66,7 @@ def test_two_sets_of_labels_do_not_share_a_lens():
 def test_an_analyzer_of_two_passes_twice():
     both = {"means": lsim.Cosine(), "raw": lsim.Cosine(center="none"), "collapse": "neural_collapse"}
     data = {"input_ids": ROWS, "label": torch.arange(32) % 2}
-    report = lsim.analyze(tiny_llama(), data, both, batch_size=2)
+    report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), both)
     assert_equal(report, "means", alone(lsim.Cosine()))
     assert_equal(report, "raw", alone(lsim.Cosine(center="none")))
     assert type(report["collapse"]).__name__ == "NeuralCollapseResult"
@@ -73,14 +74,16 @@ def test_an_analyzer_of_two_passes_twice():
 
 def test_compare_and_compare_grid_return_a_report_of_the_names():
     a, b = tiny_llama(seed=0), tiny_llama(seed=1)
-    report = lsim.compare(a, b, ROWS, similarities(), batch_size=2)
-    grids = lsim.compare_grid({"a": a, "b": b}, ROWS, similarities(), batch_size=2)
+    report = lsim.compare(a, b, lsim.Data(ROWS, batch_size=2), similarities())
+    grids = lsim.compare_grid({"a": a, "b": b}, lsim.Data(ROWS, batch_size=2), similarities())
     assert list(report) == list(grids) == ["small", "large"]
     for name, analyzer in similarities().items():
-        expected = lsim.compare(a, b, ROWS, analyzer, batch_size=2)
+        expected = lsim.compare(a, b, lsim.Data(ROWS, batch_size=2), analyzer)
         assert torch.equal(report[name].values, expected.values)
         assert torch.equal(grids[name]["a", "b"].values, expected.values)
-        assert torch.equal(grids[name].values, lsim.compare_grid({"a": a, "b": b}, ROWS, analyzer, batch_size=2).values)
+        assert torch.equal(
+            grids[name].values, lsim.compare_grid({"a": a, "b": b}, lsim.Data(ROWS, batch_size=2), analyzer).values
+        )
 
 
 def test_attach_and_estimate():
@@ -105,8 +108,8 @@ def test_attach_and_estimate():
 
 def test_sweep_and_its_folder(tmp_path):
     models = {0: tiny_llama(seed=0), 1: tiny_llama(seed=1)}
-    found = lsim.sweep(models, ROWS, lenses(), batch_size=2, checkpoint=tmp_path / "folder")
-    again = lsim.sweep(models, ROWS, lenses(), batch_size=2, checkpoint=tmp_path / "folder")
+    found = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
+    again = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
     for sweep in (found, again):
         assert_equal(sweep[0], "raw", alone(lsim.LogitLens(norm="none")))
     with pytest.raises(lsim.LayersimError):
@@ -117,7 +120,7 @@ def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
     both = {"raw": lsim.Cosine(center="none"), "normed": lsim.Cosine(center="none", histogram_bins=100)}
     for number in range(2):
         path = tmp_path / f"{number}.safetensors"
-        lsim.analyze(tiny_llama(), ROWS, both, batch_size=2, shard=(number, 2), save_to=path)
+        lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), both, shard=(number, 2), save_to=path)
     merged = lsim.merge(tmp_path)
     given = lsim.merge(tmp_path, analyzers=both)
     for name, analyzer in both.items():
@@ -142,17 +145,17 @@ def test_a_checkpoint_resumes_and_refuses_other_names(tmp_path):
             return broken() if self.fails else iter(ROWS)
 
     with pytest.raises(RuntimeError, match="the disk is gone"):
-        lsim.analyze(tiny_llama(), Rows(True), lenses(), batch_size=2, checkpoint=path)
+        lsim.analyze(tiny_llama(), lsim.Data(Rows(True), batch_size=2), lenses(), checkpoint=path)
     with pytest.raises(lsim.LayersimError, match="another run"):
-        lsim.analyze(tiny_llama(), Rows(False), {"raw": lsim.LogitLens()}, batch_size=2, checkpoint=path)
-    report = lsim.analyze(tiny_llama(), Rows(False), lenses(), batch_size=2, checkpoint=path)
+        lsim.analyze(tiny_llama(), lsim.Data(Rows(False), batch_size=2), {"raw": lsim.LogitLens()}, checkpoint=path)
+    report = lsim.analyze(tiny_llama(), lsim.Data(Rows(False), batch_size=2), lenses(), checkpoint=path)
     for name, analyzer in lenses().items():
         assert_equal(report, name, alone(analyzer))
 
 
 def test_a_worker_of_an_engine_and_the_difference_of_two_reports():
-    worker = Worker(tiny_llama, similarities(), batch_size=2, intervals=True)
-    report = worker.report([worker(ROWS[:16].tolist()), worker(ROWS[16:].tolist())])
+    worker = Worker(tiny_llama, similarities(), intervals=True)
+    report = worker.report(worker(lsim.Data(rows.tolist(), batch_size=2)) for rows in (ROWS[:16], ROWS[16:]))
     for name, analyzer in similarities().items():
         assert torch.equal(report[name].values, alone(analyzer).values)
     found = lsim.difference(report, report)

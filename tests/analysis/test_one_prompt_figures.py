@@ -9,6 +9,7 @@ import torch
 import tl_layersim as lsim
 
 from ..models.helpers import bridge, by_hand, nnsight
+from ..options import called
 from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from ..views import worst
 
@@ -35,10 +36,10 @@ def test_every_source_draws_the_same(make, wrap):
     row = random_tokens(1, 9)[0]
     expected, paths = lsim.prediction_grid(make(), row), lsim.trajectory_pca(make(), row)
     for options in [{}, {"remote": "local"}] if wrap is nnsight else [{}]:
-        found = lsim.prediction_grid(wrap(make()), row, **options)
+        found = called(lsim.prediction_grid, wrap(make()), row, **options)
         assert found.words == expected.words
         assert worst(found, expected) < 1e-5
-        np.testing.assert_allclose(lsim.trajectory_pca(wrap(make()), row, **options).values, paths.values, atol=1e-3)
+        np.testing.assert_allclose(called(lsim.trajectory_pca, wrap(make()), row, **options).values, paths.values, atol=1e-3)
 
 
 def test_the_demo_knows_its_stories(demo, tmp_path):
@@ -71,7 +72,7 @@ def test_tokens_are_no_markup():
 
 
 def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
-    found = lsim.trajectory_pca(demo, PROMPT, skip_first=1)
+    found = lsim.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1))
     ids = demo.tokenizer(PROMPT)["input_ids"]
     states = hidden_states(demo, torch.tensor([0, *ids]))[:, 1:]
     last = states[-1] - states[-1].mean(0)

@@ -10,6 +10,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..jacobians.helpers import calls_of, naive
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
@@ -57,7 +58,7 @@ class TestPrompt:
     )
     def test_coupling_matrices_are_those_of_the_formula(self, along, more, where):
         model, tokens = tiny_llama(dtype=torch.float64), random_tokens(1, 6)
-        found = lsim.coupling_matrices(model, tokens[0], along=along, k=4, **more)
+        found = called(lsim.coupling_matrices, model, tokens[0], along=along, k=4, **more)
         assert found.connections == tuple(f"{block}: {a} > {b}" for block, a, b in where)
         calls = calls_of(model, lambda: model(tokens, use_cache=False))
         js = [naive(calls[block], 0, a, b).numpy() for block, a, b in where]

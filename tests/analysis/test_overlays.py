@@ -13,7 +13,7 @@ from ..tiny_models import random_tokens, tiny_llama
 def run(layers: int = 2, seed: int = 0, intervals: bool = False, rows: int = 256):
     analyzers = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.CKA(minibatch=8)]
     data = random_tokens(rows, 8)
-    return lsim.analyze(tiny_llama(layers=layers, seed=seed), data, analyzers, batch_size=16, intervals=intervals)
+    return lsim.analyze(tiny_llama(layers=layers, seed=seed), lsim.Data(data, batch_size=16), analyzers, intervals=intervals)
 
 
 @pytest.fixture(scope="module")

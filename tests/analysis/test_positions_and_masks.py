@@ -10,6 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.models import View
 
 from .. import oracles
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..training.helpers import bert
 from ..views import from_views, residuals
@@ -51,7 +52,7 @@ def test_the_aligned_loss_heeds_the_attention_mask(kind):
     options = {}
     if kind == "llama":
         options = {"inputs": {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}}
-    found = lsim.aligned_loss(model, rows, labels, attention_mask=mask, **options)
+    found = called(lsim.aligned_loss, model, rows, labels, attention_mask=mask, **options)
     expected = sum(n * float(part.detach()) for n, part in zip(counts, parts, strict=True)) / sum(counts)
     assert float(found.detach()) == pytest.approx(expected, rel=1e-5)
     ignored = lsim.aligned_loss(model, rows, labels)

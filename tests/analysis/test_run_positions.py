@@ -9,7 +9,10 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
+from ..clip_models import clip_of, pairs
+from ..detectors import scenes, tiny_detr
 from ..models.helpers import bridge, nnsight
+from ..options import called
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..training.helpers import bert
 
@@ -97,7 +100,7 @@ def test_each_rule_measures_the_positions_that_it_names(kind, rule):
     given, choose = RULES[rule]
     model, x = by_hand(kind, choose)
     for data, size in ((padded(), 6), (padded(left=(1, 4)), 2), (padded(left=range(6)), 1)):
-        found = lsim.analyze(model, data, lsim.Cosine(center="none"), positions=given, batch_size=size)["cosine"]
+        found = lsim.analyze(model, lsim.Data(data, positions=given, batch_size=size), lsim.Cosine(center="none"))["cosine"]
         check(found, x)
     assert found.provenance.options["positions"].startswith(given if isinstance(given, str) else ("-3:-1", "tests."))
 
@@ -107,7 +110,7 @@ def test_a_mean_of_the_data_and_cka_are_of_the_same_positions(rule):
     given, choose = RULES[rule]
     model, x = by_hand("llama", choose)
     analyzers = [lsim.Cosine(), lsim.CKA(estimator="exact")]
-    found = lsim.analyze(model, padded(), analyzers, positions=given, batch_size=2)
+    found = lsim.analyze(model, lsim.Data(padded(), positions=given, batch_size=2), analyzers)
     # All first tokens are at position 0, and distinct.
     check(found["cosine"], x, center="dataset")
     expected = oracles.oracle_cka([x], exact=True, row=[rows_by_hand(choose)])
@@ -133,7 +136,7 @@ def test_the_mean_of_a_row_is_one_sample(kind, skip):
     model, x = means_by_hand(kind, skip)
     for data, size in ((padded(), 6), (padded(left=(1, 4)), 4), (padded(left=range(6)), 1)):
         analyzers = [lsim.Cosine(), lsim.CKA(estimator="exact")]
-        found = lsim.analyze(model, data, analyzers, positions="mean", batch_size=size, skip_first=skip)
+        found = lsim.analyze(model, lsim.Data(data, positions="mean", batch_size=size, skip_first=skip), analyzers)
         np.testing.assert_allclose(found["cosine"].values, oracles.oracle_cosine([x])["values"], atol=1e-10)
         np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([x], exact=True)["values"], atol=1e-9)
         assert found["cka"].samples == len(ROWS)
@@ -146,7 +149,7 @@ def test_every_source_takes_the_mean_of_a_row(source):
     model = tiny_llama().double()
     model = bridge(model) if source == "bridge" else nnsight(model)
     options = {"remote": "local"} if source == "remote=local" else {}
-    found = lsim.analyze(model, padded(), lsim.Cosine(), positions="mean", batch_size=4, **options)["cosine"]
+    found = called(lsim.analyze, model, padded(), lsim.Cosine(), positions="mean", batch_size=4, **options)["cosine"]
     np.testing.assert_allclose(found.values, oracles.oracle_cosine([x])["values"], atol=1e-6)
 
 
@@ -157,7 +160,9 @@ def test_labels_of_rows_are_labels_of_their_means():
     for labels in ("data", torch.tensor(classes)):
         for level in ("token", "sequence"):
             analyzer = lsim.NeuralCollapse(labels=labels, classes=2, level=level)
-            found = lsim.analyze(model, labelled(classes), analyzer, positions="mean", batch_size=4)["neural_collapse"]
+            found = lsim.analyze(model, lsim.Data(labelled(classes), positions="mean", batch_size=4), analyzer)[
+                "neural_collapse"
+            ]
             np.testing.assert_allclose(found.values, expected, rtol=1e-6)
 
 
@@ -165,7 +170,7 @@ def test_means_of_two_models_are_compared():
     a, x = means_by_hand("llama")
     b = tiny_gpt2().double()
     y = np.stack([states(b, b.transformer.h, row).mean(1) for row in ROWS], axis=1)
-    found = lsim.compare(a, b, padded(), lsim.CKA(estimator="exact"), positions="mean", batch_size=4)
+    found = lsim.compare(a, b, lsim.Data(padded(), positions="mean", batch_size=4), lsim.CKA(estimator="exact"))
     np.testing.assert_allclose(found.values, oracles.oracle_cka([x], [y], exact=True)["values"], atol=1e-9)
 
 
@@ -177,7 +182,7 @@ def test_every_source_measures_the_same_positions(source, rule):
     model = tiny_llama().double()
     model = bridge(model) if source == "bridge" else nnsight(model)
     options = {"remote": "local"} if source == "remote=local" else {}
-    found = lsim.analyze(model, padded(), lsim.Cosine(), positions=given, batch_size=4, **options)["cosine"]
+    found = called(lsim.analyze, model, padded(), lsim.Cosine(), positions=given, batch_size=4, **options)["cosine"]
     # A bridge rotates positions in float32.
     check(found, x, center="dataset", atol=1e-6 if source == "bridge" else 1e-10)
 
@@ -185,7 +190,7 @@ def test_every_source_measures_the_same_positions(source, rule):
 @pytest.mark.parametrize(("kind", "rule"), [("llama", "all"), ("llama classifier", "last"), ("bert classifier", "first")])
 def test_the_default_is_the_position_that_the_head_reads(kind, rule):
     model, x = by_hand(kind, RULES[rule][1])
-    found = lsim.analyze(model, padded(), lsim.Cosine(center="none"), batch_size=3)["cosine"]
+    found = lsim.analyze(model, lsim.Data(padded(), batch_size=3), lsim.Cosine(center="none"))["cosine"]
     check(found, x)
     assert found.provenance.options["positions"] == rule
 
@@ -213,7 +218,9 @@ def test_the_lens_of_a_classifier_reads_its_position_by_default_and_among_all(ki
     head = "first" if kind.startswith("bert") else "last"
     lens, curve = lsim.LogitLens(labels="data"), lsim.ExitCurve(labels="data")
     for rule in (None, head, "all"):
-        found = lsim.analyze(model, labelled(classes), [lens, curve, lsim.Saturation()], positions=rule, batch_size=4)
+        found = lsim.analyze(
+            model, lsim.Data(labelled(classes), positions=rule, batch_size=4), [lens, curve, lsim.Saturation()]
+        )
         assert found["logit_lens"].provenance.options["positions"] == (rule or head)
         assert (found["logit_lens"].positions, found["logit_lens"].targets) == (6, 6)
         assert float(found["logit_lens"].cross_entropy[-1]) == pytest.approx(float(loss), rel=1e-5)
@@ -231,7 +238,7 @@ def test_the_lens_of_a_classifier_elsewhere_is_refused(kind, rule):
     head = "first" if kind.startswith("bert") else "last"
     rule = {"first": "last", "last": "first"}[head] if rule == "other" else rule
     with pytest.raises(lsim.LayersimError, match=rf"whose head reads the {head} position(.|\n)*leave out positions="):
-        lsim.analyze(MODELS[kind][0](), padded(), lsim.Saturation(), positions=rule)
+        lsim.analyze(MODELS[kind][0](), lsim.Data(padded(), positions=rule), lsim.Saturation())
 
 
 @pytest.mark.parametrize("kind", ["llama classifier", "bert classifier"])
@@ -255,24 +262,26 @@ def test_rows_and_positions_together_need_a_rule():
     with pytest.raises(lsim.LayersimError, match=r"`positions` must be given: CKA reads whole rows, and Cosine single"):
         lsim.analyze(bert(), padded(), both)
     for rule, count in (("all", sum(LENGTHS)), ("first", len(ROWS))):
-        assert lsim.analyze(bert(), padded(), both, positions=rule)["cosine"].provenance.tokens == count
+        assert lsim.analyze(bert(), lsim.Data(padded(), positions=rule), both)["cosine"].provenance.tokens == count
     # A language model is measured at every position in any case.
     assert lsim.analyze(tiny_llama(), padded(), both)["cosine"].provenance.tokens == sum(LENGTHS)
 
 
 def test_skip_first_of_the_default_first_is_refused():
     with pytest.raises(lsim.LayersimError, match=r"`skip_first` leaves out the position that the model's head reads"):
-        lsim.analyze(bert(), padded(), lsim.Cosine(center="none"), skip_first=1)
+        lsim.analyze(bert(), lsim.Data(padded(), skip_first=1), lsim.Cosine(center="none"))
     model, x = by_hand("bert classifier", lambda ids: [1])
-    check(lsim.analyze(model, padded(), lsim.Cosine(center="none"), skip_first=1, positions="first")["cosine"], x)
+    check(lsim.analyze(model, lsim.Data(padded(), skip_first=1, positions="first"), lsim.Cosine(center="none"))["cosine"], x)
 
 
 def test_a_row_without_a_selected_position_contributes_nothing():
     model, x = by_hand("llama", lambda ids: range(5, len(ids)))
-    found = lsim.analyze(model, padded(), lsim.Cosine(center="none"), positions=slice(5, None), batch_size=2)["cosine"]
+    found = lsim.analyze(model, lsim.Data(padded(), positions=slice(5, None), batch_size=2), lsim.Cosine(center="none"))[
+        "cosine"
+    ]
     check(found, x)
     with pytest.raises(lsim.LayersimError, match=r"no token to measure(.|\n)*positions="):
-        lsim.analyze(model, padded(), lsim.Cosine(center="none"), positions=slice(20, None))
+        lsim.analyze(model, lsim.Data(padded(), positions=slice(20, None)), lsim.Cosine(center="none"))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +289,7 @@ def test_a_row_without_a_selected_position_contributes_nothing():
 )
 def test_the_mean_of_a_row_has_no_prediction(analyzer):
     with pytest.raises(lsim.LayersimError, match=f"{type(analyzer).__name__} cannot be computed at the mean of a row"):
-        lsim.analyze(tiny_llama(), padded(), analyzer, positions="mean")
+        lsim.analyze(tiny_llama(), lsim.Data(padded(), positions="mean"), analyzer)
 
 
 def test_a_language_model_predicts_the_next_token_at_the_chosen_position():
@@ -288,11 +297,11 @@ def test_a_language_model_predicts_the_next_token_at_the_chosen_position():
     with torch.no_grad():
         logits = torch.cat([model(row[None]).logits[:, 1] for row in ROWS]).double()
     loss = torch.nn.functional.cross_entropy(logits, torch.stack([row[2] for row in ROWS]))
-    found = lsim.analyze(model, padded(), lsim.LogitLens(), positions=slice(1, 2))["logit_lens"]
+    found = lsim.analyze(model, lsim.Data(padded(), positions=slice(1, 2)), lsim.LogitLens())["logit_lens"]
     assert float(found.cross_entropy[-1]) == pytest.approx(float(loss), rel=1e-5)
     # The last position has a prediction, and no target.
     with pytest.raises(lsim.LayersimError, match="positions with a target"):
-        lsim.analyze(model, padded(), lsim.LogitLens(), positions="last")
+        lsim.analyze(model, lsim.Data(padded(), positions="last"), lsim.LogitLens())
 
 
 @each_rule
@@ -302,7 +311,7 @@ def test_two_models_are_compared_at_the_same_positions(rule):
     b = tiny_gpt2().double()
     parts = [states(b, b.transformer.h, row)[:, list(choose(row.tolist()))] for row in ROWS]
     expected = oracles.oracle_cka([x], [np.concatenate(parts, axis=1)], exact=True, row=[rows_by_hand(choose)])["values"]
-    found = lsim.compare(a, b, padded(), lsim.CKA(estimator="exact"), positions=given, batch_size=2)
+    found = lsim.compare(a, b, lsim.Data(padded(), positions=given, batch_size=2), lsim.CKA(estimator="exact"))
     np.testing.assert_allclose(found.values, expected, atol=1e-9)
     assert found.provenance.tokens == x.shape[1]
 
@@ -312,7 +321,7 @@ def test_models_whose_heads_differ_are_compared_by_a_given_rule():
     cka, classifier = lsim.CKA(estimator="exact"), causal_classifier()
     with pytest.raises(lsim.LayersimError, match=r"`positions` must be given: the models' heads differ(.|\n)*every position"):
         lsim.compare(tiny_llama(), classifier, padded(), cka)
-    assert lsim.compare(tiny_llama(), classifier, padded(), cka, positions="all").samples == sum(LENGTHS)
+    assert lsim.compare(tiny_llama(), classifier, lsim.Data(padded(), positions="all"), cka).samples == sum(LENGTHS)
     alike = lsim.compare(classifier, classifier, padded(), cka)
     assert (alike.samples, alike.provenance.options["positions"]) == (len(ROWS), "last")
     assert lsim.compare(tiny_llama(), classifier, padded(), lsim.CKA(level="sequence", estimator="exact")).samples == len(ROWS)
@@ -322,7 +331,9 @@ def test_another_rule_does_not_resume_a_checkpoint(tmp_path):
     path = tmp_path / "x.ckpt"
 
     def run(rule):
-        return lsim.analyze(tiny_llama(), padded(), lsim.Cosine(center="none"), positions=rule, checkpoint=path)["cosine"]
+        return lsim.analyze(tiny_llama(), lsim.Data(padded(), positions=rule), lsim.Cosine(center="none"), checkpoint=path)[
+            "cosine"
+        ]
 
     first = run(lambda tokens: tokens > 50)
     for rule in ("all", slice(0, 2), lambda tokens: tokens > 51):
@@ -337,7 +348,9 @@ def test_other_marks_of_the_data_do_not_resume_a_checkpoint(tmp_path):
 
     def run(marks):
         data = {"input_ids": tokens, "chosen": marks}
-        return lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), positions="chosen", checkpoint=path)["cosine"]
+        return lsim.analyze(tiny_llama(), lsim.Data(data, positions="chosen"), lsim.Cosine(center="none"), checkpoint=path)[
+            "cosine"
+        ]
 
     marks = torch.zeros_like(tokens)
     marks[:, 3:7] = 1
@@ -352,9 +365,9 @@ def test_labels_by_position_are_refused_for_means_of_rows():
     collapse = lsim.NeuralCollapse(labels="data", classes=2, level="sequence")
     data = {"input_ids": tokens, "labels": tokens % 2}
     with pytest.raises(lsim.LayersimError, match="differ within a row"):
-        lsim.analyze(tiny_llama(), data, collapse, positions="mean")
+        lsim.analyze(tiny_llama(), lsim.Data(data, positions="mean"), collapse)
     assert (
-        lsim.analyze(tiny_llama(), data | {"labels": torch.arange(8) % 2}, collapse, positions="mean")[
+        lsim.analyze(tiny_llama(), lsim.Data(data | {"labels": torch.arange(8) % 2}, positions="mean"), collapse)[
             "neural_collapse"
         ].values.numel()
         == 4
@@ -384,11 +397,35 @@ def test_rows_of_pixels_are_measured_at_their_patches(rule, places):
     for handle in handles:
         handle.remove()
     x = torch.stack(seen)[:, :, list(places)].flatten(1, 2).double().numpy()
-    found = lsim.analyze(model, PIXELS, lsim.Cosine(center="none"), positions=rule, batch_size=4)["cosine"]
+    found = lsim.analyze(model, lsim.Data(PIXELS, positions=rule, batch_size=4), lsim.Cosine(center="none"))["cosine"]
     np.testing.assert_allclose(found.values, oracles.oracle_cosine([x], center="none")["values"], atol=1e-10)
     assert found.provenance.options["positions"] == ("first" if rule is None else "1:" if isinstance(rule, slice) else rule)
 
 
 def test_a_function_of_token_ids_has_nothing_to_say_on_pixels():
     with pytest.raises(lsim.LayersimError, match="function of token ids, and the rows have none"):
-        lsim.analyze(vision(), PIXELS, lsim.Cosine(center="none"), positions=lambda tokens: tokens == 0)
+        lsim.analyze(vision(), lsim.Data(PIXELS, positions=lambda tokens: tokens == 0), lsim.Cosine(center="none"))
+
+
+# Functions that read positions of their own, and the options of `Data` that would choose others.
+OWN_POSITIONS = {
+    "prediction_grid": (lambda **o: lsim.prediction_grid(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions"]),
+    "trajectory_pca": (lambda **o: lsim.trajectory_pca(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions"]),
+    "block_jacobians": (lambda **o: lsim.block_jacobians(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions", "skip_first"]),
+    "coupling_matrices": (
+        lambda **o: lsim.coupling_matrices(tiny_llama(), lsim.Data(ROWS[0], **o)),
+        ["positions", "skip_first"],
+    ),
+    "tower_similarity": (lambda **o: lsim.tower_similarity(clip_of(), lsim.Data(pairs(), **o)), ["positions", "skip_first"]),
+    "detection_by_layer": (
+        lambda **o: lsim.detection_by_layer(tiny_detr(), lsim.Data(scenes(), **o)),
+        ["positions", "skip_first"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name, (_, own) in OWN_POSITIONS.items() for option in own])
+def test_functions_that_read_positions_of_their_own_refuse_others(name, option):
+    value = {"positions": "last", "skip_first": 1}[option]
+    with pytest.raises(lsim.LayersimError, match=f"`{option}` of `Data`(.|\n)*{option}={value!r}"):
+        OWN_POSITIONS[name][0](**{option: value})

@@ -16,6 +16,7 @@ from tl_layersim.analysis import run_analysis, shards
 from tl_layersim.core import storage
 from tl_layersim.models.hooked import HookedSource
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of:tl_layersim.LayersimWarning")
@@ -49,7 +50,9 @@ def measured(folder, of, *arguments, first=None, **options):
     """The files of all shards of a run."""
     folder.mkdir()
     for number in reversed(range(of)):
-        path = lsim.analyze(*arguments, shard=(number, of), save_to=folder / f"{number}.safetensors", first=first, **options)
+        path = called(
+            lsim.analyze, *arguments, shard=(number, of), save_to=folder / f"{number}.safetensors", first=first, **options
+        )
         assert path == folder / f"{number}.safetensors"
     return folder
 
@@ -89,7 +92,7 @@ def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
     pooled = [] if "positions" in options else [lsim.CKA(minibatch=8, permutations=19)]
     analyzers = [lsim.Cosine(center="none"), *pooled, lsim.LogitLens(), lsim.Trajectory(final_norm=True)]
     options = {"batch_size": 2, **options}
-    alone = lsim.analyze(model, data, analyzers, **options)
+    alone = called(lsim.analyze, model, data, analyzers, **options)
     parts = measured(tmp_path / "parts", of, model, data, analyzers, **options)
     assert_same(lsim.merge(parts), alone, tmp_path)
 
@@ -97,7 +100,7 @@ def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
 def test_two_stages_equal_two_passes(tmp_path):
     model, data, analyzers = tiny_llama(), list(random_tokens(22, 5)), [lsim.Cosine(), lsim.CKA(minibatch=8)]
     options = {"batch_size": 2, "intervals": True}
-    alone = lsim.analyze(model, data, analyzers, **options)
+    alone = called(lsim.analyze, model, data, analyzers, **options)
     first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
     with pytest.raises(lsim.LayersimError, match=r"^Files of a first stage(.|\n)*0.safetensors(.|\n)*with first= "):
         lsim.merge(first)
@@ -106,24 +109,24 @@ def test_two_stages_equal_two_passes(tmp_path):
     assert_same(lsim.merge(str(parts / "*.safetensors")), alone, tmp_path)
     again = {"shard": (0, 4), "save_to": tmp_path / "other", **options}
     with pytest.raises(lsim.LayersimError, match=r"^2 of 3 shards are missing: 1, 2(.|\n)*first(.|\n)*shard=\(1, 3\)"):
-        lsim.analyze(model, data, analyzers, first=first / "0.safetensors", **again)
+        called(lsim.analyze, model, data, analyzers, first=first / "0.safetensors", **again)
     with pytest.raises(lsim.LayersimError, match=r"^`first` holds the first stage of other data"):
-        lsim.analyze(model, data[::-1], analyzers, first=first, **again)
+        called(lsim.analyze, model, data[::-1], analyzers, first=first, **again)
     with pytest.raises(lsim.LayersimError, match=r"^`first` holds the first stage of another run, with (.|\n)*other analyzers"):
-        lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA(minibatch=4)], first=first, **again)
+        called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA(minibatch=4)], first=first, **again)
     with pytest.raises(lsim.LayersimError, match=r"^`first` must name files of a first stage"):
-        lsim.analyze(model, data, analyzers, first=parts, **again)
+        called(lsim.analyze, model, data, analyzers, first=parts, **again)
     with pytest.raises(lsim.LayersimError, match=r"^`first` is not needed"):
-        lsim.analyze(model, data, "cka", first=first, **again)
+        called(lsim.analyze, model, data, "cka", first=first, **again)
     with pytest.raises(lsim.LayersimError, match=r"^`first` names no file"):
-        lsim.analyze(model, data, analyzers, first=tmp_path / "no*", **again)
+        called(lsim.analyze, model, data, analyzers, first=tmp_path / "no*", **again)
     assert not (tmp_path / "other").exists()
 
 
 def test_a_first_pass_without_a_model_needs_one_stage(tmp_path):
     model, data = tiny_llama(), list(random_tokens(12, 6))
     analyzers = [lsim.NeuralCollapse(classes=4), lsim.CKA(minibatch=8)]
-    alone = lsim.analyze(model, data, analyzers, batch_size=2)
+    alone = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers)
     parts = measured(tmp_path / "parts", 3, model, data, analyzers, batch_size=2)
     assert_same(lsim.merge(parts), alone, tmp_path)
 
@@ -144,29 +147,33 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(HookedSource, "run", interrupted)
     monkeypatch.setattr("tl_layersim.analysis.shard_run.count_data", lambda batches: counted.append(1) or count(batches))
     with pytest.raises(KeyboardInterrupt) as caught:
-        lsim.analyze(model, data, lsim.Cosine(center="none"), **call)
+        called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call)
     # Three of its batches, not those of the other shard before them.
     assert caught.value.__notes__[0].startswith("The sums of 15 tokens are in ")
     assert "the same call continues from there" in caught.value.__notes__[0]
     assert (len(calls), len(counted)) == (4, 1)
-    other = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=1, shard=(0, 2), save_to=tmp_path / "other")
+    other = lsim.analyze(
+        model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none"), shard=(0, 2), save_to=tmp_path / "other"
+    )
     with pytest.raises(lsim.LayersimError, match=r"^Shards are not finished(.|\n)*part \(shard 1\)(.|\n)*shard=\(1, 2\)"):
         lsim.merge([path, other])
     calls.clear()
-    assert lsim.analyze(model, data, lsim.Cosine(center="none"), **call) == path
+    assert called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call) == path
     # Three batches of eight were in the file; data was counted for the other shard only.
     assert (len(calls), len(counted)) == (5, 2)
     capsys.readouterr()
-    assert lsim.analyze(model, data, lsim.Cosine(center="none"), **call) == path
+    assert called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call) == path
     # Counted once more, to know that the data is that of the file.
     assert (len(calls), len(counted)) == (5, 3)
     assert "is complete" in capsys.readouterr().err
     for others in (data[::-1], data[:8]):
         with pytest.raises(lsim.LayersimError, match=r"^`save_to` holds the shard of other data(.|\n)*80 tokens in 16 rows"):
-            lsim.analyze(model, others, lsim.Cosine(center="none"), **call)
+            called(lsim.analyze, model, others, lsim.Cosine(center="none"), **call)
     with pytest.raises(lsim.LayersimError, match=r"^.*part belongs to another shard or to another run: other number of the"):
-        lsim.analyze(model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
-    assert_same(lsim.merge([path, other]), lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=1), tmp_path)
+        called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
+    assert_same(
+        lsim.merge([path, other]), lsim.analyze(model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none")), tmp_path
+    )
 
 
 def test_data_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch):
@@ -178,9 +185,9 @@ def test_data_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch
             yield from self.rows
             self.rows = self.rows[::-1]
 
-    monkeypatch.setattr("tl_layersim.data.cached_batches.CACHE_BYTES", 0)
+    monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 0)
     with pytest.raises(lsim.LayersimError, match=r"^`data` gave different rows on the second data pass"):
-        lsim.analyze(tiny_llama(), Changing(), "cka", batch_size=2, shard=(0, 2), save_to=tmp_path / "part")
+        lsim.analyze(tiny_llama(), lsim.Data(Changing(), batch_size=2), "cka", shard=(0, 2), save_to=tmp_path / "part")
 
 
 REFUSED = {
@@ -200,17 +207,17 @@ REFUSED = {
 def test_arguments_that_contradict_each_other_are_refused(options, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(lsim.LayersimError, match=words):
-        lsim.analyze(tiny_llama(), random_tokens(2, 5), "cka", **options)
+        called(lsim.analyze, tiny_llama(), random_tokens(2, 5), "cka", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
     call = {"shard": (0, 2), "save_to": tmp_path / "part"}
     with pytest.raises(lsim.LayersimError, match=r"^`data` can be read only once"):
-        lsim.analyze(tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
+        called(lsim.analyze, tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
     monkeypatch.setattr(shards, "rank_and_size", lambda: (0, 2))
     with pytest.raises(lsim.LayersimError, match=r"^`shard` cannot be used in a torch.distributed group"):
-        lsim.analyze(tiny_llama(), random_tokens(4, 5), "cka", **call)
+        called(lsim.analyze, tiny_llama(), random_tokens(4, 5), "cka", **call)
 
 
 @pytest.mark.parametrize("shard", [(0, 10**7), (5, 3), (-1, 2)])
@@ -244,7 +251,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
 
     def odd(name, number=1, of=3, rows=data, analyzers="cka", of_model=model, **options):
         options = {"batch_size": 1, **options}
-        return lsim.analyze(of_model, rows, analyzers, shard=(number, of), save_to=tmp_path / name, **options)
+        return called(lsim.analyze, of_model, rows, analyzers, shard=(number, of), save_to=tmp_path / name, **options)
 
     def refused(path):
         with pytest.raises(lsim.LayersimError) as caught:
@@ -277,4 +284,4 @@ def test_analyzers_that_hold_tensors_are_given_again(tmp_path):
     parts = measured(tmp_path / "parts", 2, model, data, [probe], batch_size=2)
     with pytest.raises(lsim.LayersimError, match=r"^`analyzers` differ from the analyzers of the saved run"):
         lsim.merge(parts, analyzers=[lsim.NeuralCollapse(classes=5)])
-    assert_same(lsim.merge(parts, analyzers=[probe]), lsim.analyze(model, data, [probe], batch_size=2), tmp_path)
+    assert_same(lsim.merge(parts, analyzers=[probe]), lsim.analyze(model, lsim.Data(data, batch_size=2), [probe]), tmp_path)

@@ -12,6 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.models.hooked import HookedSource
 
 from ..models.helpers import nnsight
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 from .helpers import MODELS, analyzers, each_model, hooks, logits
@@ -28,13 +29,13 @@ def every():
 @each_place
 def test_padding_does_not_matter(asked):
     rows = [random_tokens(1, n, seed=n)[0] for n in (14, 6, 9, 12)]
-    plain = lsim.analyze(tiny_llama(), rows, every(), **asked)
+    plain = called(lsim.analyze, tiny_llama(), rows, every(), **asked)
     for side in ("left", "right"):
         tokens, mask = random_tokens(4, 17, seed=8), torch.zeros(4, 17, dtype=torch.int64)
         for i, row in enumerate(rows):
             span = slice(17 - len(row), 17) if side == "left" else slice(0, len(row))
             tokens[i, span], mask[i, span] = row, 1
-        padded = lsim.analyze(tiny_llama(), {"input_ids": tokens, "attention_mask": mask}, every(), **asked)
+        padded = called(lsim.analyze, tiny_llama(), {"input_ids": tokens, "attention_mask": mask}, every(), **asked)
         for name in plain:
             assert worst(plain[name], padded[name]) < 1e-9
             assert padded[name].provenance.data == plain[name].provenance.data
@@ -44,8 +45,8 @@ def test_padding_does_not_matter(asked):
 def test_the_order_of_batches_does_not_matter(asked):
     # All tokens are one minibatch, which draws none of them.
     model, rows, each = tiny_llama().double(), random_tokens(8, 11), [lsim.Cosine(), lsim.CKA(), lsim.NeuralCollapse(classes=4)]
-    there = lsim.analyze(model, rows, each, batch_size=2, **asked)
-    back = lsim.analyze(model, torch.cat(rows.split(2)[::-1]), each, batch_size=2, **asked)
+    there = called(lsim.analyze, model, rows, each, batch_size=2, **asked)
+    back = called(lsim.analyze, model, torch.cat(rows.split(2)[::-1]), each, batch_size=2, **asked)
     for name in there:
         assert worst(there[name], back[name]) < 1e-8
 
@@ -59,7 +60,7 @@ class Stopped(KeyboardInterrupt):
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(asked, at, tmp_path, monkeypatch):
     """Four batches twice over, and a check of the first row before each pass that begins at its first batch."""
     model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run.safetensors"
-    undisturbed = lsim.analyze(model, data, every(), batch_size=2, **asked)
+    undisturbed = called(lsim.analyze, model, data, every(), batch_size=2, **asked)
     calls, run = [], HookedSource.run
 
     def interrupted(self, batch, kernels):
@@ -71,13 +72,13 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(asked, at, tm
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
     with pytest.raises(Stopped):
-        lsim.analyze(model, data, every(), batch_size=2, checkpoint=path, **asked)
-    report = lsim.analyze(model, data, every(), batch_size=2, checkpoint=path, **asked)
+        called(lsim.analyze, model, data, every(), batch_size=2, checkpoint=path, **asked)
+    report = called(lsim.analyze, model, data, every(), batch_size=2, checkpoint=path, **asked)
     for name in report:
         assert worst(report[name], undisturbed[name]) == 0
         assert report[name].layers == undisturbed[name].layers
     with pytest.raises(lsim.LayersimError, match="checkpoint"):
-        lsim.analyze(model, data, every(), batch_size=2, checkpoint=path, at="mlp_out")
+        lsim.analyze(model, lsim.Data(data, batch_size=2), every(), checkpoint=path, at="mlp_out")
 
 
 def test_results_of_heads_survive_save_and_load(tmp_path):
@@ -95,11 +96,13 @@ def test_some_blocks_named_with_layers():
     model, tokens = tiny_llama(), random_tokens()
     blocks = ["model.layers.0", "model.layers.2"]
     whole = lsim.analyze(model, tokens, lsim.CKA(), at="attn_out")["cka"]
-    some = lsim.analyze(model, tokens, lsim.CKA(), at="attn_out", layers=blocks)["cka"]
+    some = lsim.analyze(lsim.open_model(model, layers=blocks), tokens, lsim.CKA(), at="attn_out")["cka"]
     assert some.layers == ("blocks.0.hook_attn_out", "blocks.2.hook_attn_out")
     torch.testing.assert_close(some.values, whole.values[::2, ::2])
     with pytest.raises(lsim.LayersimError, match=r"`at` names a family that LlamaForCausalLM does not have(.|\n)*resid_post"):
-        lsim.analyze(model, tokens, lsim.CKA(), at="attn_out", layers=[f"model.layers.{i}.mlp" for i in range(3)])
+        lsim.analyze(
+            lsim.open_model(model, layers=[f"model.layers.{i}.mlp" for i in range(3)]), tokens, lsim.CKA(), at="attn_out"
+        )
 
 
 def test_a_stitched_model_is_read_at_its_residual_stream_alone():
@@ -139,7 +142,7 @@ def test_a_module_that_does_not_run_once_is_refused(path, beside, source):
     model = Shared() if source == "here" else nnsight(Shared())
     options = {"remote": "local"} if source == "remote=local" else {}
     with pytest.raises(lsim.LayersimError, match=rf"does not run once in a forward pass: {path}(.|\n)*{NOT_ONCE[path]}"):
-        lsim.analyze(model, random_tokens(), lsim.CKA(), at=[path, *beside], layers=BLOCKS, **options)
+        called(lsim.analyze, model, random_tokens(), lsim.CKA(), at=[path, *beside], layers=BLOCKS, **options)
 
 
 @pytest.mark.parametrize("path", NOT_ONCE)
@@ -147,11 +150,11 @@ def test_a_module_that_does_not_run_once_is_refused(path, beside, source):
 def test_a_probe_refuses_it_in_its_results(path, beside):
     model, tokens = Shared(), random_tokens()
     expected = model(tokens)
-    with lsim.attach(model, lsim.CKA(), at=[path, *beside], layers=BLOCKS) as probe:
+    with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=[path, *beside]) as probe:
         assert torch.equal(model(tokens), expected)
     with pytest.raises(lsim.LayersimError, match=rf"does not run once in a forward pass: {path}"):
         probe.results()
-    with lsim.attach(model, lsim.CKA(), at=["parts.0", "head"], layers=BLOCKS) as probe:
+    with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=["parts.0", "head"]) as probe:
         model(tokens)
         model(tokens)
     assert probe.results()["cka"].provenance.tokens == 2 * tokens.numel()
@@ -173,18 +176,18 @@ def test_a_probe_sums_what_analyze_sums_and_changes_nothing(make, asked):
 
     plain_out, plain_grads = step()
     before = hooks(model)
-    with lsim.attach(model, analyzers(), **asked) as probe:
+    with called(lsim.attach, model, analyzers(), **asked) as probe:
         out, grads = step()
     assert torch.equal(out, plain_out)
     assert all(torch.equal(a, b) for a, b in zip(grads, plain_grads, strict=True))
     assert hooks(model) == before
-    expected = lsim.analyze(model, tokens, analyzers(), **asked)
+    expected = called(lsim.analyze, model, tokens, analyzers(), **asked)
     for name, result in probe.results().items():
         assert worst(result, expected[name]) < 1e-6
         assert result.layers == expected[name].layers
 
     def loop():
-        with lsim.attach(model, analyzers(), **asked):
+        with called(lsim.attach, model, analyzers(), **asked):
             model(tokens)
             raise RuntimeError("mine")
 
@@ -198,7 +201,7 @@ def test_a_probe_sums_what_analyze_sums_and_changes_nothing(make, asked):
 def test_a_probe_counts_once_with_gradient_checkpointing(make, asked):
     model, tokens = make().train(), random_tokens(4, 9)
     getattr(model, "original_model", model).gradient_checkpointing_enable()
-    with lsim.attach(model, analyzers(), **asked) as probe:
+    with called(lsim.attach, model, analyzers(), **asked) as probe:
         logits(model, tokens).square().mean().backward()
     assert probe.results()["cka"].provenance.tokens == 36
 
@@ -212,10 +215,10 @@ def test_a_probe_adds_up_forward_passes_of_several_threads(asked):
         barrier.wait(20)
 
     handle = model.model.layers[1].register_forward_pre_hook(wait)
-    with lsim.attach(model, analyzers(), **asked) as probe, ThreadPoolExecutor(2) as pool:
+    with called(lsim.attach, model, analyzers(), **asked) as probe, ThreadPoolExecutor(2) as pool:
         list(pool.map(torch.no_grad()(model), rows))
     handle.remove()
-    expected = lsim.analyze(model, [*rows[0], *rows[1]], analyzers(), **asked)
+    expected = called(lsim.analyze, model, [*rows[0], *rows[1]], analyzers(), **asked)
     for name, result in probe.results().items():
         assert result.provenance.tokens == 18 + 42
         assert worst(result, expected[name]) < 1e-5

@@ -42,12 +42,12 @@ def warned(report: lsim.Report) -> dict[str, str]:
 @pytest.mark.parametrize("by", [1, 3, 24])
 def test_massive_first_tokens_are_named_once_with_how_many_to_leave_out(by):
     with pytest.warns(lsim.LayersimWarning) as given:
-        report = lsim.analyze(with_large(first=300.0), rows(), MEASURES, batch_size=by)
+        report = lsim.analyze(with_large(first=300.0), lsim.Data(rows(), batch_size=by), MEASURES)
     assert sum("skip_first=1" in str(one.message) for one in given) == 1
     said = warned(report)
     assert all("skip_first=1" in said[name] for name in ("cka", "effective_rank", "procrustes"))
     assert "skip_first" not in said["cosine"]
-    again = lsim.analyze(with_large(first=300.0), rows(), MEASURES, skip_first=1)
+    again = lsim.analyze(with_large(first=300.0), lsim.Data(rows(), skip_first=1), MEASURES)
     assert not any("tokens would" in text for text in warned(again).values())
 
 

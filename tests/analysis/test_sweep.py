@@ -16,6 +16,7 @@ import tl_layersim as lsim
 from tl_layersim.analysis import Sweep, SweepError
 from tl_layersim.analysis.sweep_folder import data_digest
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 ANALYZERS = [lsim.Cosine(center="none"), lsim.Trajectory()]
@@ -29,7 +30,7 @@ def models():
 @pytest.fixture(scope="module")
 def found(models):
     analyzers = [*ANALYZERS, lsim.CKA(minibatch=16), lsim.BlockCoupling(k=3)]
-    return lsim.sweep(models, random_tokens(256, 8), analyzers, batch_size=16, intervals=True)
+    return lsim.sweep(models, lsim.Data(random_tokens(256, 8), batch_size=16), analyzers, intervals=True)
 
 
 def equal(a, b):
@@ -43,7 +44,7 @@ def equal(a, b):
 class TestModels:
     def test_each_report_is_that_of_analyze(self, models, found):
         assert list(found) == [0, 10, 1000]
-        own = lsim.analyze(models[10], random_tokens(256, 8), list(ANALYZERS), batch_size=16)
+        own = lsim.analyze(models[10], lsim.Data(random_tokens(256, 8), batch_size=16), list(ANALYZERS))
         for name in own:
             np.testing.assert_allclose(found[10][name].values, own[name].values, rtol=1e-12)
 
@@ -72,7 +73,9 @@ class TestModels:
         assert all(torch.equal(before[name], parameter) for name, parameter in models[0].named_parameters())
 
     def test_options_reach_analyze(self, models):
-        found = lsim.sweep({1: models[0]}, ["w5 w6 w7 w8"], "cosine", seq_len=3, tokenizer=tiny_tokenizer(), skip_first=1)
+        found = lsim.sweep(
+            {1: models[0]}, lsim.Data(["w5 w6 w7 w8"], seq_len=3, tokenizer=tiny_tokenizer(), skip_first=1), "cosine"
+        )
         options = found[1]["cosine"].provenance.options
         assert (options["seq_len"], options["skip_first"]) == (3, 1)
         assert not found[1]["cosine"].has_intervals
@@ -114,7 +117,7 @@ class TestRefusals:
             lsim.sweep(models, (row for row in ["w5 w6"]), "cosine")
         for name, value in {"max_length": 8, "blocking": False, "model": models[0]}.items():
             with pytest.raises(TypeError, match=name):
-                lsim.sweep(models, random_tokens(4), "cosine", **{name: value})
+                called(lsim.sweep, models, random_tokens(4), "cosine", **{name: value})
         with pytest.raises(lsim.LayersimError, match="analyzer that does not exist"):
             lsim.sweep(models, random_tokens(4), "cosin")
 
@@ -172,15 +175,15 @@ class TestCheckpoint:
         monkeypatch.setattr(type(models[10]), "forward", functools.wraps(forward)(counted))
         data = random_tokens(8)
         with pytest.raises(KeyboardInterrupt) as caught:
-            lsim.sweep(models, data, ANALYZERS, batch_size=1, checkpoint=tmp_path)
+            lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
         notes = " ".join(caught.value.__notes__)
         assert "Model 10 is number 2 of 3. Reports of 1 are kept in" in notes
         assert len(list(tmp_path.glob("model-10-*.partial"))) == 1
         read, last = [], None
-        found = lsim.sweep(models, data, ANALYZERS, batch_size=1, checkpoint=tmp_path)
+        found = lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
         # Fewer forward passes than rows: those before the interrupt are not repeated.
         assert len(read) < 8
-        whole = lsim.analyze(models[10], data, ANALYZERS, batch_size=1)
+        whole = lsim.analyze(models[10], lsim.Data(data, batch_size=1), ANALYZERS)
         assert equal(found[10], whole)
 
     def test_an_interrupt_without_a_folder_says_how_to_keep_models(self, models):
@@ -193,7 +196,9 @@ class TestCheckpoint:
 
     def test_other_analyzers_options_and_data_are_refused_by_name(self, tmp_path, models):
         def run(data=None, analyzers=ANALYZERS, **options):
-            return lsim.sweep(models, random_tokens(4) if data is None else data, analyzers, checkpoint=tmp_path, **options)
+            return called(
+                lsim.sweep, models, random_tokens(4) if data is None else data, analyzers, checkpoint=tmp_path, **options
+            )
 
         run(batch_size=2)
         run(batch_size=2)

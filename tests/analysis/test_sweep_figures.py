@@ -17,7 +17,7 @@ from ..views import from_views, residuals, view
 def found():
     models = {step: tiny_llama(seed=step) for step in (1000, 0, 1, 30)}
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.Trajectory(), lsim.BlockCoupling(k=3)]
-    return lsim.sweep(models, random_tokens(256, 8), analyzers, batch_size=16, intervals=True)
+    return lsim.sweep(models, lsim.Data(random_tokens(256, 8), batch_size=16), analyzers, intervals=True)
 
 
 def drawn(figure):

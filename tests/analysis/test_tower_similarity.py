@@ -43,7 +43,7 @@ def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("batch_size", [9, 4])
 def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, batch_size):
     model, data = clip_of(kind), pairs()
-    found = lsim.tower_similarity(model, data, batch_size=batch_size)
+    found = lsim.tower_similarity(model, lsim.Data(data, batch_size=batch_size))
     for name, expected in oracle(model, data).items():
         np.testing.assert_allclose(getattr(found, name).numpy(), expected, atol=1e-10, rtol=0, err_msg=name)
     assert found.layers == ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{i}.hook_resid_post" for i in range(4)))
@@ -72,7 +72,7 @@ def test_cka_takes_residuals_of_unequal_width_before_the_norms():
     ends = (data["input_ids"] == 98).int().argmax(1)
     images = np.stack([layer[:, 0].numpy() for layer in vision[1:]])
     texts = np.stack([layer[torch.arange(24), ends].numpy() for layer in text])
-    found = lsim.tower_similarity(model, data, batch_size=24)
+    found = lsim.tower_similarity(model, lsim.Data(data, batch_size=24))
     expected = oracle_cka([images], [texts])["values"]
     np.testing.assert_allclose(found.cka[1:].numpy(), expected, atol=1e-8, rtol=0)
     assert found.cka.shape == (5, 4)
@@ -89,7 +89,7 @@ def test_padding_and_the_order_of_batches_change_nothing():
         "pixel_values": data["pixel_values"],
     }
     for other in (rows, wider, [wider]):
-        found = lsim.tower_similarity(model, other, batch_size=4)
+        found = lsim.tower_similarity(model, lsim.Data(other, batch_size=4))
         for name in ("values", "std", "mismatched", "vision", "text"):
             torch.testing.assert_close(getattr(found, name), getattr(whole, name), atol=1e-12, rtol=0)
 
@@ -105,7 +105,7 @@ def test_one_pair_has_no_other_pair_and_no_cka():
 
 
 def test_batches_of_one_pair_are_one_pool():
-    found, whole = (lsim.tower_similarity(clip_of(), pairs(), batch_size=size) for size in (1, 9))
+    found, whole = (lsim.tower_similarity(clip_of(), lsim.Data(pairs(), batch_size=size)) for size in (1, 9))
     torch.testing.assert_close(found.values, whole.values, atol=1e-12, rtol=0)
     torch.testing.assert_close(found.cka, whole.cka, atol=1e-12, rtol=0, equal_nan=True)
     assert bool(found.cka[1:].isfinite().all())
@@ -259,12 +259,14 @@ def test_images_and_texts_are_read_through_the_processor():
     given = made(images=images, text=texts, return_tensors="pt", padding=True)
     with torch.no_grad():
         own = model(**given)
-    found = lsim.tower_similarity(model, rows, tokenizer=made, batch_size=4)
+    found = lsim.tower_similarity(model, lsim.Data(rows, tokenizer=made, batch_size=4))
     expected = (own.image_embeds * own.text_embeds).sum(-1).mean().double()
     torch.testing.assert_close(found.values[-1, -1], expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(found.values, lsim.tower_similarity(model, dict(given), batch_size=4).values, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        found.values, lsim.tower_similarity(model, lsim.Data(dict(given), batch_size=4)).values, atol=1e-6, rtol=0
+    )
     with pytest.raises(lsim.LayersimError, match=r"end-of-text token(.|\n)*truncation=True"):
-        lsim.tower_similarity(model, {"image": images, "text": ["a cat " * 20] * 6}, tokenizer=made)
+        lsim.tower_similarity(model, lsim.Data({"image": images, "text": ["a cat " * 20] * 6}, tokenizer=made))
 
 
 @pytest.mark.parametrize("batch_size", [9, 4])
@@ -277,6 +279,6 @@ def test_texts_that_are_padded_on_the_left_are_read_without_padding(batch_size):
         left[row, len(own) - length :], kept[row, len(own) - length :] = own[mask[row]], True
     assert not bool(kept[:, 0].all())
     moved = {**data, "input_ids": left, "attention_mask": kept.long()}
-    expected, found = (lsim.tower_similarity(model, one, batch_size=batch_size) for one in (data, moved))
+    expected, found = (lsim.tower_similarity(model, lsim.Data(one, batch_size=batch_size)) for one in (data, moved))
     torch.testing.assert_close(found.values, expected.values)
     torch.testing.assert_close(found.text, expected.text)

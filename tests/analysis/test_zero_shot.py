@@ -12,6 +12,7 @@ import transformers as hf
 import tl_layersim as lsim
 
 from ..clip_models import END, KINDS, PAD, clip_of, features, pairs
+from ..options import called
 
 PIXELS = pairs(12)["pixel_values"]
 LABELS = torch.arange(12) % 3
@@ -49,7 +50,7 @@ def test_one_prompt_a_class_gives_the_models_own_logits(kind):
     logits = own_logits(model)
     with torch.no_grad():
         torch.testing.assert_close(classifier(PIXELS), logits, atol=1e-9, rtol=0)
-    found = lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS, batch_size=5)
+    found = lsim.zero_shot(model, lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
     assert float(found.accuracy[-1]) == float((logits.argmax(1) == LABELS).double().mean())
     own = torch.nn.functional.cross_entropy(logits, LABELS)
     torch.testing.assert_close(found.cross_entropy[-1], own, atol=1e-9, rtol=0)
@@ -80,7 +81,7 @@ def test_every_layer_equals_the_models_features_after_that_block(prompts):
 def test_labels_come_from_the_data_or_by_row():
     data = {"pixel_values": PIXELS, "label": LABELS}
     by_data = lsim.zero_shot(clip_of(), data, prompts=ONE_EACH)
-    by_row = lsim.zero_shot(clip_of(), PIXELS, prompts=ONE_EACH, labels=LABELS, batch_size=5)
+    by_row = lsim.zero_shot(clip_of(), lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
     torch.testing.assert_close(by_data.accuracy, by_row.accuracy)
     one = lsim.zero_shot(clip_of(), PIXELS[:1], prompts=ONE_EACH, labels=LABELS[:1])
     assert one.positions == 1
@@ -102,7 +103,7 @@ def test_the_classifier_is_a_model_like_any_other():
         model(PIXELS)
     torch.testing.assert_close(probe.results()["cosine"].values, report["cosine"].values)
     with pytest.raises(lsim.LayersimError, match="cannot be given for a zero-shot classifier"):
-        lsim.analyze(model, data, "cosine", layers=["vision_model.encoder.layers.0"])
+        lsim.analyze(lsim.open_model(model, layers=["vision_model.encoder.layers.0"]), data, "cosine")
 
 
 def test_the_clip_itself_is_not_changed():
@@ -143,7 +144,7 @@ BAD = {
 def test_bad_classes_and_labels_are_refused(case):
     given, message = BAD[case]
     with pytest.raises(lsim.LayersimError, match=message):
-        lsim.zero_shot(clip_of(), PIXELS, **({"labels": LABELS} | given))
+        called(lsim.zero_shot, clip_of(), PIXELS, **{"labels": LABELS} | given)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_texts_and_images_are_read_through_the_processor():
     model, names, templates = small_clip(made), ["cat", "dog", "bird"], ["a photo of a {}.", "the {}."]
     images = [image(seed) for seed in range(6)]
     rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2, 0, 1, 2]})
-    found = lsim.zero_shot(model, rows, names, template=templates, tokenizer=made, batch_size=4)
+    found = lsim.zero_shot(model, lsim.Data(rows, tokenizer=made, batch_size=4), names, template=templates)
     with torch.no_grad():
         texts = made(text=[t.format(n) for n in names for t in templates], return_tensors="pt", padding=True)
         vectors = torch.nn.functional.normalize(model.get_text_features(**texts).pooler_output, dim=-1)

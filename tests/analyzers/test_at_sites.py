@@ -11,6 +11,7 @@ from tl_layersim.analyzers import find_analyzers
 
 from .. import oracles
 from ..models.helpers import LENSES, by_hand, lively, nnsight
+from ..options import called
 from ..site_hooks import MODELS, read_sites, site_samples
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 
@@ -32,7 +33,7 @@ def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
 def test_cosine_and_cka_equal_their_oracles(name, place):
     model, data = MODELS[name](), padded()
     asked = [lsim.Cosine(), lsim.CKA()]
-    found = lsim.analyze(model, data, asked, **PLACES[place])
+    found = called(lsim.analyze, model, data, asked, **PLACES[place])
     sites = found["cka"].layers
     samples = np.stack(site_samples(model, data, sites))
     # The oracle's norm ratio divides by the difference of heads that share a value head, which are equal at first tokens.
@@ -44,7 +45,7 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     # One minibatch of all tokens: the shuffle changes nothing.
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
     np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
-    exact = lsim.analyze(model, data, lsim.CKA(estimator="exact"), batch_size=2, **PLACES[place])["cka"]
+    exact = called(lsim.analyze, model, data, lsim.CKA(estimator="exact"), batch_size=2, **PLACES[place])["cka"]
     np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
 
@@ -55,7 +56,7 @@ def test_sites_of_different_widths(estimator, source):
     given, options = (model, {}) if source == "here" else (nnsight(tiny_llama()), {})
     options |= {"remote": "local"} if source == "remote=local" else {}
     at = ["attn_out", "mlp_post", "k"]
-    found = lsim.analyze(given, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options)
+    found = called(lsim.analyze, given, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options)
     samples = site_samples(model, data, found["cka"].layers)
     assert {x.shape[1] for x in samples} == {16, 32, 48}
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
@@ -69,7 +70,7 @@ def test_sites_of_different_widths(estimator, source):
         nc1 = oracles.oracle_neural_collapse([x[None]], labels, 4)["values"][0]
         assert float(found["neural_collapse"].values[a]) == pytest.approx(nc1, rel=1e-4)
     with pytest.raises(lsim.LayersimError, match=r"Cosine needs sites of equal width(.|\n)*width 48"):
-        lsim.analyze(given, data, lsim.Cosine(), at=["attn_out", "mlp_post"], **options)
+        called(lsim.analyze, given, data, lsim.Cosine(), at=["attn_out", "mlp_post"], **options)
 
 
 def next_tokens(data) -> list[int | None]:
@@ -84,9 +85,9 @@ def next_tokens(data) -> list[int | None]:
 def test_widths_are_those_of_the_sites_where_memory_and_centres_are_checked():
     model, data = tiny_llama(), padded()
     # 12 heads of width 8 need 0.2 MB; the residual stream of 12 layers would need 3.5 MB.
-    lsim.analyze(model, data, lsim.CKA(estimator="exact", max_memory_gb=0.003), **HEADS)
+    called(lsim.analyze, model, data, lsim.CKA(estimator="exact", max_memory_gb=0.003), **HEADS)
     with pytest.raises(lsim.LayersimError, match="more memory than `max_memory_gb`"):
-        lsim.analyze(model, data, lsim.CKA(estimator="exact", max_memory_gb=0.0001), **HEADS)
+        called(lsim.analyze, model, data, lsim.CKA(estimator="exact", max_memory_gb=0.0001), **HEADS)
     with pytest.raises(lsim.LayersimError, match=r"max_memory_gb=0\.0001"):
         lsim.analyze(model, data, lsim.NeuralCollapse(max_memory_gb=0.0001), at="mlp_post")
     mean = lsim.analyze(model, data, lsim.Cosine(), at="mlp_post")["cosine"].mean
@@ -148,7 +149,7 @@ def test_two_models_of_other_depth_and_width(place):
         hidden_size=40, num_hidden_layers=2, num_attention_heads=5, intermediate_size=64, vocab_size=100
     )
     a, b, data = tiny_llama(), transformers.LlamaForCausalLM(wide).eval(), padded()
-    found = lsim.compare(a, b, data, lsim.CKA(), **place)
+    found = called(lsim.compare, a, b, data, lsim.CKA(), **place)
     assert len(found.layers) == (3 if place["at"] == "attn_out" else 12)
     assert len(found.column_layers) == (2 if place["at"] == "attn_out" else 10)
     x, y = (np.stack(site_samples(m, data, names)) for m, names in ((a, found.layers), (b, found.column_layers)))
@@ -156,7 +157,7 @@ def test_two_models_of_other_depth_and_width(place):
     np.testing.assert_allclose(found.values, oracles.oracle_cka([x], [y], row=row)["values"], atol=2e-6)
     with pytest.raises(lsim.LayersimError, match="models of equal depth"):
         found.distance()
-    same = lsim.compare(a, tiny_llama(seed=1), data, lsim.CKA(), **place)
+    same = called(lsim.compare, a, tiny_llama(seed=1), data, lsim.CKA(), **place)
     by_formula = same.values.diagonal().clamp(-1, 1).arccos().square().sum().sqrt()
     assert same.distance() == pytest.approx(float(by_formula))
 
@@ -164,7 +165,7 @@ def test_two_models_of_other_depth_and_width(place):
 @pytest.mark.parametrize("place", ["attn_out", "z per head"])
 def test_half_precision_models(place):
     model, data = tiny_llama(dtype=torch.bfloat16), padded()
-    found = lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA()], **PLACES[place])
+    found = called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA()], **PLACES[place])
     samples = np.stack(site_samples(model, data, found["cka"].layers))
     with np.errstate(divide="ignore", invalid="ignore"):
         np.testing.assert_allclose(found["cosine"].values, oracles.oracle_cosine([samples])["values"], atol=2e-6)

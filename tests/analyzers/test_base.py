@@ -48,4 +48,4 @@ BAD_ANALYZERS = {
 def test_a_bad_analyzer_is_named(case):
     make, text = BAD_ANALYZERS[case]
     with pytest.raises(lsim.LayersimError, match=text):
-        lsim.analyze(tiny_llama(), [*random_tokens(2, 9), random_tokens(1, 5)[0]], [make()], batch_size=2)
+        lsim.analyze(tiny_llama(), lsim.Data([*random_tokens(2, 9), random_tokens(1, 5)[0]], batch_size=2), [make()])

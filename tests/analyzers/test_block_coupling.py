@@ -148,7 +148,7 @@ def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
 
 def test_packed_rows_are_no_prompts():
     with pytest.raises(lsim.LayersimError, match=r"each row for a prompt(.|\n)*pack=False"):
-        lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.BlockCoupling(), pack=True)
+        lsim.analyze(lsim.demo_model(), lsim.Data(lsim.demo_text()[:2], pack=True), lsim.BlockCoupling())
 
 
 def test_means_of_each_k():

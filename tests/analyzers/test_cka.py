@@ -73,7 +73,7 @@ def test_exact_cka_of_rows_of_unequal_lengths():
     grams = [(z - z.mean(0)) @ (z - z.mean(0)).T for z in x]
     hsic = np.array([[oracles.hsic_of_rows(a, b, row)[0] for b in grams] for a in grams])
     expected = hsic / np.sqrt(np.outer(hsic.diagonal(), hsic.diagonal()))
-    found = lsim.analyze(model, rows, lsim.CKA(estimator="exact"), batch_size=2)["cka"]
+    found = lsim.analyze(model, lsim.Data(rows, batch_size=2), lsim.CKA(estimator="exact"))["cka"]
     np.testing.assert_allclose(found.values, expected, atol=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_sequences_as_samples(pool):
     expected = oracles.oracle_cka([np.stack(pooled, axis=1)])
     found = lsim.analyze(model, rows, lsim.CKA(level="sequence", pool=pool))["cka"]
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-5)
-    exact = lsim.analyze(model, rows, lsim.CKA(level="sequence", pool=pool, estimator="exact"), batch_size=2)["cka"]
+    exact = lsim.analyze(model, lsim.Data(rows, batch_size=2), lsim.CKA(level="sequence", pool=pool, estimator="exact"))["cka"]
     np.testing.assert_allclose(exact.values, expected["values"], atol=1e-5)
 
 
@@ -170,7 +170,7 @@ def test_compare_runs_two_models_on_the_same_tokens():
     rows = list(random_tokens(5, 20))
     states = ([np.concatenate([hidden_states(model, row) for row in rows], axis=1)] for model in (a, b))
     expected = oracles.oracle_cka(*states, rows=20)
-    found = lsim.compare(a, b, rows, lsim.CKA(), batch_size=1)
+    found = lsim.compare(a, b, lsim.Data(rows, batch_size=1), lsim.CKA())
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-5)
     assert (len(found.layers), len(found.column_layers)) == (4, 3)
     assert " | " in found.provenance.model

@@ -144,7 +144,7 @@ def test_contributions_equal_those_of_hooks(name):
             std = values.std(correction=0)
             torch.testing.assert_close(getattr(found, f"{field}_std")[number], std, rtol=10 * rtol, atol=10 * atol)
     assert found.sublayers == tuple(f"blocks.{i}.hook_{kind}_out" for i in range(3) for kind in ("attn", "mlp"))
-    alone = lsim.analyze(model, rows, lsim.Contribution(), at="attn_out", batch_size=1)["contribution"]
+    alone = lsim.analyze(model, lsim.Data(rows, batch_size=1), lsim.Contribution(), at="attn_out")["contribution"]
     assert worst(found, alone) < (0.05 if name == "bfloat16" else 1e-5)
 
 

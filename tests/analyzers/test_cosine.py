@@ -93,7 +93,7 @@ def test_massive_first_tokens_can_be_left_out():
     with torch.no_grad():
         model.model.embed_tokens.weight[1] *= 1000
     all_tokens = lsim.analyze(model, tokens, "cka")["cka"]
-    without = lsim.analyze(model, tokens, "cka", skip_first=1)["cka"]
+    without = lsim.analyze(model, lsim.Data(tokens, skip_first=1), "cka")["cka"]
     assert all_tokens.values[0, -1] - without.values[0, -1] > 0.2
     assert without.provenance.tokens == 4 * 19
     assert without.provenance.options["skip_first"] == 1

@@ -88,7 +88,7 @@ def test_sites_that_are_not_consecutive_have_no_gaps():
 
 def test_the_last_token_of_each_row_can_be_chosen():
     model, tokens = tiny_llama(), random_tokens(3, 12)
-    found = lsim.analyze(model, tokens, lsim.Cosine(), positions="last")["cosine"]
+    found = lsim.analyze(model, lsim.Data(tokens, positions="last"), lsim.Cosine())["cosine"]
     with torch.no_grad():
         states = model(tokens, output_hidden_states=True).hidden_states
     a, b = states[0][:, -1].double(), states[2][:, -1].double()

@@ -14,6 +14,7 @@ from tl_layersim.core import Sums
 from tl_layersim.models.view import reduce
 
 from .. import oracles
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import residuals, view
 
@@ -269,9 +270,9 @@ def test_a_grid_of_models_runs_each_once_and_equals_compare(cls):
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     data = random_tokens(16, 20)
     more = {"distance": lambda r: 1 - float(r.values[-1, -1])} if cls is lsim.LinearPredictivity else {}
-    grid = lsim.compare_grid(models, data, cls(), batch_size=4, **more)
+    grid = called(lsim.compare_grid, models, data, cls(), batch_size=4, **more)
     for a, b in itertools.product(models, models):
-        one = lsim.compare(models[a], models[b], data, cls(), batch_size=4)
+        one = lsim.compare(models[a], models[b], lsim.Data(data, batch_size=4), cls())
         for name in one.tensor_fields():
             torch.testing.assert_close(getattr(grid[a, b], name), getattr(one, name), equal_nan=True, rtol=1e-9, atol=1e-9)
         assert (grid[a, b].layers, grid[a, b].provenance.model) == (one.layers, one.provenance.model)

@@ -86,7 +86,7 @@ def test_equal_neighbours_have_no_angle():
 
 def test_rows_of_one_position_have_no_curvature():
     tokens = random_tokens(5, 12)
-    found = lsim.analyze(tiny_llama(), tokens, lsim.Trajectory(), positions="last")["trajectory"]
+    found = lsim.analyze(tiny_llama(), lsim.Data(tokens, positions="last"), lsim.Trajectory())["trajectory"]
     assert found.turns == 0
     assert bool(found.curvature.isnan().all())
     assert bool(found.curvature_std.isnan().all())

@@ -16,6 +16,7 @@ from tl_layersim.models import View
 from tl_layersim.models.pools import samples_of
 
 from .. import oracles
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import layer_run, residuals, samples, view
 
@@ -157,7 +158,9 @@ def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
     rows = [random_tokens(1, 12 + i % 9, seed=i)[0] for i in range(40)]
     first = None
     for batch_size in (1, 5, 16, 40):
-        found = lsim.analyze(model, rows, [analyzer], batch_size=batch_size, intervals=batch_size == 5)[analyzer.name]
+        found = lsim.analyze(model, lsim.Data(rows, batch_size=batch_size), [analyzer], intervals=batch_size == 5)[
+            analyzer.name
+        ]
         first = first or found
         for field in found.tensor_fields():
             torch.testing.assert_close(getattr(found, field), getattr(first, field), rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -252,13 +255,13 @@ def test_what_crosses_between_models_is_as_large_as_was_said():
 def test_compare_and_compare_grid_exchange_the_same_rows():
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     rows, analyzer = random_tokens(8, 16), lsim.CKA(permutations=40)
-    grid = lsim.compare_grid(models, rows, analyzer, batch_size=2)
+    grid = lsim.compare_grid(models, lsim.Data(rows, batch_size=2), analyzer)
     null = ("observed", "calibrated", "p_values", "null_mean", "null_quantiles", "null_threshold", "max_null", "max_p_value")
     for pair in (("a", "b"), ("a", "c")):
-        alone = lsim.compare(*(models[name] for name in pair), rows, analyzer, batch_size=2)
+        alone = called(lsim.compare, *(models[name] for name in pair), rows, analyzer, batch_size=2)
         for name in null:
             torch.testing.assert_close(getattr(grid[pair], name), getattr(alone, name), rtol=1e-6, atol=1e-6)
-    own = lsim.analyze(models["b"], rows, [analyzer], batch_size=2)["cka"]
+    own = lsim.analyze(models["b"], lsim.Data(rows, batch_size=2), [analyzer])["cka"]
     # A model beside itself has no pair of a layer and itself.
     torch.testing.assert_close(grid["b", "b"].max_null, own.max_null, rtol=1e-6, atol=1e-6)
     assert float(own.max_value) < 1

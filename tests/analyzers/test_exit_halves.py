@@ -8,11 +8,12 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 
 def curve_of(rows: int = 24, **options):
-    return lsim.analyze(tiny_llama(), random_tokens(rows, 9), lsim.ExitCurve(), **options)["exit_curve"]
+    return called(lsim.analyze, tiny_llama(), random_tokens(rows, 9), lsim.ExitCurve(), **options)["exit_curve"]
 
 
 def test_halves_are_rows_whatever_the_batch_size():
@@ -52,7 +53,8 @@ def test_packed_rows_are_halved_by_their_tokens():
     model, texts = tiny_llama(), [" ".join(f"w{t}" for t in row.tolist()) for row in random_tokens(40, 9)]
     model.tokenizer = tiny_tokenizer()
     found = [
-        lsim.analyze(model, texts, lsim.ExitCurve(), pack=True, seq_len=12, batch_size=size)["exit_curve"] for size in (4, 9)
+        lsim.analyze(model, lsim.Data(texts, pack=True, seq_len=12, batch_size=size), lsim.ExitCurve())["exit_curve"]
+        for size in (4, 9)
     ]
     assert torch.equal(found[0].part_exits, found[1].part_exits)
     assert (found[0].part_exits[:, 0].sum(-1) > 0).all()

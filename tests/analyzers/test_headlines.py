@@ -10,6 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
 
 from .. import oracles
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, layer_run, residuals, samples, view
 
@@ -92,8 +93,8 @@ def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
         lsim.NeuralCollapse(labels=torch.arange(12) % 2),
     ]
     model = tiny_llama()
-    report = lsim.analyze(model, random_tokens(12, 6), analyzers, **options)
-    probed = lsim.linear_probe(model, random_tokens(12, 6), labels=torch.arange(12) % 2, **options)
+    report = called(lsim.analyze, model, random_tokens(12, 6), analyzers, **options)
+    probed = lsim.linear_probe(model, random_tokens(12, 6), lsim.LinearProbe(labels=torch.arange(12) % 2), **options)
     for result in [*report.values(), probed]:
         words = " ".join(result.headline())
         assert result.in_depth_order == (at == "resid_mid")

@@ -182,7 +182,7 @@ def test_attach_reads_each_layer_by_its_own_head():
     model, tokens, heads = tiny_llama(), random_tokens(3, 9), random_heads(2, 100, 32, dtype=torch.float32)
     with lsim.attach(model, lsim.LogitLens(heads=heads)) as probe:
         model(tokens)
-    expected = lsim.analyze(model, tokens, lsim.LogitLens(heads=heads), prepend_bos=False)["logit_lens"]
+    expected = lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), lsim.LogitLens(heads=heads))["logit_lens"]
     assert worst(probe.results()["logit_lens"], expected) < 1e-9
 
 
@@ -191,5 +191,5 @@ def test_models_of_nnsight_read_the_same():
 
     tokens, heads = random_tokens(3, 9), random_heads(2, 100, 32, dtype=torch.float32)
     analyzers = [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)]
-    plain, found = (lsim.analyze(model, tokens, analyzers, prepend_bos=False) for model in (tiny_llama(), traced()))
+    plain, found = (lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), analyzers) for model in (tiny_llama(), traced()))
     assert max(worst(plain[name], found[name]) for name in plain) < 1e-6

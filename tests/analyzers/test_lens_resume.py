@@ -13,7 +13,7 @@ from ..views import worst
 def test_what_is_saved_can_be_resumed(tmp_path):
     model, tokens = tiny_llama(), random_tokens(12, 9)
     every = [lsim.LogitLens(), lsim.Saturation(center="dataset"), lsim.ExitCurve(), lsim.Trajectory(), lsim.NeuralCollapse()]
-    whole = lsim.analyze(model, tokens, every, batch_size=3)
+    whole = lsim.analyze(model, lsim.Data(tokens, batch_size=3), every)
 
     class Stop(Exception):
         pass
@@ -29,8 +29,8 @@ def test_what_is_saved_can_be_resumed(tmp_path):
     rows.armed = True
     path = tmp_path / "run.part"
     with pytest.raises(Stop):
-        lsim.analyze(model, rows, every, batch_size=3, checkpoint=path)
+        lsim.analyze(model, lsim.Data(rows, batch_size=3), every, checkpoint=path)
     rows.armed = False
-    resumed = lsim.analyze(model, rows, every, batch_size=3, checkpoint=path)
+    resumed = lsim.analyze(model, lsim.Data(rows, batch_size=3), every, checkpoint=path)
     for name in whole:
         assert worst(resumed[name], whole[name]) == 0

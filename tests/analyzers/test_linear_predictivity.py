@@ -181,7 +181,7 @@ def test_wrong_options_are_refused(options, text):
 def test_packed_rows_and_attach_are_refused():
     model = tiny_llama()
     with pytest.raises(lsim.LayersimError, match="`pack` must be False for LinearPredictivity"):
-        lsim.analyze(lsim.demo_model(), lsim.demo_text()[:6], lsim.LinearPredictivity(), pack=True, seq_len=12)
+        lsim.analyze(lsim.demo_model(), lsim.Data(lsim.demo_text()[:6], pack=True, seq_len=12), lsim.LinearPredictivity())
     with pytest.raises(lsim.LayersimError, match="LinearPredictivity holds out rows of the data, and under `attach`"):
         lsim.attach(model, lsim.LinearPredictivity())
 

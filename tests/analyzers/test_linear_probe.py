@@ -14,6 +14,7 @@ from tl_layersim.models import View
 
 from .. import oracles
 from ..input_models import VectorModel
+from ..options import called
 from ..site_hooks import read_sites
 from ..tiny_models import hidden_states, random_tokens, tiny_llama
 from ..views import from_views, view
@@ -232,7 +233,7 @@ def test_every_position_of_a_row_is_on_one_side():
     assert float(found.test_samples.sum()) == 9 * out
     assert float(found.samples.sum()) == 9 * (20 - out)
     # Long rows continue in further rows of the same number.
-    cut = lsim.analyze(model, tokens, lsim.LinearProbe(labels=label), seq_len=4)["linear_probe"]
+    cut = lsim.analyze(model, lsim.Data(tokens, seq_len=4), lsim.LinearProbe(labels=label))["linear_probe"]
     assert torch.equal(cut.test_samples, found.test_samples)
 
 
@@ -240,7 +241,7 @@ def test_every_position_of_a_row_is_on_one_side():
 def test_it_is_that_of_activations_that_the_test_reads(positions):
     model, rows = tiny_llama(dtype=torch.float64), [random_tokens(1, 4 + n % 5, seed=n)[0] for n in range(40)]
     label = [int(row[-1]) % 3 for row in rows]
-    found = lsim.linear_probe(model, rows, labels=label, positions=positions, batch_size=7)
+    found = lsim.linear_probe(model, lsim.Data(rows, positions=positions, batch_size=7), lsim.LinearProbe(labels=label))
     states = [hidden_states(model, row) for row in rows]
     pick = {"last": lambda s: s[:, -1:], "mean": lambda s: s.mean(1, keepdims=True), "all": lambda s: s}[positions]
     parts = [pick(state) for state in states]
@@ -254,7 +255,7 @@ def test_it_is_that_of_activations_that_the_test_reads(positions):
 def test_heads_and_sites_of_different_widths(at, per_head):
     model, tokens = tiny_llama(dtype=torch.float64), random_tokens(30, 6)
     label = tokens[:, 2] % 3
-    found = lsim.linear_probe(model, tokens, labels=label, at=at, per_head=per_head)
+    found = lsim.linear_probe(model, tokens, lsim.LinearProbe(labels=label), at=at, per_head=per_head)
     table = lsim.sites(model)
     seen = read_sites(model, table, {"input_ids": tokens})
     rows = [row for row in range(30) for _ in range(6)]
@@ -279,7 +280,7 @@ def test_half_precision_activations_are_summed_in_float64():
 def test_a_run_resumes_to_the_same_numbers(tmp_path):
     model, tokens = tiny_llama(), random_tokens(30, 6)
     probe = lsim.LinearProbe(labels=tokens[:, 1] % 2)
-    whole = lsim.analyze(model, tokens, probe, batch_size=4)["linear_probe"]
+    whole = lsim.analyze(model, lsim.Data(tokens, batch_size=4), probe)["linear_probe"]
 
     class Stops(list):
         """Data that is interrupted in the second pass, when all of it was read once."""
@@ -297,8 +298,8 @@ def test_a_run_resumes_to_the_same_numbers(tmp_path):
     path = tmp_path / "probe.checkpoint"
     for after in (9, 22):
         with pytest.raises(KeyboardInterrupt):
-            lsim.analyze(model, Stops(list(tokens), after), probe, batch_size=4, checkpoint=path)
-    resumed = lsim.analyze(model, list(tokens), probe, batch_size=4, checkpoint=path)["linear_probe"]
+            lsim.analyze(model, lsim.Data(Stops(list(tokens), after), batch_size=4), probe, checkpoint=path)
+    resumed = lsim.analyze(model, lsim.Data(list(tokens), batch_size=4), probe, checkpoint=path)["linear_probe"]
     assert torch.equal(resumed.confusion, whole.confusion)
     assert torch.equal(resumed.train_accuracy, whole.train_accuracy)
 
@@ -338,7 +339,7 @@ def test_what_it_cannot_do_is_refused():
     }
     for says, call in calls.items():
         with pytest.raises(lsim.LayersimError, match=says):
-            lsim.analyze(model, tokens, **call)
+            called(lsim.analyze, model, tokens, **call)
     for says, labels in (
         ("must be 0 or more", -halves),
         (r"two classes(.|\n)*every training sample has class 1", torch.ones_like(halves)),
@@ -359,14 +360,16 @@ def test_packed_texts_are_refused():
     model = tiny_llama()
     model.tokenizer = tiny_tokenizer()
     with pytest.raises(lsim.LayersimError, match="`pack` must be False for a linear probe"):
-        lsim.analyze(model, ["w3 w4 w5", "w6 w7 w8"], lsim.LinearProbe(), pack=True)
+        lsim.analyze(model, lsim.Data(["w3 w4 w5", "w6 w7 w8"], pack=True), lsim.LinearProbe())
 
 
 def test_one_sample_in_a_batch_and_inputs_without_tokens():
     model, x = VectorModel(), torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    options = {"layers": ["steps.0", "steps.1", "steps.2"], "labels": (x[:, 0] > 0).long()}
-    alone = lsim.linear_probe(model, {"x": x}, batch_size=1, **options)
-    together = lsim.linear_probe(model, {"x": x}, batch_size=60, **options)
+    opened, probe = (
+        lsim.open_model(model, layers=["steps.0", "steps.1", "steps.2"]),
+        lsim.LinearProbe(labels=(x[:, 0] > 0).long()),
+    )
+    alone, together = (lsim.linear_probe(opened, lsim.Data({"x": x}, batch_size=n), probe) for n in (1, 60))
     assert torch.equal(alone.confusion, together.confusion)
     assert alone.accuracy[0] > 0.8
 

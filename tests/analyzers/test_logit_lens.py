@@ -22,7 +22,7 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
     states, targets = tables(model, rows)
     logits = by_hand(model, states, norm == "final")
     table = [[oracles.softmax(z[t]) for z in logits] for t in range(states.shape[1])]
-    found = lsim.analyze(model, rows, [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)], batch_size=1)
+    found = lsim.analyze(model, lsim.Data(rows, batch_size=1), [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)])
     lens, saturation = found["logit_lens"], found["saturation"]
     known = [t for t in range(len(targets)) if targets[t] is not None]
     for layer in range(len(logits)):
@@ -80,7 +80,7 @@ def test_the_next_token_is_the_one_that_the_model_attends_to():
     mask = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0]])
     found = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, lsim.LogitLens())["logit_lens"]
     assert (found.positions, found.targets) == (5, 3)
-    skipped = lsim.analyze(model, tokens, lsim.LogitLens(), skip_first=2)["logit_lens"]
+    skipped = lsim.analyze(model, lsim.Data(tokens, skip_first=2), lsim.LogitLens())["logit_lens"]
     assert (skipped.positions, skipped.targets) == (6, 5)
 
 

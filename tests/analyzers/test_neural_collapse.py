@@ -84,7 +84,9 @@ def test_rows_as_samples(pool):
 def test_the_first_look_runs_no_model():
     model, forwards = tiny_llama(), []
     model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
-    found = lsim.analyze(model, random_tokens(8, 20), lsim.NeuralCollapse(classes=5), batch_size=4)["neural_collapse"]
+    found = lsim.analyze(model, lsim.Data(random_tokens(8, 20), batch_size=4), lsim.NeuralCollapse(classes=5))[
+        "neural_collapse"
+    ]
     assert len(forwards) == 2
     following = random_tokens(8, 20)[:, 1:].flatten().tolist()
     order = sorted(set(following), key=lambda t: (-following.count(t), t))[:5]
@@ -164,7 +166,7 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
 
     def nc1(positions=None, beside=(), **options):
         given = [*beside, lsim.NeuralCollapse(labels="data", classes=3, **options)]
-        found = lsim.analyze(model, data, given, batch_size=3, positions=positions)["neural_collapse"]
+        found = lsim.analyze(model, lsim.Data(data, batch_size=3, positions=positions), given)["neural_collapse"]
         return found.values.numpy(), found.provenance.options
 
     def expected(samples):
@@ -184,7 +186,7 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
     found, _ = nc1(positions="mean")
     np.testing.assert_allclose(found[1:], expected(x[1:].mean(2)), rtol=1e-6)
     with pytest.raises(lsim.LayersimError, match="`skip_first` leaves out the position"):
-        lsim.analyze(model, data, lsim.NeuralCollapse(labels="data", classes=3), skip_first=1)
+        lsim.analyze(model, lsim.Data(data, skip_first=1), lsim.NeuralCollapse(labels="data", classes=3))
     with pytest.raises(lsim.LayersimError, match="`positions` must be given: NeuralCollapse reads whole rows"):
         nc1(beside=[lsim.Cosine(center="none")], pool="mean")
 

@@ -29,7 +29,7 @@ def test_measures_of_probabilities_refuse_it(analyzer):
 
 def test_it_is_refused_on_a_server():
     with pytest.raises(lsim.LayersimError, match="head has one output"):
-        lsim.analyze(nnsight(pair_bert(labels=1)), pair_data(ROWS), lsim.Saturation(), remote="local")
+        lsim.analyze(lsim.open_model(nnsight(pair_bert(labels=1)), remote="local"), pair_data(ROWS), lsim.Saturation())
 
 
 @pytest.mark.parametrize(("rule", "threshold"), [("max-prob", 0.9), ("margin", 0.9), ("patience", 2)])

@@ -23,7 +23,7 @@ def rows() -> list[torch.Tensor]:
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_values_are_those_of_each_row_alone(batch_size):
     model = tiny_llama()
-    report = lsim.analyze(model, rows(), BOTH, batch_size=batch_size)
+    report = lsim.analyze(model, lsim.Data(rows(), batch_size=batch_size), BOTH)
     path, coupling = report["trajectory"], report["block_coupling"]
     assert path.prompt_rows == coupling.prompt_rows == (0, 1, 2, 3, 4)
     assert path.prompt_tokens.tolist() == coupling.prompt_tokens.tolist() == list(LENGTHS)
@@ -47,7 +47,7 @@ def test_prompts_can_be_correlated():
 
 
 def test_rows_without_counted_tokens_are_left_out():
-    found = lsim.analyze(tiny_llama(), rows(), lsim.Trajectory(per_prompt=True), skip_first=4)["trajectory"]
+    found = lsim.analyze(tiny_llama(), lsim.Data(rows(), skip_first=4), lsim.Trajectory(per_prompt=True))["trajectory"]
     assert found.prompt_rows == (0, 2, 3, 4)
     assert found.prompt_tokens.tolist() == [3, 8, 1, 5]
     assert list(found.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
@@ -100,8 +100,8 @@ def test_values_by_prompt_survive_a_file(tmp_path):
 def test_packed_rows_are_refused():
     data = {"text": ["a b c", "d e"]}
     with pytest.raises(lsim.LayersimError, match=r"`pack` must be False for Trajectory"):
-        lsim.analyze(lsim.demo_model(), data, lsim.Trajectory(per_prompt=True), pack=True)
-    lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.Trajectory(), pack=True)
+        lsim.analyze(lsim.demo_model(), lsim.Data(data, pack=True), lsim.Trajectory(per_prompt=True))
+    lsim.analyze(lsim.demo_model(), lsim.Data(lsim.demo_text()[:2], pack=True), lsim.Trajectory())
 
 
 def test_attached_models_do_not_know_rows():

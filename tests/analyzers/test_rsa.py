@@ -160,8 +160,10 @@ def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all(
 def test_two_models_apart_and_in_a_grid():
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(layers=2, seed=2)}
     rows, analyzer = random_tokens(4, 16), lsim.RSA(minibatch=16, permutations=20)
-    grid = lsim.compare_grid(models, rows, analyzer, batch_size=2, distance=lambda result: 1 - float(result.values[-1, -1]))
-    alone = lsim.compare(models["a"], models["c"], rows, analyzer, batch_size=2)
+    grid = lsim.compare_grid(
+        models, lsim.Data(rows, batch_size=2), analyzer, distance=lambda result: 1 - float(result.values[-1, -1])
+    )
+    alone = lsim.compare(models["a"], models["c"], lsim.Data(rows, batch_size=2), analyzer)
     for name in alone.tensor_fields():
         torch.testing.assert_close(getattr(grid["a", "c"], name), getattr(alone, name), rtol=1e-4, atol=1e-4, equal_nan=True)
     assert alone.values.shape == (4, 3)

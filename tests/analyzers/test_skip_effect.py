@@ -94,7 +94,7 @@ def test_effects_equal_those_of_hooks(make, keep_first, splits):
     for name, expected in naive(model, rows, keep_first, splits).items():
         np.testing.assert_allclose(getattr(found, name), expected, rtol=2e-4, atol=2e-5, err_msg=name)
     assert found.values[0].nan_to_num(0).max() > 0.01
-    alone = lsim.analyze(model, rows, asked, batch_size=1)["skip_effect"]
+    alone = lsim.analyze(model, lsim.Data(rows, batch_size=1), asked)["skip_effect"]
     assert worst(found, alone) < 1e-5
 
 
@@ -120,7 +120,7 @@ def test_views_equal_the_oracle(keep_first, splits):
 
 def test_tokens_that_are_not_counted_are_skipped_and_not_measured():
     model, rows = tiny_llama(), rows_of(20)
-    found = lsim.analyze(model, rows, lsim.SkipEffect(splits=0), skip_first=15)["skip_effect"]
+    found = lsim.analyze(model, lsim.Data(rows, skip_first=15), lsim.SkipEffect(splits=0))["skip_effect"]
     own, p = skipped_run(model, rows[0], None, 0, 0)
     other, q = skipped_run(model, rows[0], 1, 1, 20)
     change = ((own - other).norm(dim=-1) / own.norm(dim=-1))[2, 15:]
@@ -229,7 +229,7 @@ def test_what_is_refused():
     with pytest.raises(LayersimError, match="no residual branch"):
         lsim.analyze(family("bert"), tokens, lsim.SkipEffect())
     with pytest.raises(LayersimError, match="every block"):
-        lsim.analyze(tiny_llama(), tokens, lsim.SkipEffect(), layers=["model.layers.0", "model.layers.2"])
+        lsim.analyze(lsim.open_model(tiny_llama(), layers=["model.layers.0", "model.layers.2"]), tokens, lsim.SkipEffect())
 
 
 def test_numbers_that_overflow_are_refused():

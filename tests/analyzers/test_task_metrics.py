@@ -11,6 +11,7 @@ import tl_layersim as lsim
 from .. import oracles
 from ..input_models import image_vit, pair_bert, pair_data, pixels
 from ..models.helpers import bridge, nnsight
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, residuals, view
 
@@ -40,7 +41,7 @@ def test_it_is_scikit_learn_on_stored_predictions(classes):
     model, inputs = pair_bert(labels=classes), data()
     # Classes of different sizes, so that a mean over classes is not one over rows.
     label = (torch.arange(ROWS) % 7).clamp(max=classes - 1)
-    found = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=label), batch_size=7)["task_metrics"]
+    found = lsim.analyze(model, lsim.Data(inputs, batch_size=7), lsim.TaskMetrics(labels=label))["task_metrics"]
     predicted = head_outputs(model, inputs).argmax(-1)
     for layer, said in enumerate(predicted):
         assert float(found.accuracy[layer]) == pytest.approx(accuracy_score(label, said))
@@ -123,7 +124,7 @@ def test_other_sources_give_one_answer(make):
 def test_a_simulated_server_gives_one_answer(classes):
     labels = torch.rand(ROWS) if classes == 1 else torch.arange(ROWS) % 3
     here, there = (
-        lsim.analyze(model, data(), lsim.TaskMetrics(labels=labels), **options)["task_metrics"]
+        called(lsim.analyze, model, data(), lsim.TaskMetrics(labels=labels), **options)["task_metrics"]
         for model, options in (
             (pair_bert(labels=classes), {}),
             (nnsight(pair_bert(labels=classes)), {"remote": "local"}),
@@ -141,7 +142,7 @@ def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     scores = np.random.default_rng(0).normal(size=ROWS)
     scores[3:6] = scores[3]
     scores[10] = np.nan
-    found = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=scores), batch_size=batch_size)["task_metrics"]
+    found = lsim.analyze(model, lsim.Data(inputs, batch_size=batch_size), lsim.TaskMetrics(labels=scores))["task_metrics"]
     known = ~np.isnan(scores)
     for layer, said in enumerate(head_outputs(model, inputs)[..., 0]):
         assert float(found.spearman[layer]) == pytest.approx(spearmanr(said[known], scores[known]).statistic)
@@ -193,7 +194,7 @@ REFUSED = {
 def test_what_it_cannot_do_is_refused(says):
     classes, options, reading = REFUSED[says]
     with pytest.raises(lsim.LayersimError, match=says):
-        lsim.analyze(pair_bert(labels=classes), data(), lsim.TaskMetrics(**options), **reading)
+        called(lsim.analyze, pair_bert(labels=classes), data(), lsim.TaskMetrics(**options), **reading)
 
 
 def test_a_large_vocabulary_is_refused_before_the_run():

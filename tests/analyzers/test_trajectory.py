@@ -103,8 +103,10 @@ def test_the_final_norm_is_that_of_the_model_in_every_source():
         # Its last one is after the final norm.
         states = model(ids, output_hidden_states=True).hidden_states
     expected = oracles.oracle_trajectory([torch.stack(states)[:, row].double().numpy() for row in range(len(ids))])
-    here = lsim.analyze(model, tokens, analyzer, batch_size=2)["trajectory"]
-    there = lsim.analyze(nnsight(tiny_llama()), tokens, analyzer, remote="local", batch_size=2)["trajectory"]
+    here = lsim.analyze(model, lsim.Data(tokens, batch_size=2), analyzer)["trajectory"]
+    there = lsim.analyze(lsim.open_model(nnsight(tiny_llama()), remote="local"), lsim.Data(tokens, batch_size=2), analyzer)[
+        "trajectory"
+    ]
     with lsim.attach(model, analyzer) as probe, torch.no_grad():
         model(ids)
     for found in (here, there, probe.results()["trajectory"]):

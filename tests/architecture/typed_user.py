@@ -13,7 +13,9 @@ from tl_layersim.analyzers.cka import CKAResult
 
 def one_model(model: torch.nn.Module, texts: list[str]) -> lsim.Report:
     """A report of several analyzers, of one, and of names."""
-    report = lsim.analyze(model, texts, [lsim.Cosine(center="none"), "cka"], batch_size=4, max_tokens=512, seq_len=64)
+    report = lsim.analyze(
+        model, lsim.Data(texts, batch_size=4, max_tokens=512, seq_len=64), [lsim.Cosine(center="none"), "cka"]
+    )
     assert_type(report, lsim.Report)
     assert_type(lsim.analyze(model, torch.ones(2, 8, dtype=torch.long), lsim.Trajectory(), blocking=True), lsim.Report)
     return report
@@ -21,8 +23,10 @@ def one_model(model: torch.nn.Module, texts: list[str]) -> lsim.Report:
 
 def on_a_server(model: object, blocking: bool) -> RemoteRun:
     """A run that is not waited for."""
-    assert_type(lsim.analyze(model, ["a text"], "cka", remote=True, blocking=blocking), lsim.Report | RemoteRun)
-    run = lsim.analyze(model, ["a text"], "cka", remote=True, blocking=False)
+    assert_type(
+        lsim.analyze(lsim.open_model(model, remote=True), ["a text"], "cka", blocking=blocking), lsim.Report | RemoteRun
+    )
+    run = lsim.analyze(lsim.open_model(model, remote=True), ["a text"], "cka", blocking=False)
     assert_type(run, RemoteRun)
     return run
 

@@ -11,6 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core.intervals import headline_texts
 
+from ..options import called
 from .helpers import SHORT, done, run
 
 READ = {"max_tokens": 512, "seq_len": 64, "pack": True}
@@ -30,7 +31,7 @@ def saved(tmp_path_factory):
 
 def test_compare(tmp_path):
     found = done("compare", "demo", "demo-aligned", *SHORT, "--out", tmp_path)
-    expected = lsim.compare(lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text(), lsim.CKA(), **READ)
+    expected = called(lsim.compare, lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text(), lsim.CKA(), **READ)
     assert torch.equal(read(tmp_path)["cka"].values, expected.values)
     assert "CKA(first model's embedding, second's last)" in found.output
     assert (tmp_path / "report.html").exists()
@@ -42,7 +43,7 @@ def test_compare(tmp_path):
 def test_exits(tmp_path):
     found = done("exits", "demo-aligned", *SHORT, "--agreement", 0.9, "--out", tmp_path)
     options = READ | {"analyzers": "exit_curve"}
-    curve = lsim.analyze(lsim.demo_model(aligned=True), lsim.demo_text(), **options)["exit_curve"]
+    curve = called(lsim.analyze, lsim.demo_model(aligned=True), lsim.demo_text(), **options)["exit_curve"]
     assert torch.equal(read(tmp_path)["exit_curve"].agreement, curve.agreement)
     chosen = curve.threshold_for(agreement=0.9)
     [row] = [line for line in found.stdout.splitlines() if line.endswith("*")]
@@ -60,7 +61,7 @@ def test_exits(tmp_path):
 def test_stitch(tmp_path):
     done("stitch", "demo", "demo-aligned", "--at", "4:6", "--fit", "lstsq", *SHORT, "--out", tmp_path)
     models = lsim.demo_model(), lsim.demo_model(aligned=True)
-    expected = lsim.stitch(*models, lsim.demo_text(), at=(4, 6), fit="lstsq", **READ)
+    expected = called(lsim.stitch, *models, lsim.demo_text(), at=(4, 6), fit="lstsq", **READ)
     found = read(tmp_path)["stitch"]
     assert found.penalty == expected.penalty
     assert found.layers == expected.layers
@@ -94,7 +95,7 @@ def test_train(tmp_path):
     done("train", "demo", *options, "--save-to", tmp_path / "model", "--out", tmp_path)
     training = lsim.AlignedTraining(steps=2, lr=1e-3)
     reading = READ | {"max_tokens": 1024, "batch_size": 2}
-    expected = lsim.finetune_aligned(lsim.demo_model(), lsim.demo_text(), training, **reading)
+    expected = called(lsim.finetune_aligned, lsim.demo_model(), lsim.demo_text(), training, **reading)
     assert torch.equal(read(tmp_path)["training"].values, expected.values)
     # The saved model is one that commands take.
     done("report", "--model", tmp_path / "model", *SHORT, "--analyzers", "cka", "--out", tmp_path / "report")

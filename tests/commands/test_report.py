@@ -191,7 +191,9 @@ def test_sites_are_chosen(tmp_path):
     report = lsim.load_report(tmp_path / "report.safetensors")
     assert report["cosine"].provenance.options["at"] == ["attn_out", "mlp_out", "blocks.*.hook_resid_post"]
     model = lsim.demo_model()
-    expected = lsim.analyze(model, lsim.demo_text(), "cosine", at=["attn_out", "mlp_out"], max_tokens=512, pack=True)["cosine"]
+    expected = lsim.analyze(
+        model, lsim.Data(lsim.demo_text(), max_tokens=512, pack=True), "cosine", at=["attn_out", "mlp_out"]
+    )["cosine"]
     assert report["cosine"].layers[:16] == expected.layers
     assert torch.allclose(report["cosine"].values[:16, :16], expected.values)
     page = (tmp_path / "report.html").read_text()

@@ -158,16 +158,17 @@ def test_half_precision_residuals(name, dtype):
     adapter = lsim.Adapter(name, weight, bias)
     assert adapter(hidden).dtype == (dtype if weight is None else torch.float32)
     options = {} if weight is None else {"fit": "lstsq"}
-    models = tiny_llama(dtype=dtype), tiny_llama(seed=1)
-    result = lsim.stitch(*models, rows(60), at=(2, 2), adapter=name, batch_size=6, **options)
-    same = lsim.stitch(tiny_llama(), models[1], rows(60), at=(2, 2), adapter=name, batch_size=6, **options)
+    models, data = (tiny_llama(dtype=dtype), tiny_llama(seed=1)), lsim.Data(rows(60), batch_size=6)
+    result = lsim.stitch(*models, data, at=(2, 2), adapter=name, **options)
+    same = lsim.stitch(tiny_llama(), models[1], data, at=(2, 2), adapter=name, **options)
     assert result.penalty == pytest.approx(same.penalty, abs=0.05)
 
 
 @each_kind
 def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
     options = {"fit": "lstsq+sgd", "training": QUICK} if adapter_kind(name).has_weight else {}
-    result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60), at=(2, 1), adapter=name, batch_size=6, **options)
+    data = lsim.Data(rows(60), batch_size=6)
+    result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), data, at=(2, 1), adapter=name, **options)
     loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
     for field in result.tensor_fields():
         assert torch.equal(getattr(loaded, field), getattr(result, field)), field
@@ -187,7 +188,8 @@ def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
 def test_widths_that_differ_are_refused_or_work(name):
     kind = adapter_kind(name)
     options = {"fit": "lstsq"} if kind.has_weight else {}
-    call = partial(lsim.stitch, wide(), tiny_llama(), rows(60), at=(1, 2), adapter=name, batch_size=6, **options)
+    data = lsim.Data(rows(60), batch_size=6)
+    call = partial(lsim.stitch, wide(), tiny_llama(), data, at=(1, 2), adapter=name, **options)
     if kind.needs_equal_widths:
         with pytest.raises(lsim.LayersimError, match="needs residual streams of equal width"):
             call()
@@ -262,22 +264,23 @@ class TestOneNewFile:
         assert sorted(find_adapter_kinds()) == sorted([*KINDS, new])
 
     def test_is_stitched_saved_and_loaded(self, new, tmp_path):
-        options = {"at": (2, 1), "batch_size": 6}
-        result = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60), adapter=new, fit="lstsq+sgd", training=QUICK, **options)
+        models, data, at = (tiny_gpt2(0), tiny_gpt2(1)), lsim.Data(rows(60), batch_size=6), (2, 1)
+        result = lsim.stitch(*models, data, at=at, adapter=new, fit="lstsq+sgd", training=QUICK)
         assert (result.kind, result.adapter.bias) == (new, None)
         hidden = residuals(4, 32).float()
         by_hand = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()) @ result.adapter.weight.T
         torch.testing.assert_close(result.adapter(hidden), by_hand)
         loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
-        again = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60)[48:], adapter=loaded.adapter, **options)
+        again = lsim.stitch(*models, data.like(rows(60)[48:]), at=at, adapter=loaded.adapter)
         assert again.loss == pytest.approx(result.loss, abs=1e-6)
         grid = lsim.stitch_grid({"a": tiny_gpt2(0), "b": tiny_gpt2(1)}, rows(60), layers=[1], adapter=new, fit="lstsq")
         assert grid.kind == new
 
     def test_is_fitted_beside_a_model_in_nnsights_simulation_of_a_server(self, new):
-        options = {"at": (2, 1), "adapter": new, "fit": "lstsq", "batch_size": 6}
-        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60), **options)
-        there = lsim.stitch(tiny_gpt2(0), gpt2_of_kind("nnsight", 1), rows(60), remote=(False, "local"), **options)
+        options = {"at": (2, 1), "adapter": new, "fit": "lstsq"}
+        data, far = lsim.Data(rows(60), batch_size=6), lsim.open_model(gpt2_of_kind("nnsight", 1), remote="local")
+        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), data, **options)
+        there = lsim.stitch(tiny_gpt2(0), far, data, **options)
         assert there.loss == pytest.approx(here.loss, abs=1e-6)
 
     def test_is_unknown_without_its_file(self):

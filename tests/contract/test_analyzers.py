@@ -202,8 +202,8 @@ def test_every_field_has_an_interval(name, cls):
     """Blocks of two rows: an interval of each number, about the number, within the bounds of the field."""
     analyzer = cls()
     model, data = tiny_llama(), [random_tokens(1, 18 + i % 5, seed=i)[0] for i in range(36)]
-    plain = lsim.analyze(model, data, [analyzer], batch_size=2)[name]
-    result = lsim.analyze(model, data, [analyzer], batch_size=2, intervals=True)[name]
+    plain = lsim.analyze(model, lsim.Data(data, batch_size=2), [analyzer])[name]
+    result = lsim.analyze(model, lsim.Data(data, batch_size=2), [analyzer], intervals=True)[name]
     # Rows; of measures over pairs of samples, pools of 16 rows.
     assert len(result.block_tokens) == (3 if in_pools(cls) else 18)
     assert worst(plain, result) < 1e-5
@@ -225,7 +225,7 @@ def test_every_field_has_an_interval(name, cls):
     moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]
     assert "values" in moving
     # What differs in half of the rows depends on the rows: its interval has a width.
-    half = lsim.analyze(model, data[:18], [analyzer], batch_size=2)[name]
+    half = lsim.analyze(model, lsim.Data(data[:18], batch_size=2), [analyzer])[name]
     for field, bounds in bounds_of(result).items():
         value, other = getattr(result, field), getattr(half, field)
         # Counts are those of fewer rows.

@@ -31,14 +31,14 @@ def test_settings_of_a_training_are_checked_when_they_are_written(options, says)
 
 def test_an_empty_address_does_not_run_here(llama):
     with pytest.raises(lsim.LayersimError, match="`remote` is an empty string"):
-        lsim.analyze(llama, random_tokens(4), "cosine", remote="")
+        lsim.analyze(lsim.open_model(llama, remote=""), random_tokens(4), "cosine")
 
 
 @pytest.mark.parametrize("tokenizer", [lsim.CKA, lambda text: [1, 2], "gpt2"])
 def test_what_is_no_tokenizer_is_refused_by_name(llama, tokenizer):
     for call in (
-        lambda: lsim.analyze(llama, ["w5 w6"], "cosine", tokenizer=tokenizer),
-        lambda: lsim.finetune_aligned(tiny_llama(), ["w5 w6"], tokenizer=tokenizer),
+        lambda: lsim.analyze(llama, lsim.Data(["w5 w6"], tokenizer=tokenizer), "cosine"),
+        lambda: lsim.finetune_aligned(tiny_llama(), lsim.Data(["w5 w6"], tokenizer=tokenizer)),
         lambda: lsim.EarlyExit(llama).generate("w5 w6", max_new_tokens=1, tokenizer=tokenizer),
     ):
         with pytest.raises(lsim.LayersimError, match="`tokenizer` must be a loaded tokenizer"):
@@ -80,11 +80,11 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
         (lambda m: lsim.Report([]), "`results` must be a mapping"),
         (lambda m: lsim.EarlyExit(m).generate(random_tokens(1) + 1000), "`prompt`"),
         (lambda m: lsim.EarlyExit(m).logits(random_tokens(2)[:0]), "`tokens`"),
-        (lambda m: lsim.analyze(m, random_tokens(2), "cosine", tokenizer=tiny_llama()), "`tokenizer`"),
+        (lambda m: lsim.analyze(m, lsim.Data(random_tokens(2), tokenizer=tiny_llama()), "cosine"), "`tokenizer`"),
         (lambda m: layer_names("3"), "`blocks` of layer_names cannot be '3'"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=NAN), "lens_memory_mb=nan"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=-1), "lens_memory_mb=-1"),
-        (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), top_p=95), "`top_p`"),
+        (lambda m: lsim.Continuations(["w3"], top_p=95), "`top_p`"),
         (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), threshold=95), "threshold=95"),
         (lambda m: lsim.analyze(m, random_tokens(2), lsim.CKA(estimator="exact", max_memory_gb=NAN)), "max_memory_gb=nan"),
     ],

@@ -18,6 +18,7 @@ from tl_layersim.core import LayerCurve
 from tl_layersim.models.site_map import HEAD_FAMILIES, SITE_NAMES
 
 from ..models.helpers import bridge, hooked_transformer, nnsight, transformers_model
+from ..options import called
 from ..site_hooks import D_HEAD, MODELS, head_part, read_sites
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -124,8 +125,8 @@ def test_every_source_reads_the_same_tensors_under_the_same_names(name, source, 
     assert list(table.name) == list(tables[name].name)
     assert list(table.heads) == list(tables[name].heads)
     for asked in ({"at": everything(table)}, {"at": list(HEAD_FAMILIES), "per_head": True}):
-        expected = lsim.analyze(MODELS[name](), data, Projection(), **asked)["projection"]
-        found = lsim.analyze(model, data, Projection(), **asked, **options)["projection"]
+        expected = called(lsim.analyze, MODELS[name](), data, Projection(), **asked)["projection"]
+        found = called(lsim.analyze, model, data, Projection(), **asked, **options)["projection"]
         assert found.layers == expected.layers
         np.testing.assert_allclose(found.values, expected.values, rtol=2e-5, atol=2e-5)
         assert found.provenance.data == expected.provenance.data
@@ -150,7 +151,7 @@ def takes(cls, families: list[str], family: str) -> bool:
 def refuses_model(model, data, cls, **options) -> bool:
     """Whether the analyzer refuses the model itself, as some refuse post-norm blocks."""
     try:
-        lsim.analyze(model, data, cls(), **options)
+        called(lsim.analyze, model, data, cls(), **options)
     except lsim.LayersimError:
         return True
     return False
@@ -203,7 +204,7 @@ def test_every_analyzer_gives_one_answer_at_every_family_of_every_source(name, s
         expected = answers[name][one]
         # Analyzers with families of their own read the same at all.
         asked = [ANALYZERS[key]() for key in usable if key in expected and (one == "z" or not ANALYZERS[key].families)]
-        found = lsim.analyze(model, data, asked, at=one, **options)
+        found = called(lsim.analyze, model, data, asked, at=one, **options)
         for key, result in found.items():
             assert result.layers == expected[key].layers
             np.testing.assert_allclose(result.values, expected[key].values, rtol=1e-4, atol=1e-4, err_msg=f"{key} at {one}")
@@ -218,9 +219,9 @@ def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
         if cls.families:
             continue
         with pytest.raises(lsim.LayersimError, match="`at`"):
-            lsim.analyze(model, data, cls(), at=lacking, **options)
+            called(lsim.analyze, model, data, cls(), at=lacking, **options)
     with pytest.raises(lsim.LayersimError, match=r"`per_head` requires hook points that are divided into heads"):
-        lsim.analyze(model, data, "cka", at="attn_out", per_head=True, **options)
+        called(lsim.analyze, model, data, "cka", at="attn_out", per_head=True, **options)
 
 
 @pytest.mark.parametrize("key", ANALYZERS)
@@ -255,7 +256,7 @@ def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data
         return replace(known, sites=sites, sums=sums)
 
     model, options = SOURCES_HERE[source](tiny_llama)
-    lsim.analyze(model, data, Projection(), at=wrong, **options)
+    called(lsim.analyze, model, data, Projection(), at=wrong, **options)
     monkeypatch.setattr(hook_points, "site_map", mislabelled)
     with pytest.raises(lsim.LayersimError, match=r"do not add up to its residual stream(.|\n)*blocks\.1\."):
-        lsim.analyze(model, data, Projection(), at=wrong, **options)
+        called(lsim.analyze, model, data, Projection(), at=wrong, **options)

@@ -34,7 +34,7 @@ def settings_of(name: str, **options) -> lsim.AlignedTraining:
 
 def opened(name: str, model=None, **options) -> Objective:
     model = tiny_llama().double() if model is None else model
-    return objective_named(name)(open_residual_stream(model, None, None), settings_of(name, **options))
+    return objective_named(name)(open_residual_stream(model), settings_of(name, **options))
 
 
 def batch_of(tokens: torch.Tensor, attended: torch.Tensor | None = None) -> TrainingBatch:
@@ -118,7 +118,7 @@ def test_evaluation_has_a_row_of_sums_for_each_layer(name):
 def test_a_resumed_training_has_the_same_bits(name, tmp_path, monkeypatch):
     training, data = settings_of(name, schedule="alternating", eval_every=4), random_tokens(12, 6)
     expected_model, resumed_model = dropping(tiny_gpt2()), dropping(tiny_gpt2())
-    expected = lsim.finetune_aligned(expected_model, data, training, batch_size=2)
+    expected = lsim.finetune_aligned(expected_model, lsim.Data(data, batch_size=2), training)
     plain, path = Objective.forward, tmp_path / "run"
 
     def interrupted(self, batch, step, run=None):
@@ -129,12 +129,12 @@ def test_a_resumed_training_has_the_same_bits(name, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Objective, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            lsim.finetune_aligned(dropping(tiny_gpt2()), data, training, batch_size=2, checkpoint=path)
+            lsim.finetune_aligned(dropping(tiny_gpt2()), lsim.Data(data, batch_size=2), training, checkpoint=path)
     steps = []
     monkeypatch.setattr(
         Objective, "forward", lambda self, batch, step, run=None: steps.append(step) or plain(self, batch, step, run)
     )
-    resumed = lsim.finetune_aligned(resumed_model, data, training, batch_size=2, checkpoint=path)
+    resumed = lsim.finetune_aligned(resumed_model, lsim.Data(data, batch_size=2), training, checkpoint=path)
     assert steps == [3, 4, 5]
     assert all(torch.equal(getattr(resumed, key), getattr(expected, key)) for key in expected.tensor_fields())
     assert torch.equal(weights_of(resumed_model), weights_of(expected_model))
@@ -206,7 +206,7 @@ def new_objective(tmp_path, monkeypatch):
 def test_an_objective_is_added_by_one_file(new_objective, tmp_path):
     model, tokens = tiny_llama().double(), random_tokens(12, 6)
     training = lsim.AlignedTraining(objective=new_objective, steps=6, lr=1e-2, schedule="always", save_to=tmp_path / "model")
-    result = lsim.finetune_aligned(model, tokens, training, batch_size=4)
+    result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training)
     assert result.loss[-1] < result.loss[0]
     assert result.provenance.options["objective"] == new_objective
     lsim.AlignedTraining(objective=new_objective)

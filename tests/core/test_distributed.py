@@ -30,11 +30,11 @@ def test_several_processes_give_what_one_gives(ranks, tmp_path):
             from tests.tiny_models import random_tokens, tiny_llama
             dist.init_process_group("gloo")
             data = list(random_tokens(4, 11))
-            report = lsim.analyze(tiny_llama(), data, [lsim.Cosine(), lsim.CKA(minibatch=16)], batch_size=2)
+            report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [lsim.Cosine(), lsim.CKA(minibatch=16)])
             report.save(f"{sys.argv[1]}/{dist.get_rank()}.safetensors")
             # 67 batches: the first of two ranks has coarser blocks than the second, which has fewer batches.
             data = list(random_tokens(67, 6))
-            report = lsim.analyze(tiny_llama(), data, [lsim.LogitLens()], batch_size=1, intervals=True)
+            report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=1), [lsim.LogitLens()], intervals=True)
             report.save(f"{sys.argv[1]}/{dist.get_rank()}.blocks.safetensors")
             dist.destroy_process_group()
             """
@@ -56,7 +56,7 @@ def test_several_processes_give_what_one_gives(ranks, tmp_path):
         for rank in range(ranks)
     ]
     assert [process.wait(timeout=240) for process in processes] == [0] * ranks
-    alone = lsim.analyze(tiny_llama(), list(random_tokens(4, 11)), cosine_and_cka(), batch_size=2)
+    alone = lsim.analyze(tiny_llama(), lsim.Data(list(random_tokens(4, 11)), batch_size=2), cosine_and_cka())
     for rank in range(ranks):
         report = lsim.load_report(tmp_path / f"{rank}.safetensors")
         for name in ("cosine", "cka"):
@@ -67,5 +67,7 @@ def test_several_processes_give_what_one_gives(ranks, tmp_path):
         size = {2: 4, 3: 3}[ranks]
         whole = list(random_tokens(67, 6))
         assert blocks.block_tokens == (6 * size,) * (67 // size) + (6 * (67 % size),)
-        without = lsim.analyze(tiny_llama(), whole[:size] + whole[2 * size :], [lsim.LogitLens()], batch_size=1)["logit_lens"]
+        without = lsim.analyze(tiny_llama(), lsim.Data(whole[:size] + whole[2 * size :], batch_size=1), [lsim.LogitLens()])[
+            "logit_lens"
+        ]
         assert worst(blocks.replicates[1], without) < 1e-9

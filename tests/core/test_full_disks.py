@@ -17,24 +17,26 @@ from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 
 def analysed(path):
-    return lsim.analyze(tiny_llama(), random_tokens(), lsim.CKA(minibatch=16), batch_size=2, checkpoint=path)["cka"]
+    return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(), batch_size=2), lsim.CKA(minibatch=16), checkpoint=path)["cka"]
 
 
 def stitched(path):
     training = lsim.StitchTraining(steps=3)
-    models, data = (tiny_llama(), tiny_llama(seed=1)), random_tokens(40)
-    return lsim.stitch(*models, data, at=(1, 1), fit="lstsq+sgd", training=training, batch_size=4, checkpoint=path)
+    models, data = (tiny_llama(), tiny_llama(seed=1)), lsim.Data(random_tokens(40), batch_size=4)
+    return lsim.stitch(*models, data, at=(1, 1), fit="lstsq+sgd", training=training, checkpoint=path)
 
 
 def tuned(path, **options):
     training = lsim.AlignedTraining(steps=3, warmup=0, **options)
-    return lsim.finetune_aligned(tiny_llama(), random_tokens(), training, batch_size=2, checkpoint=path)
+    return lsim.finetune_aligned(tiny_llama(), lsim.Data(random_tokens(), batch_size=2), training, checkpoint=path)
 
 
 def adapted(path):
     import nnsight
 
-    return lsim.train_adapters(nnsight.NNsight(tiny_llama()), random_tokens(), steps=3, rank=1, batch_size=2, checkpoint=path)
+    return lsim.train_adapters(
+        nnsight.NNsight(tiny_llama()), lsim.Data(random_tokens(), batch_size=2), steps=3, rank=1, checkpoint=path
+    )
 
 
 CALLS = {"analyze": analysed, "stitch": stitched, "finetune_aligned": tuned, "train_adapters": adapted}
@@ -131,7 +133,7 @@ def test_a_model_is_written_whole_or_not_at_all(save, old, tmp_path, monkeypatch
             lsim.truncate(model, 1, save_to=folder)
         else:
             training = lsim.AlignedTraining(steps=1, warmup=0, save_to=folder)
-            lsim.finetune_aligned(model, random_tokens(), training, batch_size=2, tokenizer=model.tokenizer)
+            lsim.finetune_aligned(model, lsim.Data(random_tokens(), batch_size=2, tokenizer=model.tokenizer), training)
 
     def contents():
         return {path.name: path.read_bytes() for path in folder.rglob("*")}

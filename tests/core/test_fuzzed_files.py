@@ -51,8 +51,8 @@ def files(tmp_path_factory):
     """A file of each kind, and what reads it."""
     folder, model, data = tmp_path_factory.mktemp("files"), tiny_llama(), random_tokens(8)
     analyzers = [lsim.LogitLens(), lsim.Cosine(center="none")]
-    report = lsim.analyze(model, data, analyzers, batch_size=2, checkpoint=folder / "run").save(folder / "report")
-    shard = lsim.analyze(model, data, analyzers, batch_size=2, shard=(0, 1), save_to=folder / "shard")
+    report = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers, checkpoint=folder / "run").save(folder / "report")
+    shard = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers, shard=(0, 1), save_to=folder / "shard")
     return {
         "report": (report, lambda path: tensors_of(lsim.load(path))),
         "checkpoint": (folder / "run", lambda path: list(storage.read(path, ("checkpoint",))[1].values())),

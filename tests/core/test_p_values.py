@@ -55,7 +55,7 @@ def report() -> Report:
         "lens": lsim.LogitLens(),
         "plain": lsim.CKA(minibatch=16),
     }
-    return lsim.analyze(tiny_llama(), random_tokens(32, 8), analyzers, batch_size=16)
+    return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(32, 8), batch_size=16), analyzers)
 
 
 @pytest.mark.parametrize("method", ["holm", "fdr_bh"])
@@ -105,7 +105,7 @@ def test_nan_stays_and_does_not_count(report):
 def test_two_models_are_compared_at_every_pair_of_layers():
     """With few permutations all p-values may be equal: such a matrix is symmetric by chance."""
     result = lsim.compare(
-        tiny_llama(), tiny_llama(), random_tokens(32, 8), lsim.CKA(minibatch=16, permutations=19), batch_size=16
+        tiny_llama(), tiny_llama(), lsim.Data(random_tokens(32, 8), batch_size=16), lsim.CKA(minibatch=16, permutations=19)
     )
     equal = Report({"cka": replace(result, p_values=torch.full_like(result.p_values, 0.05))})
     for report in (Report({"cka": result}), equal):
@@ -124,7 +124,8 @@ def test_a_report_without_p_values_has_an_empty_table(report):
 def test_a_difference_has_the_p_values_of_all_fields(method):
     analyzers = {"lens": lsim.LogitLens(), "cosine": lsim.Cosine(center="none")}
     runs = [
-        lsim.analyze(tiny_llama(seed=seed), random_tokens(16, 8), analyzers, batch_size=1, intervals=True) for seed in (0, 1)
+        lsim.analyze(tiny_llama(seed=seed), lsim.Data(random_tokens(16, 8), batch_size=1), analyzers, intervals=True)
+        for seed in (0, 1)
     ]
     found = lsim.difference(*runs)
     table = found.p_values(method)

@@ -86,6 +86,6 @@ def test_a_run_with_intervals_leaves_the_filters_of_other_threads(monkeypatch):
     monkeypatch.setattr(lsim.Cosine, "compute", watched)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lsim.LayersimWarning)
-        report = lsim.analyze(tiny_llama(), random_tokens(3), "cosine", intervals=True, batch_size=1)
+        report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(3), batch_size=1), "cosine", intervals=True)
         assert seen == [list(warnings.filters)] * 4
     assert "rest on 3 blocks" in report["cosine"].provenance.warnings[0]

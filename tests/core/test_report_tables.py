@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")
 @pytest.fixture(scope="module")
 def report():
     analyzers = {"raw": lsim.LogitLens(norm="none"), "cka": lsim.CKA(minibatch=8), "exits": "exit_curve", "cosine": "cosine"}
-    return lsim.analyze(tiny_llama(), random_tokens(8, 16), analyzers, batch_size=2, intervals=True)
+    return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(8, 16), batch_size=2), analyzers, intervals=True)
 
 
 @pytest.fixture(scope="module")

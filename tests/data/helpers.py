@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tl_layersim.data.batches import Batches
-from tl_layersim.data.options import DataOptions
+from tl_layersim.data.data import Data
 from tl_layersim.models.model_info import Model
 
 from ..tiny_models import tiny_tokenizer
@@ -17,16 +17,8 @@ def model(tokenizer=None, context: int | None = 64) -> Model:
 
 
 def batches(data, **options) -> list:
-    defaults = {
-        "batch_size": 2,
-        "seq_len": None,
-        "pack": False,
-        "max_tokens": None,
-        "skip_first": 0,
-        "prepend_bos": True,
-        "column": None,
-    }
-    return list(Batches(data, options.pop("model", None) or model(), DataOptions(**(defaults | options))))
+    own = options.pop("model", None) or model()
+    return list(Batches(Data(data, **({"batch_size": 2} | options)), own))
 
 
 def rows(data, **options) -> list[list[int]]:

@@ -62,7 +62,7 @@ def test_no_token_is_lost_or_counted_twice(lengths, batch_size, seq_len, pack):
 def test_fingerprint_depends_on_rows_alone():
     model = tiny_llama()
     data = [random_tokens(1, n, seed=n)[0] for n in (5, 9, 3, 8)]
-    prints = {b: lsim.analyze(model, data, "cosine", batch_size=b)["cosine"].provenance.data for b in (1, 3, 4)}
+    prints = {b: lsim.analyze(model, lsim.Data(data, batch_size=b), "cosine")["cosine"].provenance.data for b in (1, 3, 4)}
     assert len(set(prints.values())) == 1
     other = [*data[:3], data[3].flip(0)]
     assert lsim.analyze(model, other, "cosine")["cosine"].provenance.data not in prints.values()
@@ -70,7 +70,9 @@ def test_fingerprint_depends_on_rows_alone():
 
 def test_the_tokenizer_and_named_layers_are_recorded():
     paths = ["model.layers.0", "model.layers.2"]
-    found = lsim.analyze(tiny_llama(), TEXTS, "cosine", tokenizer=tiny_tokenizer(), layers=paths)["cosine"]
+    found = lsim.analyze(lsim.open_model(tiny_llama(), layers=paths), lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), "cosine")[
+        "cosine"
+    ]
     assert found.provenance.options["tokenizer"].endswith("of 100 tokens")
     assert found.provenance.options["layers"] == paths
     assert found.values.shape == (3, 3)

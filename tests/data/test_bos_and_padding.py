@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
-from tl_layersim.data.options import DataOptions
+from tl_layersim.data.data import Data
 from tl_layersim.models.model_info import Model
 
 from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -25,7 +25,7 @@ def model(tokenizer=None, **more) -> Model:
 def read(
     data, known: Model, seq_len: int | None = None, pack: bool = False, bos: bool = True
 ) -> tuple[list[list[int]], Batches]:
-    batches = Batches(data, known, DataOptions(batch_size=2, seq_len=seq_len, pack=pack, prepend_bos=bos))
+    batches = Batches(Data(data, batch_size=2, seq_len=seq_len, pack=pack, prepend_bos=bos), known)
     return [t[a].tolist() for b in batches for t, a in zip(b.tokens, b.attention, strict=True)], batches
 
 
@@ -76,7 +76,7 @@ class TestBos:
         llama, text = tiny_llama(), "<s> w3 w4 w5 w9 w11"
         x = hidden_states(llama, torch.tensor([1, 3, 4, 5, 9, 11]))
         x /= np.linalg.norm(x, axis=-1, keepdims=True)
-        found = lsim.analyze(llama, [text], lsim.Cosine(center="none"), tokenizer=tiny_tokenizer())["cosine"]
+        found = lsim.analyze(llama, lsim.Data([text], tokenizer=tiny_tokenizer()), lsim.Cosine(center="none"))["cosine"]
         np.testing.assert_allclose(found.values.numpy(), np.einsum("ltd,mtd->lm", x, x) / 6, atol=1e-6)
 
     def test_a_long_text_loses_nothing(self):
@@ -118,7 +118,9 @@ class TestBos:
     @pytest.mark.parametrize("text", ["w5 w6", "<s> w5 w6"])
     def test_generation_of_a_stitched_model_starts_as_analyze_reads(self, text):
         llama = tiny_llama()
-        joined = lsim.stitch(llama, llama, ["w3 w4 w5 w6"] * 6, at=(2, 2), adapter="identity", tokenizer=tiny_tokenizer()).model
+        joined = lsim.stitch(
+            llama, llama, lsim.Data(["w3 w4 w5 w6"] * 6, tokenizer=tiny_tokenizer()), at=(2, 2), adapter="identity"
+        ).model
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         tokens = joined.generate(torch.tensor([[1, 5, 6]]), **options)
         assert joined.generate(text, **options) == tiny_tokenizer().decode(tokens[0], skip_special_tokens=True)
@@ -253,7 +255,7 @@ class TestRunsOfAnIdThatNothingNames:
     @pytest.mark.parametrize("form", [lambda x: x, list, lambda x: list(x.split(4)), lambda x: list(x.flip(0))])
     @pytest.mark.parametrize("size", [2, 7])
     def test_rows_that_most_end_in_one_are_refused_and_some_are_named_once(self, side, form, size):
-        read_all = lambda x: list(Batches(form(x), model(padding_tokenizer()), DataOptions(batch_size=size)))  # noqa: E731
+        read_all = lambda x: list(Batches(Data(form(x), batch_size=size), model(padding_tokenizer())))  # noqa: E731
         with pytest.raises(lsim.LayersimError, match=rf"of 30 rows with token 0 twice or more at the {side}(.|\n)*tokens != 0"):
             read_all(runs(16, side))
         for count in (15, 2):
@@ -265,7 +267,7 @@ class TestRunsOfAnIdThatNothingNames:
     def test_most_rows_of_the_first_tables_are_enough_to_refuse_a_stream(self):
         rows = runs(90, rows=PLAIN.repeat(40, 1))
         with pytest.raises(lsim.LayersimError, match="64 of 64 rows with token 0"):
-            list(Batches(iter(rows.split(16)), model(padding_tokenizer())))
+            list(Batches(Data(iter(rows.split(16))), model(padding_tokenizer())))
 
     def test_an_id_that_is_elsewhere_in_the_rows_is_text(self):
         lines = runs(30, pad=7)

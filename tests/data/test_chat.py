@@ -13,7 +13,9 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
+from tl_layersim.data.data import Data
 
+from ..options import called
 from ..tiny_models import hidden_states, tiny_llama, tiny_tokenizer
 from .helpers import batches, counted, model, rows
 
@@ -104,7 +106,7 @@ def test_a_chat_without_an_answer_contributes_nothing():
 
 def test_labels_belong_to_the_whole_chat():
     data = [{"messages": FIRST, "label": 1}, {"messages": SECOND, "label": 0}]
-    [batch] = Batches(data, model(tokenizer()), labelled=True)
+    [batch] = Batches(Data(data), model(tokenizer()), labelled=True)
     assert [set(row[kept].tolist()) for row, kept in zip(batch.labels, batch.attention, strict=True)] == [{1}, {0}]
 
 
@@ -193,7 +195,9 @@ def test_the_assistant_is_measured_as_by_hand_and_the_record_says_how(tmp_path):
     x = np.concatenate(expected, axis=1)
     options = {"tokenizer": tokenizer(), "chat_template": MARKING, "positions": "assistant"}
     for size in (1, 2):
-        found = lsim.analyze(llama, DATA["a data set"], lsim.Cosine(center="none"), batch_size=size, **options)["cosine"]
+        found = called(lsim.analyze, llama, DATA["a data set"], lsim.Cosine(center="none"), batch_size=size, **options)[
+            "cosine"
+        ]
         np.testing.assert_allclose(found.values, np.einsum("ltd,mtd->lm", x, x) / x.shape[1], atol=1e-13)
     known = lsim.load(found.save(tmp_path / "x")).provenance
     assert (known.tokens, known.options["positions"], known.options["add_generation_prompt"]) == (8, "assistant", False)
@@ -205,5 +209,5 @@ def test_the_assistant_is_measured_as_by_hand_and_the_record_says_how(tmp_path):
 def test_two_models_read_one_chat():
     a, b = tiny_llama(), tiny_llama(seed=1)
     options = {"tokenizer": tokenizer(MARKING), "positions": "assistant"}
-    found = lsim.compare(a, b, [FIRST, SECOND] * 2, lsim.CKA(estimator="exact"), **options)
+    found = called(lsim.compare, a, b, [FIRST, SECOND] * 2, lsim.CKA(estimator="exact"), **options)
     assert found.provenance.tokens == 16

@@ -9,9 +9,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
-from tl_layersim.data.cached_batches import CachedBatches
+from tl_layersim.data.data import Data
 from tl_layersim.data.digest import fingerprint, new_digest
-from tl_layersim.data.options import DataOptions
 from tl_layersim.models.model_info import Model
 
 INPUTS = {"token_type_ids": 0, "position_ids": None, "pixel_values": None, "inputs_embeds": None, "decoder_input_ids": None}
@@ -22,7 +21,7 @@ def model(main: str = "input_ids", **options):
 
 
 def read(data, main: str = "input_ids", labelled: bool = False, **options):
-    found = Batches(data, model(main), DataOptions(**options), labelled, lambda batch: 5)
+    found = Batches(Data(data, **options), model(main), labelled, lambda batch: 5)
     return list(found)
 
 
@@ -89,7 +88,7 @@ def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"different inputs(.|\n)*of shapes"):
         read([{"input_ids": [3, 4], "pixel_values": torch.ones(3, size, size)} for size in (2, 3)])
     assert len(read([{"input_ids": [3, 4], "pixel_values": torch.ones(3, size, size)} for size in (2, 3)], batch_size=1)) == 2
-    texts = Batches([{"text": "a", "pixel_values": torch.ones(3, 2, 2)}], words(), DataOptions(pack=True))
+    texts = Batches(Data([{"text": "a", "pixel_values": torch.ones(3, 2, 2)}], pack=True), words())
     with pytest.raises(lsim.LayersimError, match=r"`pack` joins texts(.|\n)*pixel_values"):
         list(texts)
 
@@ -102,7 +101,7 @@ def words(main: str = "input_ids"):
 
 def test_images_beside_texts_go_with_each_row_of_the_text():
     data = [{"text": "w3 w4 w5", "pixel_values": torch.ones(3, 4, 4)}]
-    [batch] = Batches(data, words(), DataOptions(seq_len=3))
+    [batch] = Batches(Data(data, seq_len=3), words())
     assert batch.tokens.tolist() == [[1, 3, 4], [1, 5, 2]]
     assert batch.inputs["pixel_values"].shape == (2, 3, 4, 4)
 
@@ -202,7 +201,7 @@ def test_rows_with_and_without_tokens_are_not_batched_together():
 
 def test_callers_that_read_tokens_refuse_images():
     with pytest.raises(lsim.LayersimError, match="rows without token ids, which are not accepted here"):
-        list(Batches(PIXELS, model("pixel_values")))
+        list(Batches(Data(PIXELS), model("pixel_values")))
 
 
 class Processor:
@@ -234,9 +233,9 @@ def test_images_go_through_the_processor(kind):
     known = model("pixel_values", processor=Processor())
     if kind == "two columns":
         with pytest.raises(lsim.LayersimError, match=r"several columns of images(.|\n)*column='left'"):
-            list(Batches(data, known, count_positions=lambda batch: 5))
+            list(Batches(Data(data), known, count_positions=lambda batch: 5))
     column = {"data set": "image", "named": "image", "two columns": "left"}.get(kind)
-    batches = Batches(data, known, DataOptions(column=column), kind == "data set", lambda batch: 5)
+    batches = Batches(Data(data, column=column), known, kind == "data set", lambda batch: 5)
     [batch] = batches
     expected = torch.tensor(IMAGES).permute(0, 3, 1, 2) / 255.0
     assert torch.equal(batch.inputs["pixel_values"], expected)
@@ -249,10 +248,10 @@ def test_images_go_through_the_processor(kind):
 def test_an_array_of_images_in_a_column_is_one_row_each(kind, column):
     known = model("pixel_values", processor=Processor())
     data = {"image": kind(IMAGES), "label": torch.arange(3)}
-    [batch] = Batches(data, known, DataOptions(column=column), True, lambda batch: 5)
+    [batch] = Batches(Data(data, column=column), known, True, lambda batch: 5)
     assert torch.equal(batch.inputs["pixel_values"], torch.tensor(IMAGES).permute(0, 3, 1, 2) / 255.0)
     assert batch.labels[:, 0].tolist() == [0, 1, 2]
-    [one] = Batches({"image": kind(IMAGES[:1])}, known, DataOptions(column=column), count_positions=lambda batch: 5)
+    [one] = Batches(Data({"image": kind(IMAGES[:1])}, column=column), known, count_positions=lambda batch: 5)
     assert torch.equal(one.inputs["pixel_values"], batch.inputs["pixel_values"][:1])
 
 
@@ -267,7 +266,7 @@ def test_rows_of_several_images_are_refused():
     table = datasets.Dataset.from_dict({"image": [IMAGES]})
     table = table.cast_column("image", datasets.Array4D((3, 2, 2, 3), "uint8")).with_format("numpy")
     with pytest.raises(lsim.LayersimError, match=r"rows of several images(.|\n)*1 rows(.|\n)*3 images"):
-        list(Batches(table, known, DataOptions(column="image"), count_positions=lambda batch: 5))
+        list(Batches(Data(table, column="image"), known, count_positions=lambda batch: 5))
 
 
 def test_images_without_a_processor_are_refused_with_the_call():
@@ -282,7 +281,7 @@ def test_images_of_pil_go_through_the_processor():
     expected = torch.tensor(IMAGES).permute(0, 3, 1, 2) / 255.0
     table = datasets.Dataset.from_dict({"picture": data}, features=datasets.Features({"picture": datasets.Image()}))
     for each in (data, table, [{"picture": x} for x in data], {"picture": data}):
-        [batch] = Batches(each, known, count_positions=lambda batch: 5)
+        [batch] = Batches(Data(each), known, count_positions=lambda batch: 5)
         assert torch.equal(batch.inputs["pixel_values"], expected)
     with pytest.raises(lsim.LayersimError, match=r"unsupported type(.|\n)*takes `input_ids`"):
         read(data)
@@ -319,33 +318,33 @@ def test_pairs_of_texts_are_joined_by_the_tokenizer(form):
         "table": pandas.DataFrame(columns),
     }
     known = Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, 64, pair_tokenizer(), inputs=INPUTS)
-    [batch] = Batches(data[form], known, DataOptions(column=("premise", "hypothesis")), True)
+    [batch] = Batches(Data(data[form], column=("premise", "hypothesis")), known, True)
     assert batch.tokens.tolist() == [[1, 4, 5, 2, 6, 2, 0], [1, 7, 2, 8, 9, 10, 2]]
     assert batch.inputs["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1]]
     assert batch.labels[:, 0].tolist() == [1, 0]
-    [single] = Batches(data[form], known, DataOptions(column="premise"))
+    [single] = Batches(Data(data[form], column="premise"), known)
     assert not single.inputs
-    assert DataOptions(column=("premise", "hypothesis")).record()["column"] == ["premise", "hypothesis"]
+    assert Data([], column=("premise", "hypothesis")).record()["column"] == ["premise", "hypothesis"]
 
 
 def test_pairs_that_cannot_be_joined_are_refused():
     known = Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, 64, pair_tokenizer(), inputs=INPUTS)
-    both = DataOptions(column=("premise", "hypothesis"))
+    both = {"column": ("premise", "hypothesis")}
     with pytest.raises(lsim.LayersimError, match=r"tokenizer does not separate the two"):
-        list(Batches(ROWS, words(), both))
+        list(Batches(Data(ROWS, **both), words()))
     with pytest.raises(lsim.LayersimError, match="no text in row 1"):
-        list(Batches([ROWS[0], ROWS[1] | {"hypothesis": None}], known, both))
+        list(Batches(Data([ROWS[0], ROWS[1] | {"hypothesis": None}], **both), known))
     with pytest.raises(lsim.LayersimError, match=r"no unambiguous column(.|\n)*hypothesis"):
-        list(Batches([{"premise": "w4"}], known, both))
+        list(Batches(Data([{"premise": "w4"}], **both), known))
     with pytest.raises(lsim.LayersimError, match=r"`pack` joins texts(.|\n)*token_type_ids"):
-        list(Batches(ROWS, known, DataOptions(column=("premise", "hypothesis"), pack=True)))
+        list(Batches(Data(ROWS, column=("premise", "hypothesis"), pack=True), known))
 
 
 def test_the_cache_counts_the_memory_of_all_inputs(monkeypatch):
-    monkeypatch.setattr("tl_layersim.data.cached_batches.CACHE_BYTES", 3000)
+    monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 6000)
     images = torch.randn(4, 3, 8, 8)
-    kept = CachedBatches(iter(images), model("pixel_values"), DataOptions(batch_size=1), count_positions=lambda batch: 2)
+    kept = Batches(Data(iter(images), batch_size=1), model("pixel_values"), count_positions=lambda batch: 2)
     with pytest.raises(lsim.LayersimError, match="can be read only once"):
         kept.read_ahead("a test", "list(data)")
-    again = CachedBatches.of(Batches(images, model("pixel_values"), count_positions=lambda batch: 2))
+    again = Batches(Data(images), model("pixel_values"), count_positions=lambda batch: 2)
     assert len(list(again)) == 1

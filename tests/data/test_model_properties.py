@@ -10,6 +10,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 
@@ -51,7 +52,7 @@ def first_to_last(model, blocks, **inputs) -> float:
 
 
 def measured(model, data, **options) -> float:
-    return float(lsim.analyze(model, data, lsim.Cosine(center="none"), **options)["cosine"].values[0, -1])
+    return float(called(lsim.analyze, model, data, lsim.Cosine(center="none"), **options)["cosine"].values[0, -1])
 
 
 def rows_of(data):
@@ -152,9 +153,9 @@ def test_labels_are_no_inputs():
 def test_what_an_earlier_tokenisation_left_beside_a_text_is_not_an_input():
     tokenizer = tiny_tokenizer()
     data = [{"text": "w3 w4", "input_ids": [3, 4], "token_type_ids": [0, 1], "attention_mask": [1, 1]}]
-    found = lsim.analyze(tiny_bert(), data * 2, "cosine", column="text", tokenizer=tokenizer)
+    found = lsim.analyze(tiny_bert(), lsim.Data(data * 2, column="text", tokenizer=tokenizer), "cosine")
     assert found["cosine"].provenance.tokens == 6
-    without = lsim.analyze(tiny_bert(), ["w3 w4"] * 2, "cosine", tokenizer=tokenizer)
+    without = lsim.analyze(tiny_bert(), lsim.Data(["w3 w4"] * 2, tokenizer=tokenizer), "cosine")
     assert found["cosine"].provenance.data == without["cosine"].provenance.data
     tokens = lsim.analyze(tiny_bert(), data, lsim.Cosine(center="none"))["cosine"]
     assert tokens.provenance.tokens == 2

@@ -10,10 +10,11 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
-from tl_layersim.data.options import DataOptions
+from tl_layersim.data.data import Data
 from tl_layersim.models.model_info import Model
 from tl_layersim.models.unembed import Head
 
+from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer
 from ..training.helpers import bert
 from .test_inputs import INPUTS, pair_tokenizer
@@ -29,7 +30,7 @@ def model(tokenizer, reads: str = "first", context: int | None = 64) -> Model:
 
 
 def read(data, known: Model, labelled=False, **options) -> tuple[list[list[int]], Batches]:
-    batches = Batches(data, known, DataOptions(batch_size=3, **options), labelled)
+    batches = Batches(Data(data, batch_size=3, **options), known, labelled)
     return [t[a].tolist() for b in batches for t, a in zip(b.tokens, b.attention, strict=True)], batches
 
 
@@ -90,7 +91,7 @@ def test_pairs_are_cut_with_their_segments():
     tokenizer = pair_tokenizer()
     data = {"a": ["w4 w5 w6 w7 w8", "w4"], "b": ["w9 w10 w11", "w5"]}
     with pytest.warns(lsim.LayersimWarning, match="1 of 2 texts"):
-        [batch] = Batches(data, model(tokenizer), DataOptions(column=("a", "b"), seq_len=7))
+        [batch] = Batches(Data(data, column=("a", "b"), seq_len=7), model(tokenizer))
     wanted = tokenizer(data["a"], data["b"], truncation=True, max_length=7, padding=True, return_tensors="pt")
     assert torch.equal(batch.tokens, wanted["input_ids"])
     assert torch.equal(batch.inputs["token_type_ids"], wanted["token_type_ids"])
@@ -125,7 +126,7 @@ def test_every_function_reads_the_rows_that_the_user_would_cut():
     encoded = known.tokenizer(data["text"], truncation=True, max_length=8, padding=True, return_tensors="pt")
     ids = {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "labels": torch.tensor(LABELS * 3)}
     lens = lsim.LogitLens(labels="data")
-    found, wanted = (lsim.analyze(known, each, lens, **options)["logit_lens"] for each in (data, ids))
+    found, wanted = (called(lsim.analyze, known, each, lens, **options)["logit_lens"] for each in (data, ids))
     assert (found.targets, found.provenance.options["cut_texts"]) == (12, 6)
     assert torch.equal(found.cross_entropy, wanted.cross_entropy)
     # A headless encoder beside the classifier does not lose the rows' heads, on either side.
@@ -133,16 +134,18 @@ def test_every_function_reads_the_rows_that_the_user_would_cut():
     plain.tokenizer = known.tokenizer
     cka = lsim.CKA(level="sequence", estimator="exact")
     for pair in ((known, plain), (plain, known)):
-        assert lsim.compare(*pair, data["text"], cka, positions="all", **options).samples == 12
-    report = lsim.evaluate_layers(known, known, data, center="none", **options)
+        assert called(lsim.compare, *pair, data["text"], cka, positions="all", **options).samples == 12
+    report = called(lsim.evaluate_layers, known, known, data, center="none", **options)
     assert report["layers"].provenance.sequences == 12
-    first, second = (lsim.stitch(known, known, each, at=(1, 1), ridge=1.0, fit="lstsq", **options) for each in (data, ids))
+    first, second = (
+        called(lsim.stitch, known, known, each, at=(1, 1), ridge=1.0, fit="lstsq", **options) for each in (data, ids)
+    )
     assert torch.equal(first.batch_loss, second.batch_loss)
-    trained = lsim.finetune_aligned(classifier(), data, lsim.AlignedTraining(steps=1), **options)
+    trained = called(lsim.finetune_aligned, classifier(), data, lsim.AlignedTraining(steps=1), **options)
     assert trained.provenance.options["cut_texts"] > 0
 
 
 def test_language_models_continue_long_texts():
     causal = tiny_llama()
     causal.tokenizer = tiny_tokenizer()
-    assert lsim.analyze(causal, [LONG], lsim.LogitLens(), seq_len=8)["logit_lens"].provenance.sequences == 3
+    assert lsim.analyze(causal, lsim.Data([LONG], seq_len=8), lsim.LogitLens())["logit_lens"].provenance.sequences == 3

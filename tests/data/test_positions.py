@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.data.options import DataOptions
+from tl_layersim.data.data import Data
 from tl_layersim.data.positions import Positions, as_rule
 
 from ..tiny_models import name_of_rule
@@ -107,8 +107,8 @@ def test_what_is_neither_mask_nor_indices_is_refused(returned):
 
 @pytest.mark.parametrize("rule", [3, [0, -1], "", slice("a", None), slice(0, 5, 0), slice(True, None), int])
 def test_what_is_no_rule_is_refused_before_data_is_read(rule):
-    with pytest.raises(lsim.LayersimError, match=r"^`positions` must be a rule"):
-        DataOptions(positions=rule)
+    with pytest.raises(lsim.LayersimError, match=r"^`positions`"):
+        Data([], positions=rule)
 
 
 def at_comma(tokens):
@@ -133,7 +133,7 @@ def of(token):
 
 def test_the_record_tells_one_rule_from_another():
     def record(rule):
-        return DataOptions(positions=rule).record()["positions"]
+        return Data([], positions=rule).record()["positions"]
 
     assert [record(rule) for rule in (None, "last", slice(1, None), slice(None, -1, 2), "my_mask")] == [
         "all", "last", "1:", ":-1:2", "my_mask",

@@ -129,7 +129,7 @@ def test_bad_data_is_refused_with_what_to_do(case):
 def test_texts_need_a_tokenizer():
     with pytest.raises(lsim.LayersimError, match=r"has no tokenizer(.|\n)*tokenizer="):
         lsim.analyze(tiny_llama(), TEXTS, "cosine")
-    assert lsim.analyze(tiny_llama(), TEXTS, "cosine", tokenizer=tiny_tokenizer())["cosine"].provenance.tokens == 14
+    assert lsim.analyze(tiny_llama(), lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), "cosine")["cosine"].provenance.tokens == 14
 
 
 def test_a_pandas_table_is_read_by_its_columns():

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.data.data import Data
 from tl_layersim.data.named_data import load_data
 
+from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer
 
 TEXTS = ["w3 w4", "w5 w6 w7"]
@@ -30,7 +32,7 @@ def llama():
 
 
 def analyze(model, data, **options):
-    return lsim.analyze(model, data, lsim.Cosine(center="none"), **options)["cosine"]
+    return called(lsim.analyze, model, data, lsim.Cosine(center="none"), **options)["cosine"]
 
 
 MISSING = {
@@ -77,7 +79,7 @@ def test_a_lone_surrogate_is_named(llama):
 def test_chat_messages_need_a_template(llama, column):
     data = datasets.Dataset.from_dict({"messages": [CHAT] * 3})
     with pytest.raises(lsim.LayersimError, match=r"^`data` contains chat messages(.|\n)*no chat template(.|\n)*chat_template="):
-        analyze(llama, data, column=column)
+        analyze(llama, Data(data, column=column))
 
 
 class NoRepr:
@@ -137,7 +139,7 @@ NO_DATA = {
 def test_what_is_neither_text_nor_ids_is_no_traceback(llama, kind):
     data, column, text = NO_DATA[kind]
     with pytest.raises(lsim.LayersimError, match=text):
-        analyze(llama, data, column=column)
+        analyze(llama, Data(data, column=column))
 
 
 @pytest.mark.parametrize("path", ["storys.txt", "./my folder/story.md", "data/story.jsonl", Path("story"), ["story.csv", "w3"]])

@@ -45,7 +45,7 @@ def test_its_held_out_perplexity_is_what_its_readme_says():
 
 
 def test_similarity_to_its_last_layer_rises_with_depth(demo):
-    found = lsim.analyze(demo, lsim.demo_text(), "cosine", pack=True)["cosine"]
+    found = lsim.analyze(demo, lsim.Data(lsim.demo_text(), pack=True), "cosine")["cosine"]
     to_last = found.values[:, -1]
     assert (to_last.diff() > 0).all()
     assert to_last[0] < 0.5 < to_last[-2]
@@ -76,7 +76,7 @@ def test_the_aligned_one_is_what_its_readme_says():
 
 
 def test_alignment_made_its_shallow_layers_useful(demo):
-    report = lsim.evaluate_layers(demo, lsim.demo_model(aligned=True), lsim.demo_text(), pack=True, skip_first=1)
+    report = lsim.evaluate_layers(demo, lsim.demo_model(aligned=True), lsim.Data(lsim.demo_text(), pack=True, skip_first=1))
     found = report["layers"]
     assert float(found.early_share[1]) > float(found.early_share[0]) + 0.08
     assert bool((found.accuracy[1, :6] > found.accuracy[0, :6]).all())

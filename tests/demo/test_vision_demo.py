@@ -19,7 +19,9 @@ def lenses():
     """The lens of the usual and of the aligned model."""
     images = lsim.demo_images()
     models = [lsim.demo_vision_model(aligned) for aligned in (False, True)]
-    return [lsim.analyze(model, images, lsim.LogitLens(labels="data"), batch_size=100)["logit_lens"] for model in models]
+    return [
+        lsim.analyze(model, lsim.Data(images, batch_size=100), lsim.LogitLens(labels="data"))["logit_lens"] for model in models
+    ]
 
 
 def test_both_are_small_and_complete():

@@ -50,7 +50,7 @@ def depth() -> dict[str, Picture]:
 def sublayers() -> dict[str, Picture]:
     """Cosine similarities between attention outputs, and between MLP outputs."""
     names = executed(ROOT / "docs/hook_points.md")
-    mlp = lsim.analyze(names["model"], names["texts"], lsim.Cosine(), at="mlp_out", **names["options"])
+    mlp = lsim.analyze(names["model"], names["data"], lsim.Cosine(), at="mlp_out")
     return {"sublayers": side_by_side(names["report"]["cosine"].plot(), mlp["cosine"].plot())}
 
 
@@ -63,13 +63,13 @@ def many_models() -> dict[str, Picture]:
 def home() -> dict[str, Picture]:
     """One figure for each of the four questions of docs/index.md."""
     model, aligned, texts = lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text()
-    options: dict[str, Any] = {"skip_first": 2, "batch_size": 2, "intervals": True}
-    lens = lsim.analyze(model, texts, lsim.LogitLens(), **options)
-    other = lsim.analyze(aligned, texts, lsim.LogitLens(), **options)
+    data = lsim.Data(texts, skip_first=2, batch_size=2)
+    lens = lsim.analyze(model, data, lsim.LogitLens(), intervals=True)
+    other = lsim.analyze(aligned, data, lsim.LogitLens(), intervals=True)
     figures = {
         "home_decide": lsim.prediction_grid(model, "Once upon a time there was").plot(),
-        "home_prune": lsim.analyze(model, texts[::2], lsim.SkipEffect(), seq_len=64)["skip_effect"].plot("values"),
-        "home_agree": lsim.compare(model, aligned, texts, lsim.CKA(), skip_first=2).plot(),
+        "home_prune": lsim.analyze(model, lsim.Data(texts[::2], seq_len=64), lsim.SkipEffect())["skip_effect"].plot("values"),
+        "home_agree": lsim.compare(model, aligned, lsim.Data(texts, skip_first=2), lsim.CKA()).plot(),
         "home_certain": lsim.difference(lens, other)["logit_lens"].plot("accuracy"),
     }
     for name in ("home_prune", "home_agree"):

@@ -183,7 +183,7 @@ def test_the_table_of_analyzers_is_what_they_declare():
 
 @pytest.mark.parametrize("call", ["analyze", "compare", "attach"])
 def test_the_calls_on_the_page_take_at(call):
-    assert {"at", "per_head", "positions"} <= set(inspect.signature(getattr(lsim, call)).parameters)
+    assert {"at", "per_head"} <= set(inspect.signature(getattr(lsim, call)).parameters)
 
 
 def test_families_that_the_page_says_are_refused_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tl_layersim as lsim
 from tl_layersim.early_exit.frequent_tokens import frequent_tokens
 
 from ..tiny_models import tiny_llama, tiny_tokenizer
@@ -14,3 +15,5 @@ def test_frequent_tokens():
     # BOS stands before each text.
     assert found.tolist()[:1] == [5]
     assert set(found.tolist()) == {5, 7, 1}
+    data = lsim.Data(["w5 w5 w5 w7 w7 w9", "w6 w6 w6 w6"], tokenizer=tiny_tokenizer(), max_tokens=7)
+    assert 6 not in frequent_tokens(tiny_llama(3), data, 9).tolist()

@@ -86,7 +86,9 @@ def test_a_shortlist_reads_the_rows_of_each_head():
 def test_exits_are_those_of_the_curve():
     model, tokens = deep(), random_tokens(6, 15)
     heads = near_heads(model)
-    curve = lsim.analyze(model, tokens, lsim.ExitCurve(thresholds=(0.5,), heads=heads), prepend_bos=False)["exit_curve"]
+    curve = lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), lsim.ExitCurve(thresholds=(0.5,), heads=heads))[
+        "exit_curve"
+    ]
     exits = EarlyExit(model, 0.5, at="all", heads=heads).logits(tokens).exits
     assert torch.bincount(exits.flatten(), minlength=7)[1:].tolist() == curve.exits[0].tolist()
     planned = EarlyExit(model, 0.5, curve=curve, heads=heads)

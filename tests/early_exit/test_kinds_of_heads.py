@@ -8,6 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..head_models import CASES, layer_logits
+from ..options import called
 
 # Rules with thresholds at which rows leave after different blocks.
 RULES = {"max-prob": 0.5, "cosine": 0.3, "patience": 2}
@@ -24,7 +25,7 @@ def test_rows_that_never_exit_early_have_the_models_logits(name):
     case = CASES[name]
     model = case.build()
     own = torch.cat([layer_logits(model, case.paths, row)[-1] for row in case.rows()])
-    found = lsim.EarlyExit(model, threshold=1.0, at="all", **case.options).logits(*inputs_of(case))
+    found = called(lsim.EarlyExit, model, threshold=1.0, at="all", **case.options).logits(*inputs_of(case))
     torch.testing.assert_close(found.logits, own, rtol=1e-9, atol=1e-12)
     assert found.exits.tolist() == [3] * 5
 
@@ -35,7 +36,7 @@ def test_rows_exit_with_the_logits_of_their_layer(name):
     model, depths = case.build(), set()
     own = torch.stack([torch.cat(layer_logits(model, case.paths, row)) for row in case.rows()])
     for rule, threshold in RULES.items():
-        early = lsim.EarlyExit(model, rule=rule, threshold=threshold, at="all", **case.options)
+        early = called(lsim.EarlyExit, model, rule=rule, threshold=threshold, at="all", **case.options)
         found = early.logits(*inputs_of(case))
         torch.testing.assert_close(found.logits, own[torch.arange(5), found.exits - 1], rtol=1e-9, atol=1e-12)
         depths |= set(found.exits.tolist())

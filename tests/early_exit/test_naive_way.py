@@ -7,7 +7,6 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
-from tl_layersim.data.options import DataOptions
 from tl_layersim.early_exit.api import EarlyExit
 
 from ..tiny_models import VOCABULARY, family, random_tokens
@@ -81,10 +80,10 @@ class TestAgainstTheNaiveWay:
 
     def test_exits_are_those_of_the_exit_curve(self, demo):
         texts = lsim.demo_text()[:2]
-        curve = lsim.analyze(demo, texts, [lsim.ExitCurve(thresholds=(0.6,))], seq_len=64)["exit_curve"]
+        curve = lsim.analyze(demo, lsim.Data(texts, seq_len=64), [lsim.ExitCurve(thresholds=(0.6,))])["exit_curve"]
         early = EarlyExit(demo, 0.6, at="all")
         counts = torch.zeros(8)
-        for batch in Batches(texts, early.split_model.model, DataOptions(batch_size=4, seq_len=64)):
+        for batch in Batches(lsim.Data(texts, batch_size=4, seq_len=64), early.split_model.model):
             exits = early.logits(batch.tokens, batch.attention).exits
             counts += torch.bincount(exits[exits > 0] - 1, minlength=8)
         assert counts.tolist() == curve.exits[0].tolist()

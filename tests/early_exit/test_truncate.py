@@ -60,6 +60,16 @@ class TestTruncate:
             assert torch.equal(loaded(tokens).logits, short(tokens).logits)
         assert AutoTokenizer.from_pretrained(tmp_path / "short").encode("Once") == demo.tokenizer.encode("Once")
 
+    def test_an_opened_model(self):
+        model, tokens = tiny_llama(3), random_tokens(2, 9)
+        opened = lsim.open_model(model, layers=[f"model.layers.{i}" for i in range(3)], unembed=["model.norm", "lm_head"])
+        with torch.no_grad():
+            assert torch.equal(truncate(opened, 2)(tokens).logits, truncate(model, 2)(tokens).logits)
+        early = EarlyExit(opened, 0.0, at=(2,))
+        assert early.model is model
+        assert torch.equal(early.logits(tokens).logits, EarlyExit(model, 0.0, at=(2,)).logits(tokens).logits)
+        assert lsim.ExitCosts.count(opened) == lsim.ExitCosts.count(model)
+
     def test_half_precision(self):
         model = tiny_llama(3, torch.bfloat16)
         short = truncate(model, 2)

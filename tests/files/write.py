@@ -75,11 +75,11 @@ def results() -> dict[str, Result]:
     found["trajectory_pca"] = lsim.trajectory_pca(one, "w3 w4 w5 w6")
     found["block_jacobians"] = lsim.block_jacobians(one, data[0])
     found["coupling_matrices"] = lsim.coupling_matrices(one, data[0], k=2)
-    found["stitch"] = lsim.stitch(one, model(1), data, at=(1, 1), fit="lstsq", batch_size=2)
-    found["stitch_grid"] = lsim.stitch_grid({"a": one, "b": model(1)}, data, adapter="identity", batch_size=2)
-    found["adapters"] = lsim.train_adapters(traced(), data, steps=2, rank=1, batch_size=2)
-    found["finetune"] = lsim.finetune_aligned(model(), data, lsim.AlignedTraining(steps=2, warmup=0), batch_size=2)
-    change = lsim.evaluate_layers(one, model(1), data, prompts=["w3 w4"], new_tokens=6)
+    found["stitch"] = lsim.stitch(one, model(1), lsim.Data(data, batch_size=2), at=(1, 1), fit="lstsq")
+    found["stitch_grid"] = lsim.stitch_grid({"a": one, "b": model(1)}, lsim.Data(data, batch_size=2), adapter="identity")
+    found["adapters"] = lsim.train_adapters(traced(), lsim.Data(data, batch_size=2), steps=2, rank=1)
+    found["finetune"] = lsim.finetune_aligned(model(), lsim.Data(data, batch_size=2), lsim.AlignedTraining(steps=2, warmup=0))
+    change = lsim.evaluate_layers(one, model(1), data, continuations=lsim.Continuations(["w3 w4"], new_tokens=6))
     return found | {"layer_change": change["layers"], "generation_quality": change["generation"]}
 
 
@@ -92,23 +92,26 @@ def checkpoints(folder: Path) -> None:
         raise KeyboardInterrupt
 
     with suppress(KeyboardInterrupt), mock.patch.object(lsim.CKA, "compute", interrupted):
-        lsim.analyze(one, data, analyzers, batch_size=2, checkpoint=folder / "analysis.checkpoint")
+        lsim.analyze(one, lsim.Data(data, batch_size=2), analyzers, checkpoint=folder / "analysis.checkpoint")
     with suppress(KeyboardInterrupt), mock.patch.object(StitchExperiment, "_evaluate", interrupted):
         lsim.stitch(
             one,
             model(1),
-            data,
+            lsim.Data(data, batch_size=2),
             at=(1, 1),
             training=lsim.StitchTraining(steps=2),
-            batch_size=2,
             checkpoint=folder / "stitch.checkpoint",
         )
     lsim.stitch_grid(
-        {"a": one, "b": model(1)}, data, layers=[1], fit="lstsq", batch_size=2, checkpoint=folder / "stitch_grid.checkpoint"
+        {"a": one, "b": model(1)},
+        lsim.Data(data, batch_size=2),
+        layers=[1],
+        fit="lstsq",
+        checkpoint=folder / "stitch_grid.checkpoint",
     )
     training = lsim.AlignedTraining(steps=2, warmup=0)
-    lsim.finetune_aligned(model(), data, training, batch_size=2, checkpoint=folder / "finetune.checkpoint")
-    lsim.train_adapters(traced(), data, steps=2, rank=1, batch_size=2, checkpoint=folder / "adapters.checkpoint")
+    lsim.finetune_aligned(model(), lsim.Data(data, batch_size=2), training, checkpoint=folder / "finetune.checkpoint")
+    lsim.train_adapters(traced(), lsim.Data(data, batch_size=2), steps=2, rank=1, checkpoint=folder / "adapters.checkpoint")
     write_heads(folder / "heads.safetensors", "heads", {}, {"layer 1": torch.eye(3)})
 
 
@@ -121,13 +124,10 @@ def run_on_a_server(folder: Path) -> None:
         try:
             small.set(faults=["", "", "silent"])
             run = lsim.analyze(
-                small.model(),
-                rows(6, 12),
+                lsim.open_model(small.model(), remote=small.url, tokens_per_request=24),
+                lsim.Data(rows(6, 12), batch_size=1),
                 [lsim.Cosine(center="none")],
-                remote=small.url,
                 blocking=False,
-                batch_size=1,
-                tokens_per_request=24,
             )
             with suppress(TimeoutError):
                 run.result(4)

@@ -19,8 +19,8 @@ def test_positions_count_from_the_start_of_each_prompt(positions):
     """Three prompts in one batch give what they give one by one."""
     model, rows = tiny_llama().double(), [random_tokens(1, length, seed=length)[0] for length in (6, 9, 7)]
     analyzer = lsim.BlockCoupling(k=4, tokens=positions)
-    together = lsim.analyze(model, rows, analyzer, batch_size=3)["block_coupling"]
-    alone = lsim.analyze(model, rows, analyzer, batch_size=1)["block_coupling"]
+    together = lsim.analyze(model, lsim.Data(rows, batch_size=3), analyzer)["block_coupling"]
+    alone = lsim.analyze(model, lsim.Data(rows, batch_size=1), analyzer)["block_coupling"]
     assert together.prompts == alone.prompts == 3 * len(positions)
     for name in ("values", "null", "singular_values", "singular_values_std"):
         torch.testing.assert_close(getattr(together, name), getattr(alone, name), rtol=1e-6, atol=1e-8)
@@ -29,7 +29,8 @@ def test_positions_count_from_the_start_of_each_prompt(positions):
 def test_the_last_position_can_be_counted_from_the_start():
     model, rows = tiny_llama().double(), random_tokens(3, 7)
     last, sixth = (
-        lsim.analyze(model, rows, lsim.BlockCoupling(k=4, tokens=p), batch_size=3)["block_coupling"] for p in ("last", (6,))
+        lsim.analyze(model, lsim.Data(rows, batch_size=3), lsim.BlockCoupling(k=4, tokens=p))["block_coupling"]
+        for p in ("last", (6,))
     )
     torch.testing.assert_close(last.values, sixth.values, rtol=1e-9, atol=1e-12)
 

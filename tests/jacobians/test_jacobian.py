@@ -82,7 +82,7 @@ def test_every_source_gives_the_same():
         assert worst(expected, lsim.analyze(other, tokens, analyzer)["block_coupling"]) < 1e-6
     server = nnsight.TransformersModel(tiny_llama(), task="text-generation", tokenizer=tiny_tokenizer())
     for remote in (False, "local"):
-        assert worst(expected, lsim.analyze(server, tokens, analyzer, remote=remote)["block_coupling"]) < 1e-6
+        assert worst(expected, lsim.analyze(lsim.open_model(server, remote=remote), tokens, analyzer)["block_coupling"]) < 1e-6
 
 
 @pytest.mark.parametrize(("method", "off"), [("krylov", 1e-5), ("finite-difference", 1e-3)])

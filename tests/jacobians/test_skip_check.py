@@ -105,8 +105,8 @@ class Chain(torch.nn.Module):
 def test_coupling_of_a_chain_of_mlps_is_refused(method):
     paths = ["part.0", "part.1"]
     with pytest.raises(lsim.LayersimError, match=r"does not add its input(.|\n)*part\.0"):
-        lsim.analyze(Chain(), random_tokens(), lsim.BlockCoupling(k=2, method=method), layers=paths)
-    found = lsim.analyze(Chain(PreNorm), random_tokens(), lsim.BlockCoupling(k=2, method=method), layers=paths)
+        lsim.analyze(lsim.open_model(Chain(), layers=paths), random_tokens(), lsim.BlockCoupling(k=2, method=method))
+    found = lsim.analyze(lsim.open_model(Chain(PreNorm), layers=paths), random_tokens(), lsim.BlockCoupling(k=2, method=method))
     assert found["block_coupling"].layers == ("part.0.input", *paths)
 
 
@@ -146,7 +146,11 @@ def test_coupling_of_bert_is_refused_also_where_its_blocks_are_named():
     config = transformers.BertConfig(**SHAPE)
     model = transformers.BertModel(config).eval()
     with pytest.raises(lsim.LayersimError, match="no residual branch"):
-        lsim.analyze(model, random_tokens(), lsim.BlockCoupling(k=2), layers=["encoder.layer.0", "encoder.layer.1"])
+        lsim.analyze(
+            lsim.open_model(model, layers=["encoder.layer.0", "encoder.layer.1"]), random_tokens(), lsim.BlockCoupling(k=2)
+        )
     holder = torch.nn.Sequential(model)
     with pytest.raises(lsim.LayersimError, match="does not add its input"):
-        lsim.analyze(holder, random_tokens(), lsim.BlockCoupling(k=2), layers=["0.encoder.layer.0", "0.encoder.layer.1"])
+        lsim.analyze(
+            lsim.open_model(holder, layers=["0.encoder.layer.0", "0.encoder.layer.1"]), random_tokens(), lsim.BlockCoupling(k=2)
+        )

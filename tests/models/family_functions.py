@@ -10,6 +10,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..options import called
 from .family_cases import CASES, model_of
 
 STEP = lsim.AlignedTraining(steps=1)
@@ -33,17 +34,17 @@ def similarities(key: str) -> list[Any]:
 
 def analyze(key: str) -> Any:
     case = CASES[key]
-    return lsim.analyze(model_of(key), case.data(), similarities(key), positions=positions(key), **case.named)
+    return called(lsim.analyze, model_of(key), case.data(), similarities(key), positions=positions(key), **case.named)
 
 
 def predictions(key: str) -> Any:
     analyzers = [lsim.LogitLens(labels="data"), lsim.Saturation(), lsim.ExitCurve(labels="data")]
-    return lsim.analyze(model_of(key), labelled(key), analyzers, **CASES[key].named_head)
+    return called(lsim.analyze, model_of(key), labelled(key), analyzers, **CASES[key].named_head)
 
 
 def attach(key: str) -> Any:
     case, probed = CASES[key], {"positions": positions(key)}
-    with torch.no_grad(), lsim.attach(model_of(key), similarities(key), **probed, **case.named) as probe:
+    with torch.no_grad(), called(lsim.attach, model_of(key), similarities(key), **probed, **case.named) as probe:
         model_of(key)(**case.data())
     return probe.results()
 
@@ -52,7 +53,7 @@ def compare(key: str) -> Any:
     case = CASES[key]
     layers = {"layers": (list(case.layers), list(case.layers))} if case.layers else {}
     both = (model_of(key), model_of(key, 1))
-    return lsim.compare(*both, case.data(), lsim.CKA(minibatch=6), positions=positions(key), **layers)
+    return called(lsim.compare, *both, case.data(), lsim.CKA(minibatch=6), positions=positions(key), **layers)
 
 
 def stitch(key: str) -> Any:
@@ -61,23 +62,23 @@ def stitch(key: str) -> Any:
     classes = torch.arange(6) % 3 if case.side and not case.labels else None
     options: dict[str, Any] = {"labels": "data" if case.labels else classes}
     options |= {"layers": (list(case.layers), list(case.layers))} if case.layers else {}
-    return lsim.stitch(model_of(key), model_of(key, 1), labelled(key), at=(1, 1), fit="lstsq", **options)
+    return called(lsim.stitch, model_of(key), model_of(key, 1), labelled(key), at=(1, 1), fit="lstsq", **options)
 
 
 def finetune_aligned(key: str) -> Any:
     model = copy.deepcopy(model_of(key))
-    return lsim.finetune_aligned(model, labelled(key), STEP, labels="data", batch_size=2, **CASES[key].named_head)
+    return called(lsim.finetune_aligned, model, labelled(key), STEP, labels="data", batch_size=2, **CASES[key].named_head)
 
 
 def evaluate_layers(key: str) -> Any:
-    return lsim.evaluate_layers(model_of(key), model_of(key, 1), labelled(key), labels="data", **CASES[key].named_head)
+    return called(lsim.evaluate_layers, model_of(key), model_of(key, 1), labelled(key), labels="data", **CASES[key].named_head)
 
 
 def early_exit(key: str) -> Any:
     data = CASES[key].data()
     main = next(data[name] for name in ("pixel_values", "input_ids", "x") if name in data)
     mask = {name: values for name, values in data.items() if name == "attention_mask"}
-    return lsim.EarlyExit(model_of(key), threshold=0.4, at=(1,), **CASES[key].named_head).logits(main, **mask)
+    return called(lsim.EarlyExit, model_of(key), threshold=0.4, at=(1,), **CASES[key].named_head).logits(main, **mask)
 
 
 def truncate(key: str) -> Any:
@@ -86,7 +87,7 @@ def truncate(key: str) -> Any:
 
 def block_coupling(key: str) -> Any:
     case = CASES[key]
-    return lsim.analyze(model_of(key), case.data(2), lsim.BlockCoupling(k=2), positions="last", **case.named)
+    return called(lsim.analyze, model_of(key), case.data(2), lsim.BlockCoupling(k=2), positions="last", **case.named)
 
 
 FUNCTIONS: dict[str, Callable[[str], Any]] = {

@@ -14,6 +14,7 @@ from tl_layersim.models import View
 from tl_layersim.models.chunked_logit_lens import read_lens
 from tl_layersim.models.unembed import Unembed
 
+from ..options import called
 from ..tiny_models import hidden_states, tiny_tokenizer
 
 ANALYZERS = ("cosine", "cka", "logit_lens", "saturation", "exit_curve", "trajectory", "neural_collapse")
@@ -138,7 +139,7 @@ def run(model, data, **options):
         lsim.Trajectory(),
         lsim.NeuralCollapse(),
     ]
-    return lsim.analyze(model, data, every, **options)
+    return called(lsim.analyze, model, data, every, **options)
 
 
 LENSES = (lsim.LogitLens, lsim.Saturation, lsim.ExitCurve)

@@ -96,7 +96,7 @@ def test_what_a_training_is_judged_by_is_the_logit_lens(wide, tokens):
     import copy
 
     settings = lsim.AlignedTraining(steps=1, lr=1e-9, warmup=0)
-    found = lsim.finetune_aligned(copy.deepcopy(wide), tokens, eval_data=tokens, training=settings, batch_size=4)
+    found = lsim.finetune_aligned(copy.deepcopy(wide), lsim.Data(tokens, batch_size=4), eval_data=tokens, training=settings)
     np.testing.assert_allclose(found.values[0], lens_losses(wide, tokens), atol=1e-6)
 
 

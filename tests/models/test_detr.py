@@ -44,7 +44,7 @@ def test_the_decoder_is_read_with_object_queries_as_positions(auxiliary_loss):
     model, data = tiny_detr(auxiliary_loss), images()
     expected = cosines(by_hand(model, "decoder", data).flatten(1, 2))
     for size in (1, 3, 16):
-        found = lsim.analyze(model, data, COSINE, batch_size=size)["cosine"]
+        found = lsim.analyze(model, lsim.Data(data, batch_size=size), COSINE)["cosine"]
         torch.testing.assert_close(found.values[1:, 1:], expected, atol=1e-9, rtol=0)
         assert found.provenance.tokens == 4 * QUERIES
     assert found.layers == (
@@ -195,4 +195,6 @@ def test_every_source_reads_the_decoder():
     model, data = tiny_detr(), images()
     expected = lsim.analyze(model, data, COSINE)["cosine"].values
     wrapped = nnsight.NNsight(model)
-    torch.testing.assert_close(lsim.analyze(wrapped, data, COSINE, batch_size=2)["cosine"].values, expected, equal_nan=True)
+    torch.testing.assert_close(
+        lsim.analyze(wrapped, lsim.Data(data, batch_size=2), COSINE)["cosine"].values, expected, equal_nan=True
+    )

@@ -70,7 +70,7 @@ def test_edits_change_what_hooks_would_change_and_may_follow_the_last_site(path,
     module = tiny_llama()
     with nnsight(module).edit() as (_, edited):
         edited.get(path).output[:] = edited.get(path).output * 0.5 + 1
-    found = lsim.analyze(edited, data, lsim.Cosine(center="none"), at=at, remote=remote)
+    found = lsim.analyze(lsim.open_model(edited, remote=remote), data, lsim.Cosine(center="none"), at=at)
     module.get_submodule(path).register_forward_hook(lambda _module, _args, output: output * 0.5 + 1)
     expected = lsim.analyze(module, data, lsim.Cosine(center="none"), at=at)
     np.testing.assert_allclose(found["cosine"].values, expected["cosine"].values, atol=1e-6)
@@ -78,12 +78,12 @@ def test_edits_change_what_hooks_would_change_and_may_follow_the_last_site(path,
 
 def test_a_wrapped_module_is_on_no_server():
     with pytest.raises(lsim.LayersimError, match=r"not a wrapped module(.|\n)*TransformersModel"):
-        lsim.analyze(nnsight(tiny_llama()), random_tokens(), "cka", remote=True)
+        lsim.analyze(lsim.open_model(nnsight(tiny_llama()), remote=True), random_tokens(), "cka")
 
 
 def test_a_path_that_does_not_exist_names_the_nearest():
     with pytest.raises(lsim.LayersimError, match=r"names a module that(.|\n)*did you mean 'model\.layers\.1'"):
-        lsim.analyze(tiny_llama(), random_tokens(), "cka", layers=["model.layers.0", "model.layer.1"])
+        lsim.analyze(lsim.open_model(tiny_llama(), layers=["model.layers.0", "model.layer.1"]), random_tokens(), "cka")
 
 
 def test_the_model_is_left_as_it_was(data):
@@ -112,7 +112,7 @@ def test_half_precision_is_widened_before_it_is_summed(dtype):
     rows = list(random_tokens(4, 20))
     states = [hidden_states(model, row) for row in rows]
     expected = oracles.oracle_cosine(states)
-    found = lsim.analyze(model, rows, "cosine", batch_size=1)["cosine"]
+    found = lsim.analyze(model, lsim.Data(rows, batch_size=1), "cosine")["cosine"]
     np.testing.assert_allclose(found.values, expected["values"], atol=2e-6)
     assert found.provenance.dtype == str(dtype)
 
@@ -121,7 +121,7 @@ def test_float64_models_are_measured_in_float64():
     model = tiny_llama(dtype=torch.float64)
     rows = list(random_tokens(4, 20))
     expected = oracles.oracle_cosine([hidden_states(model, row) for row in rows])
-    found = lsim.analyze(model, rows, "cosine", batch_size=1)["cosine"]
+    found = lsim.analyze(model, lsim.Data(rows, batch_size=1), "cosine")["cosine"]
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-13)
 
 
@@ -138,9 +138,9 @@ def test_autocast_around_the_call_does_not_reach_the_sums(data):
 
     source_view = __import__("tl_layersim.models.hooked", fromlist=["HookedSource"]).HookedSource(model)
     from tl_layersim.data.batches import Batches
-    from tl_layersim.data.options import DataOptions
+    from tl_layersim.data.data import Data
 
-    batch = next(iter(Batches(data, source_view.model, DataOptions(batch_size=8))))
+    batch = next(iter(Batches(Data(data, batch_size=8), source_view.model)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         reduce({"k": kernel}, source_view.collect(batch))
     assert seen == [torch.float32]

@@ -7,13 +7,14 @@ import pytest
 
 import tl_layersim as lsim
 
+from ..options import called
 from ..tiny_models import tiny_gpt2, tiny_llama
 from .helpers import hooked_transformer
 from .test_every_source import SOURCES
 
 
 def run(model, data, **options):
-    return lsim.analyze(model, data, [lsim.Contribution(), lsim.SkipEffect(keep_first=2, splits=2)], **options)
+    return called(lsim.analyze, model, data, [lsim.Contribution(), lsim.SkipEffect(keep_first=2, splits=2)], **options)
 
 
 def check_equal(found, expected):

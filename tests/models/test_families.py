@@ -12,6 +12,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..input_models import states
+from ..options import called
 from .family_cases import CASES, model_of
 from .helpers import bridge, nnsight
 
@@ -69,7 +70,9 @@ def oracle_states(key: str) -> list[np.ndarray]:
 
 def measured(model, key: str, estimator: str = "exact", **options):
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(estimator=estimator)]
-    return lsim.analyze(model, CASES[key].data(), analyzers, positions="all", batch_size=4, **CASES[key].named, **options)
+    return called(
+        lsim.analyze, model, CASES[key].data(), analyzers, positions="all", batch_size=4, **CASES[key].named, **options
+    )
 
 
 @pytest.mark.parametrize("key", BLOCKS)

@@ -11,6 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.models.feature_maps import Channels, channel_axis, channels_at, positions_of, to_positions
 
 from .. import oracles
+from ..options import called
 from .helpers import nnsight
 
 PIXELS = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -80,7 +81,7 @@ def test_places_of_a_map_are_positions(source):
     model, at = Net(), ["stem", "body.0", "body.1"]
     wrap, options = SOURCES[source]
     stack = np.stack([places(x) for x in maps(model, at)])
-    found = lsim.analyze(wrap(model), PIXELS, [lsim.Cosine(center="none"), CKA], at=at, batch_size=4, **options)
+    found = called(lsim.analyze, wrap(model), PIXELS, [lsim.Cosine(center="none"), CKA], at=at, batch_size=4, **options)
     expected = oracles.oracle_cosine([stack], center="none")["values"]
     np.testing.assert_allclose(found["cosine"].values, expected, atol=1e-12)
     assert found["cosine"].layers == tuple(at)
@@ -93,15 +94,15 @@ def test_maps_of_different_sizes_are_compared_by_their_means(source):
     wrap, options = SOURCES[source]
     seen = maps(model, at)
     means = [x.mean((2, 3)).numpy() for x in seen[:3]] + [seen[3].numpy()]
-    found = lsim.analyze(wrap(model), PIXELS, lsim.CKA(minibatch=6), at=at, positions="mean", batch_size=6, **options)
-    one = lsim.analyze(wrap(model), PIXELS, CKA, at=at, positions="mean", batch_size=4, **options)
+    found = called(lsim.analyze, wrap(model), PIXELS, lsim.CKA(minibatch=6), at=at, positions="mean", batch_size=6, **options)
+    one = called(lsim.analyze, wrap(model), PIXELS, CKA, at=at, positions="mean", batch_size=4, **options)
     np.testing.assert_allclose(values(one), oracles_cka(means), atol=1e-9)
     assert found["cka"].values.shape == (4, 4)
     assert one["cka"].provenance.tokens == 6 * 256
     with pytest.raises(lsim.LayersimError, match=r"body\.2 are not batch x pos(.|\n)*positions='mean'"):
-        lsim.analyze(wrap(model), PIXELS, CKA, at=at, **options)
+        called(lsim.analyze, wrap(model), PIXELS, CKA, at=at, **options)
     with pytest.raises(lsim.LayersimError, match=r"are not batch x pos"):
-        lsim.analyze(wrap(model), PIXELS, CKA, at=at, positions="mean", skip_first=1, **options)
+        called(lsim.analyze, wrap(model), PIXELS, CKA, at=at, positions="mean", skip_first=1, **options)
 
 
 def oracles_cka(sites: list[np.ndarray]) -> np.ndarray:
@@ -114,7 +115,7 @@ def test_stages_of_models_of_convolutions(make, source):
     model, at = make(), ["encoder.stages.0", "encoder.stages.1"]
     wrap, options = SOURCES[source]
     means = [x.mean((2, 3)).numpy() for x in maps(model, at)]
-    found = lsim.analyze(wrap(model), PIXELS, CKA, at=at, positions="mean", **options)
+    found = called(lsim.analyze, wrap(model), PIXELS, CKA, at=at, positions="mean", **options)
     np.testing.assert_allclose(values(found), oracles_cka(means), atol=1e-9)
 
 
@@ -123,7 +124,7 @@ def test_channels_last_maps_inside_a_convnext():
     seen = maps(model, at)
     assert seen[0].shape == (6, 4, 4, 40)
     stack = np.stack([x.reshape(-1, 40).numpy() for x in seen])
-    found = lsim.analyze(model, PIXELS, lsim.Cosine(center="none"), at=at, positions="all")["cosine"]
+    found = lsim.analyze(model, lsim.Data(PIXELS, positions="all"), lsim.Cosine(center="none"), at=at)["cosine"]
     np.testing.assert_allclose(found.values, oracles.oracle_cosine([stack], center="none")["values"], atol=1e-12)
 
 
@@ -145,10 +146,9 @@ def test_forward_passes_of_a_loop():
 def test_two_kinds_of_models_are_compared_on_the_same_images():
     a, b = Net(), resnet()
     [first], [second] = maps(a, ["stem"]), maps(b, ["encoder.stages.1"])
-    found = lsim.compare(
-        a, b, PIXELS, CKA, layers=(["stem"], ["encoder.stages.1"]), at=lambda name: name in ("stem", "encoder.stages.1"),
-        positions="mean",
-    )  # fmt: skip
+    pair = lsim.open_model(a, layers=["stem"]), lsim.open_model(b, layers=["encoder.stages.1"])
+    at = ("stem", "encoder.stages.1").__contains__
+    found = lsim.compare(*pair, lsim.Data(PIXELS, positions="mean"), CKA, at=at)
     expected = oracles.oracle_cka([first.mean((2, 3)).numpy()[None]], [second.mean((2, 3)).numpy()[None]], exact=True)
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-9)
 
@@ -193,7 +193,7 @@ def test_a_vision_transformer_is_read_as_before():
     at = ["embeddings.patch_embeddings.projection", "embeddings", "layers.0", "layers.1"]
     patches = maps(model, at[:1])
     means = [patches[0].mean((2, 3)).numpy(), *(x.mean(1).numpy() for x in maps(model, at[1:]))]
-    found = lsim.analyze(model, PIXELS, CKA, at=at, positions="mean")
+    found = lsim.analyze(model, lsim.Data(PIXELS, positions="mean"), CKA, at=at)
     np.testing.assert_allclose(values(found), oracles_cka(means), atol=1e-9)
 
 
@@ -213,7 +213,7 @@ def test_a_permutation_does_not_inherit_the_axis_of_the_convolution_before_it():
         stack = [net[:3](x), net[:4](x), net[:6](x)] if square else [net[:i](x) for i in range(1, 7)]
         names = ["2", "3", "5"] if square else at
         means = [a.mean((2, 3) if i == 0 and not square else (1, 2)).detach().numpy() for i, a in enumerate(stack)]
-        found = lsim.analyze(net, x, CKA, at=names, positions="mean")
+        found = lsim.analyze(net, lsim.Data(x, positions="mean"), CKA, at=names)
         np.testing.assert_allclose(values(found), oracles_cka(means), atol=1e-9)
     for name in ("1", "2"):
         with pytest.raises(lsim.LayersimError, match="do not tell which axis"):

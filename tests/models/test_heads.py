@@ -13,6 +13,7 @@ from tl_layersim.models.unembed import Pool
 
 from .. import oracles
 from ..head_models import CASES, CLASSES, WORDS, HeadCase, block_outputs, layer_logits
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import nnsight
 
@@ -61,7 +62,7 @@ def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor)
 def test_every_layer_is_read_as_the_model_reads_the_last(name):
     case, logits = CASES[name], own_logits(CASES[name])
     assert len(set(logits.argmax(-1).flatten().tolist())) > 1
-    report = lsim.analyze(case.build(), case.data(labels=LABELS), ANALYZERS, batch_size=3, **case.options)
+    report = called(lsim.analyze, case.build(), case.data(labels=LABELS), ANALYZERS, batch_size=3, **case.options)
     assert_lens(report, logits, LABELS)
     assert report["logit_lens"].unembedding == case.head
 
@@ -69,10 +70,10 @@ def test_every_layer_is_read_as_the_model_reads_the_last(name):
 @pytest.mark.parametrize("name", ["distilbert", "modernbert mean", "dinov2", "deit with teacher"])
 def test_one_row_and_the_grouping_of_rows(name):
     case, logits = CASES[name], own_logits(CASES[name])
-    alone = lsim.analyze(case.build(), case.data(1, labels=LABELS[:1]), ANALYZERS, **case.options)
+    alone = called(lsim.analyze, case.build(), case.data(1, labels=LABELS[:1]), ANALYZERS, **case.options)
     assert_lens(alone, logits[:1], LABELS[:1])
     for size in (1, 5):
-        report = lsim.analyze(case.build(), case.data(labels=LABELS), ANALYZERS, batch_size=size, **case.options)
+        report = called(lsim.analyze, case.build(), case.data(labels=LABELS), ANALYZERS, batch_size=size, **case.options)
         assert_lens(report, logits, LABELS)
 
 
@@ -80,7 +81,7 @@ def test_one_row_and_the_grouping_of_rows(name):
 def test_nnsight_reads_the_same_heads(name):
     case, logits = CASES[name], own_logits(CASES[name])
     for options in ({}, {"remote": "local"}):
-        found = lsim.analyze(nnsight(case.build()), case.data(labels=LABELS), ANALYZERS, **case.options, **options)
+        found = called(lsim.analyze, nnsight(case.build()), case.data(labels=LABELS), ANALYZERS, **case.options, **options)
         assert_lens(found, logits, LABELS)
 
 
@@ -89,7 +90,7 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
     case = CASES[name]
     model, data = case.build(), case.data(labels=LABELS)
     analyzers = [lsim.LogitLens(labels="data", norm="none"), lsim.Saturation(norm="none")]
-    report = lsim.analyze(model, data, analyzers, **case.options)
+    report = called(lsim.analyze, model, data, analyzers, **case.options)
     plain = case.build()
     blocks, final = [plain.get_submodule(path) for path in case.paths], own_logits(case)[:, -1:]
     norm = case.head.split("(x)")[0].split("(")[-1] if case.reads == "rows" and "(x)" in case.head else ""
@@ -111,7 +112,7 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2"])
 def test_the_cosine_of_saturated_rows_is_that_of_pooled_residuals(name, center):
     case, model = CASES[name], CASES[name].build()
-    found = lsim.analyze(model, case.data(), lsim.Saturation(center=center), **case.options)["saturation"]
+    found = called(lsim.analyze, model, case.data(), lsim.Saturation(center=center), **case.options)["saturation"]
     vectors, tokens = [], []
     for row in case.rows():
         x = torch.cat(block_outputs(model, case.paths, row))
@@ -168,7 +169,7 @@ def test_heads_of_tokens_are_read_at_every_position(name):
     model = case.build()
     rows = [torch.stack(layer_logits(model, case.paths, row))[:, 0] for row in case.rows()]
     labels = torch.randint(0, CLASSES, (5, 9), generator=torch.Generator().manual_seed(0))
-    report = lsim.analyze(case.build(), case.data(), lsim.LogitLens(labels=labels, top_k=1), batch_size=3)
+    report = lsim.analyze(case.build(), lsim.Data(case.data(), batch_size=3), lsim.LogitLens(labels=labels, top_k=1))
     targets = torch.cat([labels[number, : row.shape[1]] for number, row in enumerate(rows)])
     logits = torch.cat(rows, 1)
     expected = [float(torch.nn.functional.cross_entropy(layer, targets)) for layer in logits]
@@ -187,10 +188,10 @@ def test_a_head_of_rows_measures_all_positions_by_default_and_no_fewer():
     )
     for positions in ("first", "last", slice(0, 2), "mean"):
         with pytest.raises(lsim.LayersimError, match="positions"):
-            lsim.analyze(case.build(), data, lsim.LogitLens(labels="data"), positions=positions)
+            lsim.analyze(case.build(), lsim.Data(data, positions=positions), lsim.LogitLens(labels="data"))
     with pytest.raises(lsim.LayersimError, match="`skip_first` leaves out positions that the head"):
-        lsim.analyze(case.build(), data, lsim.Saturation(), skip_first=1)
-    assert lsim.analyze(case.build(), data, lsim.Cosine(center="none"), skip_first=1)
+        lsim.analyze(case.build(), lsim.Data(data, skip_first=1), lsim.Saturation())
+    assert lsim.analyze(case.build(), lsim.Data(data, skip_first=1), lsim.Cosine(center="none"))
     with pytest.raises(lsim.LayersimError, match="labels` differ within a row"):
         lsim.analyze(case.build(), case.data(labels=torch.arange(45).view(5, 9) % 3), lsim.LogitLens(labels="data"))
 
@@ -265,11 +266,11 @@ def test_collapse_of_what_the_head_reads(name):
         vectors.append(read[name])
     expected = oracles.oracle_neural_collapse([torch.stack(vectors, 1).numpy()], labels.tolist(), 2)["values"]
     asked = lsim.NeuralCollapse(labels="data", classes=2, pool="head")
-    found = lsim.analyze(model, case.data(labels=labels), asked, **case.options)["neural_collapse"]
+    found = called(lsim.analyze, model, case.data(labels=labels), asked, **case.options)["neural_collapse"]
     np.testing.assert_allclose(found.values[1:], expected, rtol=1e-8)
     if case.reads == "rows":
         with pytest.raises(lsim.LayersimError, match="positions"):
-            lsim.analyze(model, case.data(labels=labels), asked, positions="first", **case.options)
+            called(lsim.analyze, model, case.data(labels=labels), asked, positions="first", **case.options)
 
 
 def test_collapse_of_what_a_language_model_reads_is_not_defined():
@@ -280,7 +281,7 @@ def test_collapse_of_what_a_language_model_reads_is_not_defined():
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit"])
 def test_skipped_blocks_change_the_classes_of_rows(name):
     case, model = CASES[name], CASES[name].build()
-    found = lsim.analyze(model, case.data(4), lsim.SkipEffect(keep_first=1, splits=1), batch_size=3, **case.options)[
+    found = called(lsim.analyze, model, case.data(4), lsim.SkipEffect(keep_first=1, splits=1), batch_size=3, **case.options)[
         "skip_effect"
     ]
     for skipped in range(3):

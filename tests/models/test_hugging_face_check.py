@@ -57,7 +57,7 @@ def scaled(module, factor):
 def test_a_right_bridge_is_measured_and_the_check_is_recorded(name):
     untouched, bridged = pair(MAKERS[name])
     data = random_tokens(4, 12)
-    found = lsim.analyze(bridged, data, COSINE, verify=untouched)["cosine"]
+    found = lsim.analyze(lsim.open_model(bridged, verify=untouched), data, COSINE)["cosine"]
     plain = lsim.analyze(bridged, data, COSINE)["cosine"]
     assert torch.equal(found.values, plain.values)
     assert found.provenance.options["verify"] == "hf"
@@ -75,14 +75,14 @@ def test_a_changed_block_is_named(name, block):
     counterpart = rf"(hidden_states\[{number}\]|the output of block {block} of the Hugging Face model)"
     where = rf"blocks\.{block}\.hook_resid_post differs from {counterpart}"
     with pytest.raises(lsim.LayersimError, match=where):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
 
 def test_a_lost_scale_is_named_where_it_begins():
     untouched, bridged = pair()
     scaled(bridged.blocks[1].attn, 0.9)
     with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_resid_post differs from hidden_states\[2\] by 0\.\d+"):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
 
 def test_a_scale_of_the_last_residual_is_not_hidden_by_the_final_norm():
@@ -90,7 +90,7 @@ def test_a_scale_of_the_last_residual_is_not_hidden_by_the_final_norm():
     scaled(bridged.blocks[2].original_component, 2.0)
     where = r"blocks\.2\.hook_resid_post differs from the output of block 2 of the Hugging Face model by 1 of"
     with pytest.raises(lsim.LayersimError, match=where):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
 
 def test_a_changed_final_norm_is_named():
@@ -98,7 +98,7 @@ def test_a_changed_final_norm_is_named():
     with torch.no_grad():
         untouched.model.norm.weight.mul_(1.01)
     with pytest.raises(lsim.LayersimError, match=r"the final norm of blocks\.2\.hook_resid_post differs from the last of"):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
 
 def test_a_changed_embedding_is_named():
@@ -106,7 +106,7 @@ def test_a_changed_embedding_is_named():
     with torch.no_grad():
         untouched.model.embed_tokens.weight.mul_(1.01)
     with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_pre differs from hidden_states\[0\] by 0\.0099"):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
 
 def test_a_bridge_of_a_vision_model_is_compared_on_its_first_image():
@@ -121,11 +121,11 @@ def test_a_bridge_of_a_vision_model_is_compared_on_its_first_image():
     )
     untouched, bridged = pair(lambda: transformers.ViTForImageClassification(config).eval())
     images = {"pixel_values": torch.randn(3, 3, 8, 8)}
-    lsim.analyze(bridged, images, COSINE, verify=untouched)
+    lsim.analyze(lsim.open_model(bridged, verify=untouched), images, COSINE)
     with torch.no_grad():
         untouched.vit.embeddings.cls_token.add_(1)
     with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_pre differs"):
-        lsim.analyze(bridged, images, COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), images, COSINE)
 
 
 class Unknown(transformers.LlamaForCausalLM):
@@ -141,10 +141,10 @@ class Unknown(transformers.LlamaForCausalLM):
 def test_logits_are_compared_where_the_last_hidden_state_is_neither_tensor():
     untouched, bridged = pair()
     untouched.__class__ = Unknown
-    lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify=untouched)
+    lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
     scaled(bridged.unembed.original_component, 0.9)
     with pytest.raises(lsim.LayersimError, match="the output of the model differs from the logits of the Hugging"):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -154,9 +154,9 @@ def test_padding_of_the_first_row_is_left_out(name, side):
     mask = torch.ones(4, 12, dtype=torch.long)
     mask[0, slice(0, 5) if side == "left" else slice(7, 12)] = 0
     data = {"input_ids": random_tokens(4, 12), "attention_mask": mask}
-    lsim.analyze(bridged, data, COSINE, verify=untouched)
+    lsim.analyze(lsim.open_model(bridged, verify=untouched), data, COSINE)
     # Positions that are not measured are compared too: earlier ones change what later ones attend to.
-    lsim.analyze(bridged, data, COSINE, verify=untouched, positions="last", skip_first=2)
+    lsim.analyze(lsim.open_model(bridged, verify=untouched), lsim.Data(data, positions="last", skip_first=2), COSINE)
 
 
 def test_positions_count_alike_beside_a_massive_activation():
@@ -168,7 +168,7 @@ def test_positions_count_alike_beside_a_massive_activation():
         bridged.original_model.get_input_embeddings().weight[7] *= 1.01
     data = torch.tensor([[5, 6, 7, 8]])
     with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_pre differs"):
-        lsim.analyze(bridged, data, COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), data, COSINE)
 
 
 def test_rounding_of_a_large_residual_that_a_later_block_cancels_is_no_difference():
@@ -199,13 +199,13 @@ def test_a_booted_bridge_is_compared_with_its_own_folder_once(dtype, tmp_path, m
     bridged = boot(folder(tmp_path, tiny_llama()), dtype=dtype)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", count)
     # Two passes over the data, and sites of another family: the residual stream is compared all the same, once.
-    report = lsim.analyze(bridged, random_tokens(4, 12), [lsim.Cosine()], at="attn_out", verify="hf")
+    report = lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(4, 12), [lsim.Cosine()], at="attn_out")
     assert report["cosine"].layers[0] == "blocks.0.hook_attn_out"
     assert [options["dtype"] for options in loaded] == [dtype]
     with torch.no_grad():
         bridged.blocks[0].mlp.out.weight.mul_(1.1)
     with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_post differs(.|\n)*on purpose: verify=model"):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, at="attn_out", verify="hf")
+        lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(4, 12), COSINE, at="attn_out")
 
 
 def test_a_checkpoint_that_is_gone_is_refused(tmp_path):
@@ -213,55 +213,58 @@ def test_a_checkpoint_that_is_gone_is_refused(tmp_path):
     bridged = boot(path)
     (tmp_path / "model").rename(tmp_path / "elsewhere")
     with pytest.raises(lsim.LayersimError, match=r"could not load(.|\n)*verify=LlamaForCausalLM\.from_pretrained"):
-        lsim.analyze(bridged, random_tokens(4, 12), COSINE, verify="hf")
+        lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(4, 12), COSINE)
 
 
 def test_a_bridge_of_a_module_needs_an_untouched_copy():
     model = tiny_llama()
     bridged = bridge(model)
     with pytest.raises(lsim.LayersimError, match=r'verify="hf"` needs the checkpoint(.|\n)*copy\.deepcopy\(model\) before'):
-        lsim.analyze(bridged, random_tokens(), COSINE, verify="hf")
+        lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(), COSINE)
     for wrapped in (model, copy.deepcopy(model)):
         with pytest.raises(lsim.LayersimError, match=r"a TransformerBridge wraps(.|\n)*model\.embed_tokens(.|\n)*deepcopy"):
-            lsim.analyze(bridged, random_tokens(), COSINE, verify=wrapped)
+            lsim.analyze(lsim.open_model(bridged, verify=wrapped), random_tokens(), COSINE)
 
 
 def test_models_with_nothing_to_verify_are_refused():
     for model in (tiny_llama(), nnsight(tiny_llama())):
         with pytest.raises(lsim.LayersimError, match=r"this is no TransformerLens model(.|\n)*leave out verify="):
-            lsim.analyze(model, random_tokens(), COSINE, verify="hf")
+            lsim.analyze(lsim.open_model(model, verify="hf"), random_tokens(), COSINE)
     with pytest.raises(lsim.LayersimError, match="`verify` is not a Hugging Face model"):
-        lsim.analyze(bridge(tiny_llama()), random_tokens(), COSINE, verify=torch.nn.Linear(2, 2))
+        lsim.analyze(lsim.open_model(bridge(tiny_llama()), verify=torch.nn.Linear(2, 2)), random_tokens(), COSINE)
 
 
 def test_a_model_of_another_depth_is_refused():
     _, bridged = pair()
     with pytest.raises(lsim.LayersimError, match="3 blocks, and 2 in the Hugging Face model"):
-        lsim.analyze(bridged, random_tokens(), COSINE, verify=tiny_llama(2))
+        lsim.analyze(lsim.open_model(bridged, verify=tiny_llama(2)), random_tokens(), COSINE)
 
 
 def test_compatibility_mode_is_another_basis():
     untouched, bridged = pair(tiny_gpt2)
     bridged.enable_compatibility_mode()
     with pytest.raises(lsim.LayersimError, match=r"TransformerBridge in compatibility mode(.|\n)*without enable_comp"):
-        lsim.analyze(bridged, random_tokens(), COSINE, verify=untouched)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(), COSINE)
 
 
 def test_two_models_are_verified_each_with_its_own():
     untouched, bridged = pair()
     other, other_bridge = pair(lambda: tiny_llama(seed=1))
     data, cka = random_tokens(), lsim.CKA(minibatch=16)
-    found = lsim.compare(bridged, other_bridge, data, cka, verify=(untouched, other))
+    found = lsim.compare(lsim.open_model(bridged, verify=untouched), lsim.open_model(other_bridge, verify=other), data, cka)
     assert found.provenance.options["verify"] == ["hf", "hf"]
-    assert lsim.compare(bridged, other, data, cka, verify=(untouched, None)).provenance.options["verify"] == ["hf", None]
+    assert lsim.compare(lsim.open_model(bridged, verify=untouched), other, data, cka).provenance.options["verify"] == [
+        "hf",
+        None,
+    ]
     with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_pre differs"):
-        lsim.compare(bridged, other_bridge, data, cka, verify=(untouched, untouched))
+        lsim.compare(lsim.open_model(bridged, verify=untouched), lsim.open_model(other_bridge, verify=untouched), data, cka)
 
 
 def test_the_hugging_face_model_is_left_as_it_was():
     untouched, bridged = pair()
     untouched.train()
-    lsim.analyze(bridged, random_tokens(), COSINE, verify=untouched)
+    lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(), COSINE)
     assert all(module.training for module in untouched.modules())
     ours = [hook for m in untouched.modules() for hook in m._forward_hooks.values() if "tl_layersim" in type(hook).__module__]
     assert not ours
@@ -272,20 +275,20 @@ def test_hooked_transformer_is_verified_unless_its_weights_are_centred(tmp_path)
     module = tiny_gpt2()
     model = hooked_transformer(module)
     data = random_tokens()
-    lsim.analyze(model, data, COSINE, verify=module)
+    lsim.analyze(lsim.open_model(model, verify=module), data, COSINE)
     with pytest.raises(lsim.LayersimError, match='verify="hf"` needs the checkpoint'):
-        lsim.analyze(model, data, COSINE, verify="hf")
+        lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)
     # As from_pretrained leaves the configuration.
     model.cfg.model_name, model.cfg.tokenizer_name = "model", folder(tmp_path, module)
     model.cfg.original_architecture = "GPT2LMHeadModel"
-    lsim.analyze(model, data, COSINE, verify="hf")
+    lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)
     model.process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=True)
     # Norms that are folded into later weights leave the residual stream as it is.
-    lsim.analyze(model, data, COSINE, verify="hf")
+    lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)
     with torch.no_grad():
         model.W_E.mul_(1.1)
     with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_pre differs"):
-        lsim.analyze(model, data, COSINE, verify="hf")
+        lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)
     model.process_weights_(fold_ln=False, center_writing_weights=True, center_unembed=False)
     with pytest.raises(lsim.LayersimError, match=r"with centred writing weights(.|\n)*from_pretrained_no_processing"):
-        lsim.analyze(model, data, COSINE, verify="hf")
+        lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)

@@ -16,6 +16,7 @@ from tl_layersim.models.nnsight import NNsightSource
 from tl_layersim.models.weights_hash import WORDS, digest_of_tensor, hash_weights
 from tl_layersim.remote.open import open_source
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 
 TOKENS = random_tokens(8, 11)
@@ -155,14 +156,14 @@ def test_a_change_is_another_model(name, tmp_path):
     assert identity(CHANGES[name](tiny_llama())) == identity(changed)
 
     for number, model in enumerate((plain, changed)):
-        lsim.analyze(model, TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
+        called(lsim.analyze, model, TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
     with pytest.raises(lsim.LayersimError, match=r"other model"):
         lsim.merge(tmp_path)
 
-    report = lsim.analyze(plain, TOKENS, **CALL, checkpoint=tmp_path / "run")
+    report = called(lsim.analyze, plain, TOKENS, **CALL, checkpoint=tmp_path / "run")
     with pytest.raises(lsim.LayersimError, match="run"):
-        lsim.analyze(changed, TOKENS, **CALL, checkpoint=tmp_path / "run")
-    own = lsim.analyze(changed, TOKENS, **CALL)["cosine"].provenance
+        called(lsim.analyze, changed, TOKENS, **CALL, checkpoint=tmp_path / "run")
+    own = called(lsim.analyze, changed, TOKENS, **CALL)["cosine"].provenance
     assert (own.weights_hash, own.changes) == identity(changed) != (report["cosine"].provenance.weights_hash, "")
 
     settings = Settings(1, equal_fields_of(open_source(plain).model))
@@ -223,13 +224,13 @@ def test_hook_points_of_transformer_lens(tmp_path):
 
     own, plain = bridge(), identity(bridge())
     assert identity(own) == plain
-    lsim.analyze(own, TOKENS, **CALL, checkpoint=tmp_path / "run")
+    called(lsim.analyze, own, TOKENS, **CALL, checkpoint=tmp_path / "run")
     found = set()
     for value in (0.0, 2.0):
         own.blocks[1].hook_out.add_hook(lambda x, hook, value=value: x * value)
         found.add(identity(own))
         with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_out"):
-            lsim.analyze(own, TOKENS, **CALL, checkpoint=tmp_path / "run")
+            called(lsim.analyze, own, TOKENS, **CALL, checkpoint=tmp_path / "run")
         own.reset_hooks()
     assert plain not in found
     assert len(found) == 2
@@ -245,7 +246,7 @@ def test_a_change_without_a_name_is_refused_where_runs_are_compared(hook, file, 
     model = hooked("register_forward_hook", hook)(tiny_llama())
     assert "model.layers.1" in open_source(model).model.changes
     with pytest.raises(lsim.LayersimError, match=r"`(checkpoint|save_to)`(.|\n)*model\.layers\.1"):
-        lsim.analyze(model, TOKENS, **CALL, **file)
+        called(lsim.analyze, model, TOKENS, **CALL, **file)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_blocks_are_not_replayed_without_the_edits_of_the_model():
 
 def test_a_shard_under_another_number_is_refused(tmp_path):
     for number in (0, 1):
-        lsim.analyze(tiny_llama(), TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
+        called(lsim.analyze, tiny_llama(), TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
     header, tensors = storage.read(tmp_path / "0.safetensors", ("shard",))
     header["identity"]["shard"] = [1, 2]
     storage.write(tmp_path / "1.safetensors", header.pop("kind"), header, tensors)
@@ -304,5 +305,5 @@ def test_the_checksum_is_computed_once_for_a_run_and_not_without_need(monkeypatc
     lsim.sites(model)
     NNsightSource(nnsight_of(model), None, None, False)
     assert counted == []
-    lsim.analyze(model, TOKENS, ["cosine", "cka", "logit_lens"], batch_size=8)
+    lsim.analyze(model, lsim.Data(TOKENS, batch_size=8), ["cosine", "cka", "logit_lens"])
     assert len(counted) == len([*model.parameters(), *model.buffers()])

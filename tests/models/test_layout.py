@@ -10,6 +10,7 @@ import transformers
 import tl_layersim as lsim
 
 from .. import oracles
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 from .helpers import ANALYZERS, LAYOUTS, bridge, build, nnsight, run
@@ -17,7 +18,7 @@ from .helpers import ANALYZERS, LAYOUTS, bridge, build, nnsight, run
 
 def run_residual(model, data, **options):
     """Analyzers of the residual alone, for models that have no head, or none that speaks at every position."""
-    return lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA(minibatch=16), lsim.Trajectory()], **options)
+    return called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA(minibatch=16), lsim.Trajectory()], **options)
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
@@ -72,8 +73,8 @@ def test_layers_can_be_named_for_any_module(data):
 
     paths = ["stem.a", "stem.b", "stem.c"]
     tokens = random_tokens()
-    plain = lsim.analyze(Own(), tokens, "cka", layers=paths)["cka"]
-    traced = lsim.analyze(nnsight(Own()), tokens, "cka", layers=paths)["cka"]
+    plain = lsim.analyze(lsim.open_model(Own(), layers=paths), tokens, "cka")["cka"]
+    traced = lsim.analyze(lsim.open_model(nnsight(Own()), layers=paths), tokens, "cka")["cka"]
     assert plain.values.shape == (4, 4)
     assert worst(plain, traced) < 1e-5
 
@@ -89,11 +90,11 @@ def test_what_cannot_be_read_is_refused_with_what_can():
     ):
         lsim.analyze("gpt2", random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match="`remote` requires an nnsight model"):
-        lsim.analyze(tiny_llama(), random_tokens(), "cka", remote=True)
+        lsim.analyze(lsim.open_model(tiny_llama(), remote=True), random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match="layers of Linear are not known"):
         lsim.analyze(torch.nn.Linear(3, 3), random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match="cannot be given for TransformerLens models"):
-        lsim.analyze(bridge(tiny_llama()), random_tokens(), "cka", layers=["blocks.0"])
+        lsim.analyze(lsim.open_model(bridge(tiny_llama()), layers=["blocks.0"]), random_tokens(), "cka")
 
 
 def test_modules_of_several_widths_are_read_by_cka_and_refused_by_cosine():
@@ -108,6 +109,9 @@ def test_modules_of_several_widths_are_read_by_cka_and_refused_by_cosine():
             return self.pool(self.wide(self.words(tokens)))
 
     for layers in (["wide"], ["wide", "pool"]):
-        assert lsim.analyze(Own(), random_tokens(), "cka", layers=layers)["cka"].layers == (f"{layers[0]}.input", *layers)
+        assert lsim.analyze(lsim.open_model(Own(), layers=layers), random_tokens(), "cka")["cka"].layers == (
+            f"{layers[0]}.input",
+            *layers,
+        )
         with pytest.raises(lsim.LayersimError, match=r"wide\.input of width 8 and wide of width 9"):
-            lsim.analyze(Own(), random_tokens(), lsim.Cosine(center="none"), layers=layers)
+            lsim.analyze(lsim.open_model(Own(), layers=layers), random_tokens(), lsim.Cosine(center="none"))

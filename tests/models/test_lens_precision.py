@@ -25,7 +25,7 @@ def test_half_precision_is_the_models_own(dtype):
         logits = model(tokens).logits
     assert logits.dtype == dtype
     own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    found = lsim.analyze(model, tokens, lsim.LogitLens(), batch_size=4)["logit_lens"]
+    found = lsim.analyze(model, lsim.Data(tokens, batch_size=4), lsim.LogitLens())["logit_lens"]
     np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5 if dtype == torch.float16 else 2e-2)
     assert found.kl_to_final[-1] == 0
 

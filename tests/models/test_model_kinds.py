@@ -49,7 +49,7 @@ def t5():
 
 
 def attached(model, layers, **inputs):
-    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), layers=layers) as probe:
+    with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), lsim.Cosine(center="none")) as probe:
         model(**inputs)
     return probe.results()["cosine"]
 
@@ -73,7 +73,7 @@ def test_a_model_of_images_given_tokens_says_what_it_reads(make):
     model = make()
     layers = {"ResNetModel": ["encoder.stages.0"], "DetrModel": ["encoder.layers.0"]}.get(type(model).__name__)
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`(.|\n)*data=\{'pixel_values'"):
-        lsim.analyze(model, random_tokens(), "cosine", layers=layers)
+        lsim.analyze(lsim.open_model(model, layers=layers), random_tokens(), "cosine")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_cosine_between_modules_of_unequal_width_is_refused_with_both_widths(s
         model = pytest.importorskip("nnsight").NNsight(model)
         remote = "local" if source == "simulated server" else False
     with pytest.raises(lsim.LayersimError, match=r"equal width(.|\n)*width 32 and (.|\n)*up_proj of width 48"):
-        lsim.analyze(model, random_tokens(), "cosine", layers=paths, remote=remote)
+        lsim.analyze(lsim.open_model(model, layers=paths, remote=remote), random_tokens(), "cosine")
 
 
 def test_a_tower_of_clip_is_a_model_of_its_own():
@@ -120,9 +120,9 @@ def test_a_model_that_needs_more_than_tokens_names_its_parts():
     with pytest.raises(
         lsim.LayersimError, match=r"CLIPModel fails on this data(.|\n)*model\.text_model or model\.vision_model"
     ):
-        lsim.analyze(both, random_tokens(), "cosine", layers=layers)
+        lsim.analyze(lsim.open_model(both, layers=layers), random_tokens(), "cosine")
     with pytest.raises(lsim.LayersimError, match="CLIPModel fails on this data"):
-        lsim.compare(both, both, random_tokens(), lsim.CKA(), layers=(layers, layers))
+        lsim.compare(lsim.open_model(both, layers=layers), lsim.open_model(both, layers=layers), random_tokens(), lsim.CKA())
     tokens = random_tokens(2, 12)
     inside = attached(both, layers, input_ids=tokens, pixel_values=PIXELS)
     alone = attached(both.text_model, None, input_ids=tokens)
@@ -133,9 +133,11 @@ def test_a_model_that_needs_more_than_tokens_names_its_parts():
 def test_the_decoder_of_an_encoder_decoder_is_refused_and_its_encoder_read(wrap):
     tokens = random_tokens()
     with pytest.raises(lsim.LayersimError, match=r"inputs of both stacks(.|\n)*decoder_input_ids"):
-        lsim.analyze(wrap(t5()), tokens, "cosine", layers=["decoder.block.0", "decoder.block.1"])
+        lsim.analyze(lsim.open_model(wrap(t5()), layers=["decoder.block.0", "decoder.block.1"]), tokens, "cosine")
     paths = ["encoder.block.0", "encoder.block.1"]
-    found = lsim.analyze(wrap(t5()), tokens, [lsim.Cosine(center="none"), lsim.Trajectory()], layers=paths)["cosine"]
+    found = lsim.analyze(lsim.open_model(wrap(t5()), layers=paths), tokens, [lsim.Cosine(center="none"), lsim.Trajectory()])[
+        "cosine"
+    ]
     expected = naive(t5(), paths, lambda m: m(input_ids=tokens, decoder_input_ids=tokens))
     torch.testing.assert_close(found.values, expected, atol=1e-6, rtol=0)
 
@@ -172,7 +174,7 @@ def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
     model = nnsight.TransformersModel(str(tmp_path / "mine"), task="text-generation", tokenizer=demo.tokenizer)
     for remote in (True, "http://127.0.0.1:9"):
         with pytest.raises(lsim.LayersimError, match=r"`model` was loaded from a folder(.|\n)*'org/name'(.|\n)*'org/mine'"):
-            lsim.analyze(model, lsim.demo_text()[:1], "cosine", remote=remote)
+            lsim.analyze(lsim.open_model(model, remote=remote), lsim.demo_text()[:1], "cosine")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu", "mps:x"])

@@ -38,7 +38,7 @@ def model(folder, request):
 
 def test_every_analyzer_gives_the_numbers_of_the_plain_model(model):
     analyzers = [cls() for name, cls in lsim.find_analyzers().items() if name not in ("block_coupling", "task_metrics")]
-    here, plain = (lsim.analyze(one, TOKENS, analyzers, batch_size=4) for one in (model, tiny_llama()))
+    here, plain = (lsim.analyze(one, lsim.Data(TOKENS, batch_size=4), analyzers) for one in (model, tiny_llama()))
     for name in plain:
         assert worst(here[name], plain[name]) == 0, name
     assert here["cka"].provenance.weights_hash == plain["cka"].provenance.weights_hash != ""

@@ -16,6 +16,7 @@ from tl_layersim.models.hooked import HookedSource
 from ..clip_models import clip_of
 from ..clip_models import pairs as clip_pairs
 from ..input_models import bert_blocks, image_vit, pair_bert, pair_data, pixels, vit_blocks
+from ..options import called
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import bridge, nnsight, transformers_model
 
@@ -59,7 +60,7 @@ def texts(count: int = 10):
 
 def run(model):
     every = [lsim.Cosine(), lsim.CKA(minibatch=16), lsim.LogitLens()]
-    return lsim.analyze(model, texts(), every, batch_size=5)
+    return lsim.analyze(model, lsim.Data(texts(), batch_size=5), every)
 
 
 def same(found, expected, tolerance: float = 1e-7):
@@ -106,10 +107,10 @@ def test_a_loaded_model_of_nnsight(tmp_path):
 @pytest.mark.parametrize("full", FULL)
 def test_each_device_says_it_in_its_own_words(full):
     analyzers = [lsim.Cosine(center="none")]
-    expected = lsim.analyze(tiny_gpt2(), texts(), analyzers, batch_size=8)
+    expected = lsim.analyze(tiny_gpt2(), lsim.Data(texts(), batch_size=8), analyzers)
     model = tiny_gpt2()
     seen = limited(model.transformer.h[0], 1, FULL[full])
-    same(lsim.analyze(model, texts(), analyzers, batch_size=8), expected)
+    same(lsim.analyze(model, lsim.Data(texts(), batch_size=8), analyzers), expected)
     assert [rows for rows, _ in seen if rows > 1] == [8, 4, 2]
 
 
@@ -128,7 +129,7 @@ def test_other_errors_are_not_repeated():
 def test_a_longer_batch_may_need_smaller_parts(caplog):
     data = [row[: 10 if number < 4 else 20] for number, row in enumerate(random_tokens(12, 20))]
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16)]
-    expected = lsim.analyze(tiny_llama(), data, analyzers, batch_size=4)
+    expected = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=4), analyzers)
     model = tiny_llama()
     passes = []
 
@@ -140,7 +141,7 @@ def test_a_longer_batch_may_need_smaller_parts(caplog):
 
     model.model.layers[2].register_forward_pre_hook(hook, with_kwargs=True)
     with caplog.at_level(logging.WARNING, "tl_layersim"):
-        same(lsim.analyze(model, data, analyzers, batch_size=4), expected)
+        same(lsim.analyze(model, lsim.Data(data, batch_size=4), analyzers), expected)
     assert [line.split(" (")[0] for line in caplog.messages] == [
         "Out of memory with 4 rows in a forward pass",
         "Out of memory with 2 rows in a forward pass",
@@ -151,7 +152,7 @@ def test_a_longer_batch_may_need_smaller_parts(caplog):
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["modules", "NNsight"])
 def test_comparison_of_models_with_different_limits(wrap):
     def compared(a, b):
-        return {"cka": lsim.compare(wrap(a), wrap(b), texts(), lsim.CKA(minibatch=16), batch_size=5)}
+        return {"cka": lsim.compare(wrap(a), wrap(b), lsim.Data(texts(), batch_size=5), lsim.CKA(minibatch=16))}
 
     expected = compared(tiny_llama(), tiny_gpt2())
     a, b = tiny_llama(), tiny_gpt2()
@@ -164,10 +165,10 @@ def test_comparison_of_models_with_different_limits(wrap):
 def test_intervals_and_blocks_do_not_change():
     options = {"intervals": True, "batch_size": 2}
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=8)]
-    expected = lsim.analyze(tiny_llama(), random_tokens(40, 8), analyzers, **options)
+    expected = called(lsim.analyze, tiny_llama(), random_tokens(40, 8), analyzers, **options)
     model = tiny_llama()
     limited(model.model.layers[0], 1)
-    found = lsim.analyze(model, random_tokens(40, 8), analyzers, **options)
+    found = called(lsim.analyze, model, random_tokens(40, 8), analyzers, **options)
     same(found, expected)
     for name in expected:
         np.testing.assert_allclose(found[name].interval().error, expected[name].interval().error, atol=1e-7)
@@ -177,10 +178,10 @@ def test_intervals_and_blocks_do_not_change():
 def test_samples_of_chosen_positions(positions):
     options = {"positions": positions, "batch_size": 10}
     analyzers = [lsim.Cosine(), lsim.CKA(minibatch=5)]
-    expected = lsim.analyze(tiny_llama(), texts(), analyzers, **options)
+    expected = called(lsim.analyze, tiny_llama(), texts(), analyzers, **options)
     model = tiny_llama()
     limited(model.model.layers[1], 4)
-    same(lsim.analyze(model, texts(), analyzers, **options), expected)
+    same(called(lsim.analyze, model, texts(), analyzers, **options), expected)
 
 
 def test_rows_without_a_counted_position():
@@ -188,20 +189,24 @@ def test_rows_without_a_counted_position():
     data = {"input_ids": random_tokens(6, 8), "read": torch.zeros(6, 8, dtype=torch.long)}
     data["read"][4, 2:7] = 1
     options = {"positions": "read", "batch_size": 6}
-    expected = lsim.analyze(tiny_llama(), data, "cosine", **options)
+    expected = called(lsim.analyze, tiny_llama(), data, "cosine", **options)
     model = tiny_llama()
     limited(model.model.layers[1], 2)
-    same(lsim.analyze(model, data, "cosine", **options), expected)
+    same(called(lsim.analyze, model, data, "cosine", **options), expected)
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
 def test_segments_are_split_with_their_rows(wrap, left):
     options = {"positions": "all", "batch_size": 6}
-    expected = lsim.analyze(wrap(pair_bert()), pair_data(left=left), [lsim.Cosine(), lsim.CKA(minibatch=16)], **options)
+    expected = called(lsim.analyze, wrap(pair_bert()), pair_data(left=left), [lsim.Cosine(), lsim.CKA(minibatch=16)], **options)
     model = pair_bert()
     limited(bert_blocks(model)[1], 2)
-    same(lsim.analyze(wrap(model), pair_data(left=left), [lsim.Cosine(), lsim.CKA(minibatch=16)], **options), expected, 1e-13)
+    same(
+        called(lsim.analyze, wrap(model), pair_data(left=left), [lsim.Cosine(), lsim.CKA(minibatch=16)], **options),
+        expected,
+        1e-13,
+    )
 
 
 @pytest.mark.parametrize("positions", ["all", "mean"])
@@ -209,20 +214,20 @@ def test_segments_are_split_with_their_rows(wrap, left):
 def test_images_are_split_along_rows(wrap, positions):
     options = {"positions": positions, "batch_size": 6}
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=5)]
-    expected = lsim.analyze(wrap(image_vit()), pixels(), analyzers, **options)
+    expected = called(lsim.analyze, wrap(image_vit()), pixels(), analyzers, **options)
     model = image_vit()
     limited(vit_blocks(model)[1], 2)
-    same(lsim.analyze(wrap(model), pixels(), analyzers, **options), expected, 1e-13)
+    same(called(lsim.analyze, wrap(model), pixels(), analyzers, **options), expected, 1e-13)
 
 
 def test_labels_stay_with_their_rows():
     data = {"pixel_values": pixels(8), "labels": torch.arange(8) % 2}
     options = {"positions": "mean", "batch_size": 8}
     analyzer = lsim.NeuralCollapse(labels="data")
-    expected = lsim.analyze(image_vit(), data, analyzer, **options)["neural_collapse"]
+    expected = called(lsim.analyze, image_vit(), data, analyzer, **options)["neural_collapse"]
     model = image_vit()
     limited(vit_blocks(model)[1], 3)
-    found = lsim.analyze(model, data, analyzer, **options)["neural_collapse"]
+    found = called(lsim.analyze, model, data, analyzer, **options)["neural_collapse"]
     np.testing.assert_allclose(found.nc1, expected.nc1, atol=1e-12)
 
 
@@ -232,20 +237,20 @@ def test_both_stacks_of_an_encoder_decoder(at):
     from ..analysis.test_encoder_decoders import rows
 
     options = {"at": at, "batch_size": 4, "positions": "all"}
-    expected = lsim.analyze(t5(), rows(), lsim.Cosine(center="none"), **options)
+    expected = called(lsim.analyze, t5(), rows(), lsim.Cosine(center="none"), **options)
     model = t5()
     seen = limited(model.encoder.block[1], 2), limited(model.decoder.block[1], 2)
-    same(lsim.analyze(model, rows(), lsim.Cosine(center="none"), **options), expected, 1e-6)
+    same(called(lsim.analyze, model, rows(), lsim.Cosine(center="none"), **options), expected, 1e-6)
     assert max(rows for rows, _ in seen[0]) == 4
 
 
 def test_the_towers_of_a_clip_have_limits_of_their_own():
     model = clip_of()
-    expected = lsim.tower_similarity(model, clip_pairs(), batch_size=9)
+    expected = lsim.tower_similarity(model, lsim.Data(clip_pairs(), batch_size=9))
     blocks = model.vision_model.encoder.layers[1], model.text_model.encoder.layers[1]
     seen = limited(blocks[0], 4), limited(blocks[1], 2)
     try:
-        found = lsim.tower_similarity(model, clip_pairs(), batch_size=9)
+        found = lsim.tower_similarity(model, lsim.Data(clip_pairs(), batch_size=9))
     finally:
         for block in blocks:
             block._forward_pre_hooks.clear()
@@ -287,14 +292,14 @@ def test_a_row_that_does_not_fit_is_refused_with_a_length():
     with pytest.raises(
         lsim.LayersimError, match=r"(?s)^`seq_len` is too large: a forward pass of one row.*1 row of 20.*seq_len=10"
     ):
-        lsim.analyze(model, texts(), "cosine", batch_size=5)
+        lsim.analyze(model, lsim.Data(texts(), batch_size=5), "cosine")
 
 
 def test_an_image_that_does_not_fit_has_no_length():
     model = image_vit()
     limited(vit_blocks(model)[1], 0)
     with pytest.raises(lsim.LayersimError, match=r"(?s)^`data` is too large.*smaller rows; or the model in bfloat16"):
-        lsim.analyze(model, pixels(), "cosine", positions="first")
+        lsim.analyze(model, lsim.Data(pixels(), positions="first"), "cosine")
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
@@ -310,7 +315,7 @@ def test_analyzers_that_call_blocks_again_need_all_rows(wrap):
     model = tiny_llama()
     seen = limited(model.model.layers[1], 2)
     with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large.*calls blocks again.*batch_size=2"):
-        lsim.analyze(wrap(model), texts(), lsim.BlockCoupling(k=2), batch_size=4)
+        lsim.analyze(wrap(model), lsim.Data(texts(), batch_size=4), lsim.BlockCoupling(k=2))
     assert [rows for rows, _ in seen if rows > 1] == [4]
 
 
@@ -321,7 +326,7 @@ def test_processes_that_share_weights_stay_together(monkeypatch):
     source = HookedSource(model)
     from tl_layersim.data.batches import Batches
 
-    [batch] = Batches(texts(4), source.model)
+    [batch] = Batches(lsim.Data(texts(4)), source.model)
     with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large.*share the weights"):
         source.collect(batch)
     assert len(seen) == 1
@@ -339,12 +344,12 @@ class Hungry(lsim.Cosine):
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
 def test_a_kernel_that_runs_out_of_memory_names_the_batch_size(wrap):
     with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large: the measurement.*cosine.*do: +batch_size=2"):
-        lsim.analyze(wrap(tiny_llama()), texts(), Hungry(center="none"), batch_size=5)
+        lsim.analyze(wrap(tiny_llama()), lsim.Data(texts(), batch_size=5), Hungry(center="none"))
 
 
 def test_a_kernel_of_two_models_names_the_batch_size():
     with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large: the measurement"):
-        lsim.compare(tiny_llama(), tiny_gpt2(), texts(), HungryCKA(), batch_size=5)
+        lsim.compare(tiny_llama(), tiny_gpt2(), lsim.Data(texts(), batch_size=5), HungryCKA())
 
 
 class HungryCKA(lsim.CKA):

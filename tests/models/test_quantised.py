@@ -13,6 +13,7 @@ import tl_layersim as lsim
 from tl_layersim.models.quantised import quantised_modules
 from tl_layersim.models.weights_hash import hash_weights
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
@@ -111,7 +112,7 @@ def test_similarities_and_predictions_are_those_of_the_dequantised_model(pair):
         lsim.ExitCurve(),
         lsim.Trajectory(),
     ]
-    found, expected = (lsim.analyze(one, TOKENS, analyzers, batch_size=4) for one in (pair.model, pair.plain))
+    found, expected = (lsim.analyze(one, lsim.Data(TOKENS, batch_size=4), analyzers) for one in (pair.model, pair.plain))
     for name in expected:
         assert worst(found[name], expected[name]) < 1e-4, name
     with torch.no_grad(), lsim.attach(pair.model, [lsim.LogitLens()]) as probe:
@@ -123,7 +124,7 @@ def test_similarities_and_predictions_are_those_of_the_dequantised_model(pair):
 @pytest.mark.parametrize("method", ["dense", "finite-difference"])
 def test_jacobians_are_those_of_the_dequantised_model(pair, method):
     options = {"layers": [1], "positions": [-1], "method": method}
-    found, expected = (lsim.block_jacobians(one, TOKENS[0], **options) for one in (pair.model, pair.plain))
+    found, expected = (called(lsim.block_jacobians, one, TOKENS[0], **options) for one in (pair.model, pair.plain))
     assert worst(found, expected) < (1e-4 if method == "dense" else 5e-3)
 
 
@@ -133,7 +134,7 @@ def test_stitching_and_early_exit_are_those_of_the_dequantised_model(pair):
         for one in (pair.model, pair.plain):
             models = [pair.plain, pair.plain]
             models[place] = one
-            losses.append(lsim.stitch(*models, TOKENS, at=(2, 2), fit="lstsq").loss)
+            losses.append(called(lsim.stitch, *models, TOKENS, at=(2, 2), fit="lstsq").loss)
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
     found, expected = (lsim.EarlyExit(one, threshold=0.05, at=(2,)).logits(TOKENS[:2]) for one in (pair.model, pair.plain))
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
@@ -170,7 +171,7 @@ def test_adapters_of_a_quantised_model_are_trained():
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"])).base_model.model
     adapted.peft_config = {}
     before = copy.deepcopy({n: p for n, p in adapted.named_parameters() if p.requires_grad})
-    lsim.finetune_aligned(adapted, TOKENS, lsim.AlignedTraining(steps=2, lr=1e-2), batch_size=2)
+    lsim.finetune_aligned(adapted, lsim.Data(TOKENS, batch_size=2), lsim.AlignedTraining(steps=2, lr=1e-2))
     after = dict(adapted.named_parameters())
     assert before
     assert any(bool((after[n] != p).any()) for n, p in before.items())

@@ -44,7 +44,7 @@ def test_the_table_of_every_kind_of_model():
     assert list(lsim.sites(bridge_of(model)).name) == names
     nnsight = pytest.importorskip("nnsight")
     assert list(lsim.sites(nnsight.NNsight(model)).name) == names
-    assert list(lsim.sites(model, layers=["model.layers.2"]).block.dropna().unique()) == [2]
+    assert list(lsim.sites(lsim.open_model(model, layers=["model.layers.2"])).block.dropna().unique()) == [2]
 
 
 def test_models_that_are_none_are_refused():
@@ -52,5 +52,3 @@ def test_models_that_are_none_are_refused():
         lsim.sites("gpt2")
     with pytest.raises(lsim.LayersimError, match="layers of Linear are not known"):
         lsim.sites(torch.nn.Linear(2, 2))
-    with pytest.raises(lsim.LayersimError, match="`layers` cannot be given for TransformerLens models"):
-        lsim.sites(bridge_of(tiny_llama()), layers=["blocks.0"])

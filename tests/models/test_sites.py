@@ -8,6 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.models import layer_names
 
+from ..options import called
 from ..tiny_models import VOCABULARY, random_tokens, tiny_gpt2, tiny_llama
 
 MLPS = [f"model.layers.{i}.mlp" for i in range(3)]
@@ -72,7 +73,7 @@ def test_mlps_are_called_by_their_paths_and_no_residual_stream(wrap):
         model(tokens)
     for handle in handles:
         handle.remove()
-    found = lsim.analyze(wrap(model), tokens, lsim.Cosine(center="none"), layers=MLPS)["cosine"]
+    found = lsim.analyze(lsim.open_model(wrap(model), layers=MLPS), tokens, lsim.Cosine(center="none"))["cosine"]
     assert found.layers == ("model.layers.0.mlp.input", *MLPS)
     assert "before the final norm" not in found.provenance.basis
     assert "modules" in found.provenance.basis
@@ -89,27 +90,27 @@ def test_what_needs_the_residual_stream_refuses_mlps(name):
     with pytest.raises(
         lsim.LayersimError, match=r"needs the residual stream(.|\n)*model\.layers\.0\.mlp(.|\n)*leave out layers="
     ):
-        lsim.analyze(tiny_llama(), random_tokens(), NEEDS_BLOCKS[name](), layers=MLPS)
+        lsim.analyze(lsim.open_model(tiny_llama(), layers=MLPS), random_tokens(), NEEDS_BLOCKS[name]())
     with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
-        lsim.analyze(wrapped(tiny_llama()), random_tokens(), NEEDS_BLOCKS[name](), layers=MLPS)
+        lsim.analyze(lsim.open_model(wrapped(tiny_llama()), layers=MLPS), random_tokens(), NEEDS_BLOCKS[name]())
     if name != "coupling":
         with (
             pytest.raises(lsim.LayersimError, match="needs the residual stream"),
-            lsim.attach(tiny_llama(), NEEDS_BLOCKS[name](), layers=MLPS),
+            lsim.attach(lsim.open_model(tiny_llama(), layers=MLPS), NEEDS_BLOCKS[name]()),
         ):
             pass
 
 
 CALLS = {
-    "prediction_grid": lambda m, t, **o: lsim.prediction_grid(m, t[0], **o),
-    "trajectory_pca": lambda m, t, **o: lsim.trajectory_pca(m, t[0], **o),
-    "block_jacobians": lambda m, t, **o: lsim.block_jacobians(m, t[0], **o),
-    "coupling_matrices": lambda m, t, **o: lsim.coupling_matrices(m, t[0], k=2, **o),
-    "EarlyExit": lambda m, t, **o: lsim.EarlyExit(m, 0.5, **o),
-    "aligned_loss": lambda m, t, **o: lsim.aligned_loss(m, t, **o),
-    "stitch": lambda m, t, layers: lsim.stitch(m, m, t, at=(1, 1), layers=(layers, None)),
-    "stitch into": lambda m, t, layers: lsim.stitch(m, m, t, at=(1, 1), layers=(None, layers)),
-    "evaluate_layers": lambda m, t, **o: lsim.evaluate_layers(m, m, t, **o),
+    "prediction_grid": lambda m, t, **o: called(lsim.prediction_grid, m, t[0], **o),
+    "trajectory_pca": lambda m, t, **o: called(lsim.trajectory_pca, m, t[0], **o),
+    "block_jacobians": lambda m, t, **o: called(lsim.block_jacobians, m, t[0], **o),
+    "coupling_matrices": lambda m, t, **o: called(lsim.coupling_matrices, m, t[0], k=2, **o),
+    "EarlyExit": lambda m, t, **o: called(lsim.EarlyExit, m, 0.5, **o),
+    "aligned_loss": lambda m, t, **o: called(lsim.aligned_loss, m, t, **o),
+    "stitch": lambda m, t, layers: lsim.stitch(lsim.open_model(m, layers=layers), m, t, at=(1, 1)),
+    "stitch into": lambda m, t, layers: lsim.stitch(m, lsim.open_model(m, layers=layers), t, at=(1, 1)),
+    "evaluate_layers": lambda m, t, **o: called(lsim.evaluate_layers, m, m, t, **o),
 }
 
 
@@ -123,7 +124,9 @@ def test_some_blocks_keep_their_own_numbers():
     model, tokens = tiny_gpt2(), random_tokens()
     whole = lsim.analyze(model, tokens, [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Trajectory()])
     some = lsim.analyze(
-        model, tokens, [lsim.Cosine(center="none"), lsim.LogitLens()], layers=["transformer.h.0", "transformer.h.2"]
+        lsim.open_model(model, layers=["transformer.h.0", "transformer.h.2"]),
+        tokens,
+        [lsim.Cosine(center="none"), lsim.LogitLens()],
     )
     names = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.2.hook_resid_post")
     assert some["cosine"].layers == names
@@ -134,7 +137,9 @@ def test_some_blocks_keep_their_own_numbers():
     torch.testing.assert_close(some["cosine"].norm_ratio[0], whole["cosine"].norm_ratio[0])
     torch.testing.assert_close(some["logit_lens"].cross_entropy, whole["logit_lens"].cross_entropy[[0, 2]])
     late = lsim.analyze(
-        model, tokens, [lsim.Cosine(center="none"), lsim.Trajectory()], layers=["transformer.h.1", "transformer.h.2"]
+        lsim.open_model(model, layers=["transformer.h.1", "transformer.h.2"]),
+        tokens,
+        [lsim.Cosine(center="none"), lsim.Trajectory()],
     )
     assert late["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
     assert late["cosine"].norm_ratio.isfinite().all()
@@ -144,22 +149,22 @@ def test_some_blocks_keep_their_own_numbers():
 @pytest.mark.parametrize("make", [lsim.Saturation, lsim.ExitCurve, lsim.Trajectory])
 def test_what_counts_blocks_refuses_some_of_them(make):
     with pytest.raises(lsim.LayersimError, match=r"needs every block(.|\n)*blocks\.2\.hook_resid_post"):
-        lsim.analyze(tiny_gpt2(), random_tokens(), make(), layers=["transformer.h.0", "transformer.h.2"])
+        lsim.analyze(lsim.open_model(tiny_gpt2(), layers=["transformer.h.0", "transformer.h.2"]), random_tokens(), make())
 
 
 def test_blocks_out_of_order_or_twice_are_refused_before_anything_runs():
     model = tiny_llama()
     with pytest.raises(lsim.LayersimError, match=r"must name the blocks in the order(.|\n)*do: .*layers\.0'.*layers\.2'"):
-        lsim.analyze(model, random_tokens(), "cka", layers=["model.layers.2", "model.layers.0"])
+        lsim.analyze(lsim.open_model(model, layers=["model.layers.2", "model.layers.0"]), random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match=r"names a module twice(.|\n)*model\.layers\.1"):
-        lsim.analyze(model, random_tokens(), "cka", layers=["model.layers.1", "model.layers.1"])
+        lsim.analyze(lsim.open_model(model, layers=["model.layers.1", "model.layers.1"]), random_tokens(), "cka")
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, wrapped], ids=["module", "nnsight"])
 def test_blocks_of_an_unknown_architecture_are_known_by_what_they_hand_on(wrap):
     tokens, model = random_tokens(), Own()
     asked = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Trajectory(), lsim.BlockCoupling(k=2)]
-    found = lsim.analyze(wrap(model), tokens, asked, layers=PARTS, **HEAD)
+    found = called(lsim.analyze, wrap(model), tokens, asked, layers=PARTS, **HEAD)
     assert found["logit_lens"].layers == ("part.0.input", *PARTS)
     assert found["cosine"].norm_ratio.isfinite().all()
     logits = model(tokens)[:, :-1].flatten(0, 1)
@@ -171,8 +176,8 @@ def test_blocks_of_an_unknown_architecture_are_known_by_what_they_hand_on(wrap):
 @pytest.mark.parametrize("name", ["saturation", "trajectory", "coupling"])
 def test_modules_of_an_unknown_architecture_that_hand_nothing_on_are_refused(wrap, name):
     with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
-        lsim.analyze(wrap(Own(outside=True)), random_tokens(), NEEDS_BLOCKS[name](), layers=PARTS, **HEAD)
-    found = lsim.analyze(wrap(Own(outside=True)), random_tokens(), "cosine", layers=PARTS)["cosine"]
+        called(lsim.analyze, wrap(Own(outside=True)), random_tokens(), NEEDS_BLOCKS[name](), layers=PARTS, **HEAD)
+    found = lsim.analyze(lsim.open_model(wrap(Own(outside=True)), layers=PARTS), random_tokens(), "cosine")["cosine"]
     assert found.layers == ("part.0.input", *PARTS)
     assert found.norm_ratio.isnan().all()
 
@@ -184,46 +189,56 @@ def test_a_list_called_layers_that_holds_no_blocks_is_not_taken_for_blocks():
         lsim.LayersimError, match=r"layers of Own are not known(.|\n)*layers\.1 does not take the output of the module before"
     ):
         lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine")
-    named = lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine", layers=["layers.0", "layers.1"])["cosine"]
+    named = lsim.analyze(
+        lsim.open_model(Own("layers", outside=True), layers=["layers.0", "layers.1"]), random_tokens(), "cosine"
+    )["cosine"]
     assert named.layers == ("layers.0.input", "layers.0", "layers.1")
 
 
 def test_attach_learns_from_the_first_forward_pass_what_the_modules_hand_on():
     tokens = random_tokens()
     model = Own()
-    with lsim.attach(model, lsim.Trajectory(), layers=PARTS) as probe:
+    with lsim.attach(lsim.open_model(model, layers=PARTS), lsim.Trajectory()) as probe:
         model(tokens)
-    alone = lsim.analyze(Own(), tokens, "trajectory", layers=PARTS)["trajectory"]
+    alone = lsim.analyze(lsim.open_model(Own(), layers=PARTS), tokens, "trajectory")["trajectory"]
     torch.testing.assert_close(probe.results()["trajectory"].values, alone.values)
     broken = Own(outside=True)
-    with lsim.attach(broken, lsim.Trajectory(), layers=PARTS) as probe:
+    with lsim.attach(lsim.open_model(broken, layers=PARTS), lsim.Trajectory()) as probe:
         broken(tokens)
     with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
         probe.results()
-    with lsim.attach(broken, lsim.Cosine(center="none"), layers=PARTS) as probe:
+    with lsim.attach(lsim.open_model(broken, layers=PARTS), lsim.Cosine(center="none")) as probe:
         broken(tokens)
     assert probe.results()["cosine"].layers == ("part.0.input", *PARTS)
 
 
 def test_a_resumed_run_knows_its_modules_too(tmp_path):
     asked = {"layers": PARTS, "checkpoint": tmp_path / "sums"}
-    first = lsim.analyze(Own(), random_tokens(), "cosine", **asked)["cosine"]
-    again = lsim.analyze(Own(), random_tokens(), "cosine", **asked)["cosine"]
+    first = called(lsim.analyze, Own(), random_tokens(), "cosine", **asked)["cosine"]
+    again = called(lsim.analyze, Own(), random_tokens(), "cosine", **asked)["cosine"]
     assert torch.equal(first.norm_ratio, again.norm_ratio)
     assert again.norm_ratio.isfinite().all()
 
 
 def test_stitching_and_training_of_an_unknown_architecture_look_before_they_start():
     tokens = random_tokens(16)
-    good = lsim.stitch(Own(), Own(), tokens, at=("part.0", 1), adapter="identity", layers=(PARTS, PARTS))
+    good = lsim.stitch(
+        lsim.open_model(Own(), layers=PARTS), lsim.open_model(Own(), layers=PARTS), tokens, at=("part.0", 1), adapter="identity"
+    )
     assert abs(good.penalty) < 1e-6
     with pytest.raises(lsim.LayersimError, match="Stitching needs the residual stream"):
-        lsim.stitch(Own(outside=True), Own(), tokens, at=(1, 1), adapter="identity", layers=(PARTS, PARTS))
+        lsim.stitch(
+            lsim.open_model(Own(outside=True), layers=PARTS),
+            lsim.open_model(Own(), layers=PARTS),
+            tokens,
+            at=(1, 1),
+            adapter="identity",
+        )
     with pytest.raises(lsim.LayersimError, match="Aligned training needs the residual stream"):
-        lsim.aligned_loss(Own(outside=True), tokens, layers=PARTS, **HEAD)
+        called(lsim.aligned_loss, Own(outside=True), tokens, layers=PARTS, **HEAD)
 
 
 def test_compare_names_the_modules_of_each_model():
-    found = lsim.compare(tiny_llama(), tiny_llama(seed=1), random_tokens(), lsim.CKA(), layers=(MLPS, None))
+    found = lsim.compare(lsim.open_model(tiny_llama(), layers=MLPS), tiny_llama(seed=1), random_tokens(), lsim.CKA())
     assert found.layers == ("model.layers.0.mlp.input", *MLPS)
     assert found.column_layers == layer_names(3)

@@ -13,6 +13,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..input_models import states
+from ..options import called
 from .family_cases import CASES, DISENTANGLED, model_of
 from .helpers import nnsight
 
@@ -48,7 +49,7 @@ def test_a_name_or_layers_choose_a_stage(wrap):
         (0, {"at": "stages.0.resid_post"}),
         (0, {"layers": FIRST}),
     ):
-        found = lsim.analyze(wrap(swin()), pixels(), [cosine], positions="all", **options)["cosine"]
+        found = called(lsim.analyze, wrap(swin()), pixels(), [cosine], positions="all", **options)["cosine"]
         assert found.layers == named(number)
         expected = oracles.oracle_cosine([stage(number)], center="none")
         np.testing.assert_allclose(found.values, expected["values"], atol=1e-12)
@@ -60,16 +61,16 @@ def test_sites_of_several_stages_are_compared_by_their_means(wrap):
     sites = [stage(number)[layer].reshape(6, -1, width).mean(1) for number, width in ((0, 8), (1, 16)) for layer in range(3)]
     expected = [[oracles.oracle_cka([a[None]], [b[None]], exact=True)["values"][0, 0] for b in sites] for a in sites]
     at = ["stages.0.resid_post", "stages.1.resid_post"]
-    found = lsim.analyze(wrap(swin()), pixels(), lsim.CKA(estimator="exact"), at=at, positions="mean")["cka"]
+    found = lsim.analyze(wrap(swin()), lsim.Data(pixels(), positions="mean"), lsim.CKA(estimator="exact"), at=at)["cka"]
     assert found.layers == named(0) + named(1)
     np.testing.assert_allclose(found.values, expected, atol=1e-9)
     with pytest.raises(lsim.LayersimError, match=r"are not batch x pos(.|\n)*positions='mean'"):
-        lsim.analyze(wrap(swin()), pixels(), lsim.CKA(estimator="exact"), at=at, positions="all")
+        lsim.analyze(wrap(swin()), lsim.Data(pixels(), positions="all"), lsim.CKA(estimator="exact"), at=at)
 
 
 def test_sites_of_another_stage_than_that_of_layers_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"stages\.1, and `layers` blocks of stages\.0(.|\n)*leave out layers"):
-        lsim.analyze(swin(), pixels(), "cosine", at="stages.1.attn_out", layers=FIRST)
+        lsim.analyze(lsim.open_model(swin(), layers=FIRST), pixels(), "cosine", at="stages.1.attn_out")
 
 
 def test_the_head_reads_the_last_stage():
@@ -79,7 +80,7 @@ def test_the_head_reads_the_last_stage():
         logits = swin()(pixels()).logits
     assert float(lens.cross_entropy[-1]) == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), abs=1e-9)
     with pytest.raises(lsim.LayersimError, match="no unembedding is known"):
-        lsim.analyze(swin(), pixels(), lsim.LogitLens(labels=labels), layers=FIRST)
+        lsim.analyze(lsim.open_model(swin(), layers=FIRST), pixels(), lsim.LogitLens(labels=labels))
 
 
 def test_a_copy_with_fewer_blocks_keeps_the_stages_below():

@@ -30,16 +30,16 @@ def test_labels_in_the_data_and_labels_in_a_tensor_are_one():
     model, tokens = tiny_llama(), random_tokens(5, 9)
     shifted = torch.full_like(tokens, NO_LABEL)
     shifted[:, :-1] = tokens[:, 1:]
-    plain = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.ExitCurve()], batch_size=2)
+    plain = lsim.analyze(model, lsim.Data(tokens, batch_size=2), [lsim.LogitLens(), lsim.ExitCurve()])
     data = {"input_ids": tokens, "labels": shifted}
     for labels, what in (("data", data), (shifted, tokens)):
         every = [lsim.LogitLens(labels=labels), lsim.ExitCurve(labels=labels)]
-        found = lsim.analyze(model, what, every, batch_size=2)
+        found = lsim.analyze(model, lsim.Data(what, batch_size=2), every)
         for name in plain:
             assert worst(found[name], plain[name]) == 0
     some = shifted.clone()
     some[:, ::2] = NO_LABEL
-    masked = lsim.analyze(model, tokens, lsim.LogitLens(labels=some), batch_size=2)["logit_lens"]
+    masked = lsim.analyze(model, lsim.Data(tokens, batch_size=2), lsim.LogitLens(labels=some))["logit_lens"]
     assert (masked.positions, masked.targets) == (45, 20)
     states, _ = tables(model, list(tokens))
     logits = by_hand(model, states)
@@ -108,7 +108,7 @@ def test_columns_of_labels_are_read_from_tables():
     with pytest.raises(lsim.LayersimError, match=r"`labels` do not fit the data(.|\n)*2 labels for 3 texts"):
         lsim.analyze(model, {"text": texts[:3], "label": [0, 1]}, analyzer)
     with pytest.raises(lsim.LayersimError, match=r"`data` has no labels(.|\n)*pack=True"):
-        lsim.analyze(model, table, analyzer, pack=True)
+        lsim.analyze(model, lsim.Data(table, pack=True), analyzer)
 
 
 @pytest.mark.parametrize("label", [100, -1])
@@ -146,10 +146,10 @@ def test_labels_follow_the_rows_and_positions_of_the_users_data():
     ):
         assert worst(lsim.analyze(model, what, lsim.LogitLens(labels=labels))["logit_lens"], plain) < 1e-12
         assert worst(lsim.analyze(nnsight(model), what, lsim.LogitLens(labels=labels))["logit_lens"], plain) < 1e-5
-    split = lsim.analyze(model, tokens, lsim.LogitLens(labels=shifted), seq_len=4)["logit_lens"]
+    split = lsim.analyze(model, lsim.Data(tokens, seq_len=4), lsim.LogitLens(labels=shifted))["logit_lens"]
     assert split.targets == plain.targets
     with pytest.raises(lsim.LayersimError, match=r"a packed row joins several texts"):
-        lsim.analyze(model, texts, lsim.LogitLens(labels=label), pack=True)
+        lsim.analyze(model, lsim.Data(texts, pack=True), lsim.LogitLens(labels=label))
 
 
 def test_a_missing_label_is_none_whatever_the_batch():
@@ -157,7 +157,9 @@ def test_a_missing_label_is_none_whatever_the_batch():
     model.tokenizer = tiny_tokenizer()
     data = [{"text": t, "label": y} for t, y in zip(["w3 w4 w5", "w6 w7", "w8 w9", "w3 w9"], [0, None, 1, 1], strict=True)]
     found = [
-        lsim.analyze(model, data, lsim.NeuralCollapse(labels="data"), batch_size=b)["neural_collapse"].samples.tolist()
+        lsim.analyze(model, lsim.Data(data, batch_size=b), lsim.NeuralCollapse(labels="data"))[
+            "neural_collapse"
+        ].samples.tolist()
         for b in (1, 2, 4)
     ]
     assert found == [[2, 1]] * 3

@@ -10,6 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.models.towers import end_of_text
 
 from ..clip_models import clip_of, pairs
+from ..options import called
 
 VISION = [f"vision_model.encoder.layers.{number}" for number in range(4)]
 TEXT = [f"text_model.encoder.layers.{number}" for number in range(3)]
@@ -18,7 +19,7 @@ DATA = pairs()
 
 
 def attached(model, layers, **options):
-    with torch.no_grad(), lsim.attach(model, COSINE, layers=layers, **options) as probe:
+    with torch.no_grad(), called(lsim.attach, model, COSINE, layers=layers, **options) as probe:
         model(**DATA)
     return probe.results()["cosine"]
 
@@ -51,20 +52,20 @@ def test_layers_of_both_towers_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"has a vision and a text tower(.|\n)*modules of both towers"):
         attached(clip_of(), [*VISION, *TEXT])
     with pytest.raises(lsim.LayersimError, match="modules of both towers"):
-        lsim.analyze(clip_of(), DATA, COSINE, layers=[*TEXT, *VISION])
+        lsim.analyze(lsim.open_model(clip_of(), layers=[*TEXT, *VISION]), DATA, COSINE)
 
 
 def test_one_tower_is_read_where_its_blocks_are_named():
     images = states("vision")
     names = ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{number}.hook_resid_post" for number in range(4)))
-    for found in (attached(clip_of(), VISION), lsim.analyze(clip_of(), DATA, COSINE, layers=VISION)["cosine"]):
+    for found in (attached(clip_of(), VISION), lsim.analyze(lsim.open_model(clip_of(), layers=VISION), DATA, COSINE)["cosine"]):
         assert found.layers == names
         torch.testing.assert_close(found.values, cosines(images.flatten(1, 2)))
     assert set(names) < set(lsim.sites(clip_of()).name)
     first = attached(clip_of(), VISION, positions="first")
     torch.testing.assert_close(first.values, cosines(images[:, :, 0]))
     texts = states("text")[:, DATA["attention_mask"].bool()]
-    for found in (attached(clip_of(), TEXT), lsim.analyze(clip_of(), DATA, COSINE, layers=TEXT)["cosine"]):
+    for found in (attached(clip_of(), TEXT), lsim.analyze(lsim.open_model(clip_of(), layers=TEXT), DATA, COSINE)["cosine"]):
         torch.testing.assert_close(found.values, cosines(texts))
         assert found.layers[-1] == "text.blocks.2.hook_resid_post"
     later = attached(clip_of(), VISION[1:3])
@@ -99,11 +100,11 @@ def test_a_text_tower_reads_texts_with_their_end():
     model.text_model.tokenizer = made.tokenizer
     texts = ["a cat.", "a dog here."]
     given = made.tokenizer(texts, return_tensors="pt", padding=True)
-    by_text = lsim.analyze(model.text_model, texts, COSINE, positions="last")["cosine"]
-    by_ids = lsim.analyze(model.text_model, dict(given), COSINE, positions="last")["cosine"]
+    by_text = lsim.analyze(model.text_model, lsim.Data(texts, positions="last"), COSINE)["cosine"]
+    by_ids = lsim.analyze(model.text_model, lsim.Data(dict(given), positions="last"), COSINE)["cosine"]
     torch.testing.assert_close(by_text.values, by_ids.values)
     ends = int(made.tokenizer.eos_token_id)
-    counted = lsim.analyze(model.text_model, texts, COSINE, positions=lambda ids: ids == ends)["cosine"]
+    counted = lsim.analyze(model.text_model, lsim.Data(texts, positions=lambda ids: ids == ends), COSINE)["cosine"]
     assert counted.provenance.tokens == 2
 
 

@@ -10,6 +10,7 @@ import transformers
 import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import CONFIGS, GROUPED, LAYOUTS, LENSES, build, lively, nnsight
 
@@ -61,7 +62,7 @@ def test_nnsight_reads_the_same_heads(family):
     every = [cls() for cls in LENSES]
     expected = lsim.analyze(lively(HEADS[family]()), tokens, every)
     for options in ({}, {"remote": "local"}):
-        found = lsim.analyze(nnsight(lively(HEADS[family]())), tokens, every, **options)
+        found = called(lsim.analyze, nnsight(lively(HEADS[family]())), tokens, every, **options)
         for name in expected:
             np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-5, atol=1e-6)
 
@@ -134,15 +135,17 @@ class Odd(torch.nn.Module):
 def test_a_head_that_no_table_knows_can_be_named():
     layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
     with pytest.raises(lsim.LayersimError, match=r"needs an unembedding(.|\n)*unembed=\['path.of.final_norm'"):
-        lsim.analyze(Odd(), tokens, lsim.LogitLens(), layers=layers)
+        lsim.analyze(lsim.open_model(Odd(), layers=layers), tokens, lsim.LogitLens())
     for model in (Odd(), nnsight(Odd())):
-        found = lsim.analyze(model, tokens, lsim.LogitLens(), layers=layers, unembed=["polish", "speak"])["logit_lens"]
+        found = lsim.analyze(lsim.open_model(model, layers=layers, unembed=["polish", "speak"]), tokens, lsim.LogitLens())[
+            "logit_lens"
+        ]
         assert found.unembedding == "speak(polish(x))"
         assert found.provenance.options["unembed"] == ["polish", "speak"]
     with pytest.raises(
         lsim.LayersimError, match=r"names a module that(.|\n)*unembed=\[..., 'polis'(.|\n)*did you mean 'polish'"
     ):
-        lsim.analyze(Odd(), tokens, lsim.LogitLens(), layers=layers, unembed=["polis", "speak"])
+        lsim.analyze(lsim.open_model(Odd(), layers=layers, unembed=["polis", "speak"]), tokens, lsim.LogitLens())
 
 
 @pytest.mark.parametrize("lens", LENSES)
@@ -150,9 +153,9 @@ def test_a_head_that_no_table_knows_can_be_named():
 def test_a_lens_that_is_not_the_models_is_refused(lens, wrap):
     layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
     with pytest.raises(lsim.LayersimError, match=r"does not give the model's own logits(.|\n)*speak\(polish\(x\)\): off by"):
-        lsim.analyze(wrap(Odd(twice=True)), tokens, lens(), layers=layers, unembed=["polish", "speak"])
+        lsim.analyze(lsim.open_model(wrap(Odd(twice=True)), layers=layers, unembed=["polish", "speak"]), tokens, lens())
     with pytest.raises(lsim.LayersimError, match=r"does not give the model's own logits(.|\n)*speak\(x\): off by"):
-        lsim.analyze(wrap(Odd()), tokens, lens(), layers=layers, unembed=["speak"])
+        lsim.analyze(lsim.open_model(wrap(Odd()), layers=layers, unembed=["speak"]), tokens, lens())
 
 
 def test_a_model_without_a_head_is_refused_before_it_runs():
@@ -230,7 +233,7 @@ def test_a_head_that_cannot_be_called_as_found_is_refused():
     model = transformers.BertForPreTraining(transformers.BertConfig(**LAYOUTS["Bert"])).eval()
     with pytest.raises(lsim.LayersimError, match=r"own logits(.|\n)*cannot be called so(.|\n)*pooled_output(.|\n)*unembed="):
         lsim.analyze(model, random_tokens(2, 9), lsim.Saturation())
-    assert lsim.analyze(model, random_tokens(2, 9), lsim.Saturation(), unembed=["cls.predictions"])
+    assert lsim.analyze(lsim.open_model(model, unembed=["cls.predictions"]), random_tokens(2, 9), lsim.Saturation())
 
 
 def test_the_opt_that_projects_out_without_a_norm():

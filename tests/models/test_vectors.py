@@ -10,6 +10,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..options import called
 from .family_cases import CASES, model_of
 from .helpers import nnsight
 
@@ -38,18 +39,25 @@ def logits_by_layer(model, x) -> list[torch.Tensor]:
 @pytest.mark.parametrize("wrap", [lambda model: model, nnsight], ids=["module", "nnsight"])
 def test_predictions_by_layer(wrap):
     data, model = vectors(), mlp()
-    lens = lsim.analyze(wrap(model), data, lsim.LogitLens(labels="data"), batch_size=4, **CASE.named_head)["logit_lens"]
+    lens = called(lsim.analyze, wrap(model), data, lsim.LogitLens(labels="data"), batch_size=4, **CASE.named_head)["logit_lens"]
     for layer, logits in enumerate(logits_by_layer(mlp(), data["x"])):
         expected = float(torch.nn.functional.cross_entropy(logits, data["labels"]))
         assert float(lens.cross_entropy[layer]) == pytest.approx(expected, abs=1e-12)
         assert float(lens.accuracy[layer]) == pytest.approx(float((logits.argmax(1) == data["labels"]).double().mean()))
     with pytest.raises(lsim.LayersimError, match="does not give the model's own logits"):
-        lsim.analyze(wrap(mlp()), data, lsim.LogitLens(labels="data"), layers=list(CASE.layers), unembed=["steps.0", "classes"])
+        lsim.analyze(
+            lsim.open_model(wrap(mlp()), layers=list(CASE.layers), unembed=["steps.0", "classes"]),
+            data,
+            lsim.LogitLens(labels="data"),
+        )
 
 
 def test_probe_of_a_loop():
     data = vectors()
-    with torch.no_grad(), lsim.attach(mlp(), [lsim.Saturation(), lsim.Cosine(center="none")], **CASE.named_head) as probe:
+    with (
+        torch.no_grad(),
+        called(lsim.attach, mlp(), [lsim.Saturation(), lsim.Cosine(center="none")], **CASE.named_head) as probe,
+    ):
         model = probe._source.module
         model(data["x"])
     predicted = torch.stack([logits.argmax(1) for logits in logits_by_layer(mlp(), data["x"])])
@@ -61,7 +69,13 @@ def test_a_stitched_model_is_the_front_below_and_the_back_above():
     data, front, back = vectors(), mlp(), mlp(1)
     layers = list(CASE.layers)
     found = lsim.stitch(
-        front, back, data, at=(1, 1), adapter="identity", labels="data", layers=(layers, layers), eval_data=data
+        lsim.open_model(front, layers=layers),
+        lsim.open_model(back, layers=layers),
+        data,
+        at=(1, 1),
+        adapter="identity",
+        labels="data",
+        eval_data=data,
     )
     with torch.no_grad():
         hidden = front.steps[0](front.embed(data["x"]))
@@ -77,13 +91,15 @@ def test_training_starts_from_the_losses_of_the_layers():
     data = vectors()
     expected = [float(torch.nn.functional.cross_entropy(x, data["labels"])) for x in logits_by_layer(mlp(), data["x"])]
     training = lsim.AlignedTraining(steps=1)
-    found = lsim.finetune_aligned(mlp(), data, training, labels="data", eval_data=data, batch_size=3, **CASE.named_head)
+    found = called(lsim.finetune_aligned, mlp(), data, training, labels="data", eval_data=data, batch_size=3, **CASE.named_head)
     np.testing.assert_allclose(found.values[0], expected, atol=1e-9)
 
 
 def test_coupling_of_blocks_is_that_of_their_jacobians():
     data, model = {"x": vectors()["x"][:1]}, mlp()
-    found = lsim.analyze(model, data, lsim.BlockCoupling(k=2, method="dense"), layers=list(CASE.layers))["block_coupling"]
+    found = lsim.analyze(lsim.open_model(model, layers=list(CASE.layers)), data, lsim.BlockCoupling(k=2, method="dense"))[
+        "block_coupling"
+    ]
     hidden = model.embed(data["x"][0]).detach()
     for layer, step in enumerate(model.steps):
         jacobian = torch.autograd.functional.jacobian(step, hidden[None]).reshape(16, 16) - torch.eye(16, dtype=torch.float64)

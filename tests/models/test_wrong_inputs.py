@@ -8,6 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..input_models import image_vit, pair_bert, pixels
+from ..options import called
 from ..tiny_models import random_tokens
 from .helpers import nnsight
 
@@ -38,7 +39,7 @@ def test_texts_and_images_for_the_other_kind_of_model():
     with pytest.raises(lsim.LayersimError, match=r"images, features or embeddings, and BertForSeq(.|\n)*takes token ids"):
         lsim.analyze(pair_bert(), pixels(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are tokens"):
-        lsim.compare(pair_bert(), image_vit(), random_tokens(), lsim.CKA(minibatch=16), positions="all")
+        lsim.compare(pair_bert(), image_vit(), lsim.Data(random_tokens(), positions="all"), lsim.CKA(minibatch=16))
 
 
 @pytest.mark.parametrize("wrong", [3, -1])
@@ -65,20 +66,20 @@ def conv():
 def test_images_by_another_name_or_without_a_name(make, name, options):
     cosine = lsim.Cosine(center="none")
     model, x, y = make(), pixels(), torch.arange(6) % 3
-    expected = lsim.analyze(model, {name: x}, cosine, **options)["cosine"].values
+    expected = called(lsim.analyze, model, {name: x}, cosine, **options)["cosine"].values
     with pytest.raises(lsim.LayersimError, match=r"no unambiguous column") as error:
-        lsim.analyze(model, {"x": x, "label": y}, cosine, **options)
+        called(lsim.analyze, model, {"x": x, "label": y}, cosine, **options)
     assert error.value.do == f"{{'{name}': data['x']}}, the name that the model gives it; or column='x'"
-    named = lsim.analyze(model, {"x": x, "label": y}, cosine, column="x", **options)["cosine"].values
+    named = called(lsim.analyze, model, {"x": x, "label": y}, cosine, column="x", **options)["cosine"].values
     assert torch.equal(named, expected)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=3)
     for data in ((x, y), loader):
         with pytest.raises(lsim.LayersimError, match="several things without names") as error:
-            lsim.analyze(model, data, cosine, **options)
+            called(lsim.analyze, model, data, cosine, **options)
         assert f"[{{'{name}': x, 'label': y}} for x, y in loader]" in error.value.do
         assert "token" not in str(error.value)
     batches = [{name: a, "label": b} for a, b in loader]
-    torch.testing.assert_close(lsim.analyze(model, batches, cosine, **options)["cosine"].values, expected)
+    torch.testing.assert_close(called(lsim.analyze, model, batches, cosine, **options)["cosine"].values, expected)
 
 
 def test_images_of_bytes_for_a_model_without_a_processor():
@@ -88,5 +89,5 @@ def test_images_of_bytes_for_a_model_without_a_processor():
             lsim.analyze(conv(), data, "cosine", at=["0"])
         assert "inputs_embeds" not in str(error.value)
         assert error.value.do == "torch.as_tensor(data).float() / 255, with channels first: .movedim(-1, -3)"
-    found = lsim.analyze(conv(), images.float().div(255).movedim(-1, -3), "cosine", at=["0"], positions="mean")
+    found = lsim.analyze(conv(), lsim.Data(images.float().div(255).movedim(-1, -3), positions="mean"), "cosine", at=["0"])
     assert found["cosine"].provenance.sequences == 4

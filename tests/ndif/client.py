@@ -53,7 +53,10 @@ def equal(report, other) -> bool:
 def main(url: str, name: str, out: str, checkpoint: str | None = None) -> None:
     analyzers = [lsim.Cosine(), lsim.CKA(minibatch=64), lsim.Trajectory()]
     report = lsim.analyze(
-        load(name), rows(96, 60), analyzers, remote=url, batch_size=4, tokens_per_request=480, checkpoint=checkpoint
+        lsim.open_model(load(name), remote=url, tokens_per_request=480),
+        lsim.Data(rows(96, 60), batch_size=4),
+        analyzers,
+        checkpoint=checkpoint,
     )
     report.save(out)
 

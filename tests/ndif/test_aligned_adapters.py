@@ -8,6 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training.adapter_api import train_adapters
 
+from ..options import called
 from .client import load, rows
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:UserWarning")]
@@ -17,17 +18,17 @@ OPTIONS = {"rank": 3, "batch_size": 4, "at": [0, 2], "lr": 0.02}
 @pytest.mark.parametrize("name", ["tests/llama", "tests/gpt2"])
 def test_trained_there_as_here_and_applied(name, server, trust, tmp_path):
     data, held = rows(12, 40), rows(5, 40, seed=9)
-    expected = train_adapters(load(name, torch.float32), data, steps=3, eval_data=held, **OPTIONS)
+    expected = called(train_adapters, load(name, torch.float32), data, steps=3, eval_data=held, **OPTIONS)
     if trust == "sandboxed":
         with pytest.raises(lsim.LayersimError, match="sandbox without gradients"):
-            train_adapters(load(name), data, steps=3, eval_data=held, remote=server.url, **OPTIONS)
+            called(train_adapters, load(name), data, steps=3, eval_data=held, remote=server.url, **OPTIONS)
     else:
-        found = train_adapters(load(name), data, steps=3, eval_data=held, remote=server.url, **OPTIONS)
+        found = called(train_adapters, load(name), data, steps=3, eval_data=held, remote=server.url, **OPTIONS)
         for field in ("curves", "losses", "down", "up"):
             ours, theirs = getattr(found, field).double(), getattr(expected, field).double()
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
         assert found.provenance.options["remote"][0]["trusted"]
-        again = train_adapters(load(name), data, steps=3, eval_data=held, remote=server.url, **OPTIONS)
+        again = called(train_adapters, load(name), data, steps=3, eval_data=held, remote=server.url, **OPTIONS)
         assert all(torch.equal(getattr(again, field), getattr(found, field)) for field in found.tensor_fields())
     # What was trained can be applied on either.
     expected.save(tmp_path / "adapters.safetensors")
@@ -49,8 +50,8 @@ def test_trained_there_as_here_and_applied(name, server, trust, tmp_path):
 def test_many_steps_in_a_request_on_a_server_in_half_precision(start):
     server, data = start(dtype="bfloat16"), rows(12, 40)
     options = OPTIONS | {"steps": 12, "eval_data": rows(5, 40, seed=9)}
-    there = train_adapters(load("tests/llama"), data, remote=server.url, **options)
-    here = train_adapters(load("tests/llama", torch.bfloat16), data, **options)
+    there = called(train_adapters, load("tests/llama"), data, remote=server.url, **options)
+    here = called(train_adapters, load("tests/llama", torch.bfloat16), data, **options)
     assert there.down.dtype == torch.float32
     assert there.provenance.dtype == "torch.bfloat16"
     # The probe, the lens, looks before and after of two batches each, and steps many of which share a request.

@@ -17,6 +17,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.remote import client as ndif
 
+from ..options import called
 from .client import equal, furthest, load, rows
 from .conftest import ask_for
 
@@ -31,14 +32,14 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:U
 
 def test_half_precision_there_is_summed_as_here(start, monkeypatch):
     server, data = start(dtype="bfloat16"), rows(12, 60)
-    here = lsim.analyze(load("tests/llama", torch.bfloat16), data, RESIDUAL + LENS, batch_size=4)
-    exact = lsim.analyze(load("tests/llama", torch.float32), data, RESIDUAL + LENS, batch_size=4)
+    here = lsim.analyze(load("tests/llama", torch.bfloat16), lsim.Data(data, batch_size=4), RESIDUAL + LENS)
+    exact = lsim.analyze(load("tests/llama", torch.float32), lsim.Data(data, batch_size=4), RESIDUAL + LENS)
     for kind in ("trusted", "sandboxed"):
         with monkeypatch.context() as patch:
             ask_for(kind, patch)
             # A sandbox starts a process for each request: few requests.
             options = {"remote": server.url, "batch_size": 4, "tokens_per_request": 4000}
-            report = lsim.analyze(load("tests/llama"), data, RESIDUAL + LENS, **options)
+            report = called(lsim.analyze, load("tests/llama"), data, RESIDUAL + LENS, **options)
         # Equal activations give equal sums only if the sums are not in bfloat16.
         assert furthest(report, here) < 1e-6
         assert report["cosine"].provenance.dtype == "torch.bfloat16"
@@ -51,19 +52,21 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_pat
     options = {"remote": server.url, "batch_size": 2}
     # A request with CKA holds 16 rows or more.
     analyzers = [lsim.Cosine(center="none"), lsim.Trajectory()]
-    calm = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=400, **options)
-    halved = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, **options)
+    calm = called(lsim.analyze, load("tests/slow"), data, analyzers, tokens_per_request=400, **options)
+    halved = called(lsim.analyze, load("tests/slow"), data, analyzers, tokens_per_request=100_000, **options)
     assert equal(calm, halved)
     requests = [report["cosine"].provenance.options["remote"][0]["requests"] for report in (calm, halved)]
     assert requests[0] == 33
     # Without a halving there would be two requests.
     assert 2 < requests[1] <= 33
     # Left to itself it stays below the limit.
-    assert equal(calm, lsim.analyze(load("tests/slow"), data, analyzers, **options))
+    assert equal(calm, called(lsim.analyze, load("tests/slow"), data, analyzers, **options))
     with pytest.raises(lsim.LayersimError, match=r"the server's time limit for a job(.|\n)*batch_size="):
-        lsim.analyze(load("tests/slow"), rows(120, 256), analyzers, remote=server.url, batch_size=120)
+        lsim.analyze(
+            lsim.open_model(load("tests/slow"), remote=server.url), lsim.Data(rows(120, 256), batch_size=120), analyzers
+        )
     # The same of jobs that are not waited for.
-    run = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, blocking=False, **options)
+    run = called(lsim.analyze, load("tests/slow"), data, analyzers, tokens_per_request=100_000, blocking=False, **options)
     run.save(tmp_path / "run")
     assert equal(run.result(600), calm)
     with pytest.raises(lsim.LayersimError, match="cannot be sent again without the model"):
@@ -75,7 +78,7 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     server, data = start(), rows(48, 60)
     analyzers = [lsim.Cosine(), lsim.Trajectory()]
     options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
-    undisturbed = lsim.analyze(load("tests/llama"), data, analyzers, **options)
+    undisturbed = called(lsim.analyze, load("tests/llama"), data, analyzers, **options)
 
     under_way, plain, asked = threading.Event(), ndif.NdifClient._finish_attempt, []
 
@@ -93,7 +96,7 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", attempt)
     cut = threading.Thread(target=power_cut)
     cut.start()
-    report = lsim.analyze(load("tests/llama"), data, analyzers, **options)
+    report = called(lsim.analyze, load("tests/llama"), data, analyzers, **options)
     cut.join()
     # Some requests were made more than once.
     assert len(asked) > report["cosine"].provenance.options["remote"][0]["requests"]
@@ -116,8 +119,10 @@ def test_remote_equals_local(name, server, hub, trust):
     # A sandbox has no gradients of a model.
     coupling = lsim.BlockCoupling(k=6, method="dense" if trust == "trusted" else "finite-difference")
     analyzers = [*RESIDUAL, *LENS, coupling, lsim.SkipEffect(), lsim.Contribution()]
-    report = lsim.analyze(load(name), data, analyzers, remote=server.url, batch_size=4, tokens_per_request=4000)
-    here = lsim.analyze(load(name, torch.float32), data, analyzers, batch_size=4)
+    report = lsim.analyze(
+        lsim.open_model(load(name), remote=server.url, tokens_per_request=4000), lsim.Data(data, batch_size=4), analyzers
+    )
+    here = lsim.analyze(load(name, torch.float32), lsim.Data(data, batch_size=4), analyzers)
     assert furthest(report, here) < 1e-6
     for result, local in zip(report.values(), here.values(), strict=True):
         assert result.provenance.data == local.provenance.data
@@ -131,7 +136,9 @@ def test_few_bytes_come_back(server, capsys):
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
     sizes = []
     for count in (4, 64):
-        report = lsim.analyze(load("tests/deep"), rows(count, 60), analyzers, remote=server.url, batch_size=count)
+        report = lsim.analyze(
+            lsim.open_model(load("tests/deep"), remote=server.url), lsim.Data(rows(count, 60), batch_size=count), analyzers
+        )
         [place] = report["cosine"].provenance.options["remote"]
         # The probe, which brings a few words, and one request.
         assert place["requests"] == 2
@@ -163,13 +170,13 @@ def test_the_next_request_is_sent_while_one_runs(server, monkeypatch):
 
     monkeypatch.setattr(ndif.NdifClient, "send", sending)
     monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", finishing)
-    ahead = lsim.analyze(load("tests/slow"), data, analyzers, **options)
+    ahead = called(lsim.analyze, load("tests/slow"), data, analyzers, **options)
     # The first request shows that its size fits; then one is sent ahead of each result.
     assert before_result == [1, 3, 4, 5, 6, 7, 8, 8]
     # Nobody else sends requests to this server.
     assert positions == [1] * 8
     monkeypatch.setattr(request_pipeline, "MOST_ON_SERVER", 1)
-    one_by_one = lsim.analyze(load("tests/slow"), data, analyzers, **options)
+    one_by_one = called(lsim.analyze, load("tests/slow"), data, analyzers, **options)
     assert equal(ahead, one_by_one)
     [place], [other] = (report["cosine"].provenance.options["remote"] for report in (ahead, one_by_one))
     assert place["requests"] == other["requests"] == 9
@@ -207,8 +214,8 @@ def test_a_client_that_is_killed_ten_times(server, tmp_path):
 def test_a_run_that_is_not_waited_for_is_picked_up_in_another_process(server, tmp_path):
     data, analyzers = rows(32, 60), RESIDUAL + LENS
     options = {"remote": server.url, "batch_size": 4}
-    waited = lsim.analyze(load("tests/llama"), data, analyzers, **options)
-    run = lsim.analyze(load("tests/llama"), data, analyzers, blocking=False, tokens_per_request=480, **options)
+    waited = called(lsim.analyze, load("tests/llama"), data, analyzers, **options)
+    run = called(lsim.analyze, load("tests/llama"), data, analyzers, blocking=False, tokens_per_request=480, **options)
     run.save(tmp_path / "run")
     assert b"beef" not in (tmp_path / "run").read_bytes()
     assert "beef" not in repr(run)
@@ -221,10 +228,17 @@ def test_a_run_that_is_not_waited_for_is_picked_up_in_another_process(server, tm
 def test_two_remote_models_are_compared_by_what_is_small(server, trust, capfd):
     data = rows(12, 60)
     options = {"batch_size": 12}
-    far = lsim.compare(load("tests/llama"), load("tests/gpt2"), data, lsim.CKA(minibatch=64), remote=server.url, **options)
+    far = called(
+        lsim.compare, load("tests/llama"), load("tests/gpt2"), data, lsim.CKA(minibatch=64), remote=server.url, **options
+    )
     said = capfd.readouterr().err
-    here = lsim.compare(
-        load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, lsim.CKA(minibatch=64), **options
+    here = called(
+        lsim.compare,
+        load("tests/llama", torch.float32),
+        load("tests/gpt2", torch.float32),
+        data,
+        lsim.CKA(minibatch=64),
+        **options,
     )
     assert torch.allclose(far.values, here.values, atol=1e-6)
     assert "cross in all" in said
@@ -233,14 +247,14 @@ def test_two_remote_models_are_compared_by_what_is_small(server, trust, capfd):
 def test_one_model_here_and_one_there(server):
     data = rows(12, 60)
     mixed = lsim.compare(
-        load("tests/llama", torch.float32), load("tests/gpt2"), data, lsim.CKA(minibatch=64), remote=(False, server.url)
+        load("tests/llama", torch.float32), lsim.open_model(load("tests/gpt2"), remote=server.url), data, lsim.CKA(minibatch=64)
     )
     here = lsim.compare(load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, lsim.CKA(minibatch=64))
     assert torch.allclose(mixed.values, here.values, atol=1e-6)
 
 
 def test_the_server_says_what_it_can_do(server, trust):
-    found = lsim.capabilities(load("tests/llama"), remote=server.url)
+    found = lsim.capabilities(lsim.open_model(load("tests/llama"), remote=server.url))
     assert found.offer.trusted is (trust == "trusted")
     assert found.offer.dtype == "torch.float32"
     assert found.offer.devices == ("cpu",)
@@ -265,7 +279,7 @@ def test_a_model_that_the_server_cannot_load(server, hub, tmp_path):
     for path in (HUB.root / "tests/gone").glob("*"):
         path.unlink()
     with pytest.raises(lsim.LayersimError, match=r"does not run this model(.|\n)*those are:"):
-        lsim.analyze(model, rows(2, 8), ["cka"], remote=server.url)
+        lsim.analyze(lsim.open_model(model, remote=server.url), rows(2, 8), ["cka"])
 
 
 def test_the_tutorial_runs_as_it_is_but_for_names(server, hub, tmp_path, monkeypatch):
@@ -281,21 +295,22 @@ def test_the_tutorial_runs_as_it_is_but_for_names(server, hub, tmp_path, monkeyp
 def test_stitched_there_as_here(server, trust):
     options = {"at": (2, 2), "adapter": "affine", "fit": "lstsq", "batch_size": 8}
     data = rows(32, 40)
-    expected = lsim.stitch(load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, **options)
+    expected = called(lsim.stitch, load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, **options)
     there = [load("tests/llama"), load("tests/gpt2")]
-    found = lsim.stitch(*there, data, remote=server.url, **options)
+    found = called(lsim.stitch, *there, data, remote=server.url, **options)
     assert found.loss == pytest.approx(expected.loss, abs=1e-6)
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
     training = {"fit": "sgd", "training": lsim.StitchTraining(steps=3, warmup=1)}
     if trust == "sandboxed":
         with pytest.raises(lsim.LayersimError, match="sandbox of this server does not provide"):
-            lsim.stitch(*there, data, remote=server.url, **(options | training))
+            called(lsim.stitch, *there, data, remote=server.url, **options | training)
         return
-    trained = lsim.stitch(*there, data, remote=server.url, **(options | training | {"adapter": "affine-norm"}))
-    by_hand = lsim.stitch(
+    trained = called(lsim.stitch, *there, data, remote=server.url, **options | training | {"adapter": "affine-norm"})
+    by_hand = called(
+        lsim.stitch,
         load("tests/llama", torch.float32),
         load("tests/gpt2", torch.float32),
         data,
-        **(options | training | {"adapter": "affine-norm"}),
+        **options | training | {"adapter": "affine-norm"},
     )
     torch.testing.assert_close(trained.curve, by_hand.curve, rtol=1e-5, atol=1e-5)

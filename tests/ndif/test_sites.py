@@ -10,6 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analysis import submitted_run
 
+from ..options import called
 from .client import equal, furthest, load, rows
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:UserWarning")]
@@ -22,8 +23,8 @@ def both(server, name, analyzers, **options):
     data = rows(8, 40)
     if name not in HERE:
         HERE[name] = load(name, torch.float32)
-    near = lsim.analyze(HERE[name], data, analyzers, batch_size=4, **options)
-    far = lsim.analyze(load(name), data, analyzers, remote=server.url, batch_size=4, tokens_per_request=4000, **options)
+    near = called(lsim.analyze, HERE[name], data, analyzers, batch_size=4, **options)
+    far = called(lsim.analyze, load(name), data, analyzers, remote=server.url, batch_size=4, tokens_per_request=4000, **options)
     assert furthest(far, near) < 1e-6
     for one, other in zip(far.values(), near.values(), strict=True):
         assert one.layers == other.layers
@@ -61,7 +62,7 @@ def test_edits_after_the_last_site_equal_local(server, trust):
         with model.edit() as (_, edited):
             edited.model.layers[0].output[:] = edited.model.layers[0].output * 0.5 + 1
             edited.model.layers[-1].output[:] = edited.model.layers[-1].output * 0.5 + 1
-        found.append(lsim.analyze(edited, rows(8, 40), QUICK, at="attn_out", batch_size=4, **options))
+        found.append(called(lsim.analyze, edited, rows(8, 40), QUICK, at="attn_out", batch_size=4, **options))
     assert furthest(*found) < 1e-6
     assert furthest(found[0], lsim.analyze(load("tests/llama", torch.float32), rows(8, 40), QUICK, at="attn_out")) > 1e-3
 
@@ -71,8 +72,8 @@ def test_a_run_at_other_sites_is_kept_and_sent_again(server, tmp_path, monkeypat
     monkeypatch.setattr(submitted_run, "PAUSE", 0.1)
     # A request with CKA holds 16 rows or more.
     data, options = rows(32, 40), {"remote": server.url, "batch_size": 4, "at": "z", "per_head": True}
-    waited = lsim.analyze(load("tests/llama"), data, QUICK, **options)
-    run = lsim.analyze(load("tests/llama"), data, QUICK, blocking=False, tokens_per_request=320, **options)
+    waited = called(lsim.analyze, load("tests/llama"), data, QUICK, **options)
+    run = called(lsim.analyze, load("tests/llama"), data, QUICK, blocking=False, tokens_per_request=320, **options)
     path = run.save(tmp_path / "run")
     assert equal(lsim.load_run(path).result(300), waited)
     again = lsim.load_run(path, model=load("tests/llama"))
@@ -84,15 +85,19 @@ def test_a_run_at_other_sites_is_kept_and_sent_again(server, tmp_path, monkeypat
 
 def test_two_remote_models_at_other_sites(server):
     data, options = rows(8, 40), {"batch_size": 8, "at": "attn_out"}
-    far = lsim.compare(load("tests/llama"), load("tests/gpt2"), data, QUICK[1], remote=server.url, **options)
-    near = lsim.compare(load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, QUICK[1], **options)
+    far = called(lsim.compare, load("tests/llama"), load("tests/gpt2"), data, QUICK[1], remote=server.url, **options)
+    near = called(
+        lsim.compare, load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, QUICK[1], **options
+    )
     assert torch.allclose(far.values, near.values, atol=1e-6)
     assert far.layers == near.layers
 
 
 @pytest.mark.parametrize("at", ["attn_out", "mlp_out", "z", "mlp_post"])
 def test_few_bytes_cross_at_32_layers(server, at, capsys):
-    report = lsim.analyze(load("tests/deep"), rows(64, 60), QUICK, remote=server.url, batch_size=64, at=at)
+    report = lsim.analyze(
+        lsim.open_model(load("tests/deep"), remote=server.url), lsim.Data(rows(64, 60), batch_size=64), QUICK, at=at
+    )
     [place] = report["cosine"].provenance.options["remote"]
     with capsys.disabled():
         print(

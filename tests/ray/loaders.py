@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+import tl_layersim as lsim
+
 from ..tiny_models import VOCABULARY, random_tokens, tiny_llama, tiny_tokenizer
 
 
@@ -41,18 +43,18 @@ PLAIN_PARTS = {"layers": [f"part.{i}" for i in range(3)], "unembed": ["norm", "h
 
 
 def load_plain():
-    return Plain().eval()
+    return lsim.open_model(Plain().eval(), **PLAIN_PARTS)
 
 
 def load_plain_nan():
-    model = load_plain()
-    model.part[1][1].weight.data[0, 0] = float("nan")
-    return model
+    opened = load_plain()
+    opened.model.part[1][1].weight.data[0, 0] = float("nan")
+    return opened
 
 
 def load_mortal(flag: Path, passes: int):
     """A model whose process is killed before it has run so many forward passes, as long as the file exists."""
-    model, left = load_plain(), [passes]
+    opened, left = load_plain(), [passes]
 
     def count(*_):
         left[0] -= 1
@@ -60,8 +62,12 @@ def load_mortal(flag: Path, passes: int):
             flag.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    model.register_forward_pre_hook(count)
-    return model
+    opened.model.register_forward_pre_hook(count)
+    return opened
+
+
+def load_verified():
+    return lsim.open_model(load(), verify="hf")
 
 
 def load_drawn():

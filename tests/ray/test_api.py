@@ -12,13 +12,18 @@ from tl_layersim.core.errors import LayersimError
 from .loaders import assert_same, load, load_missing, load_nan, texts
 
 ANALYZERS = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.LogitLens()]
-OPTIONS = {"batch_size": 2, "intervals": True, "max_tokens": 2800}
+
+
+def data():
+    return lsim.Data(texts(210), batch_size=2, max_tokens=2800)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of")
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return lsim.analyze(load(), texts(210), ANALYZERS, **OPTIONS)
+    return lsim.analyze(load(), data(), ANALYZERS, intervals=True)
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def on_ray(small_ray):
     """A run with two workers, all of which are ended after it, whatever happens."""
     from tl_layersim.ray import analyze_on_ray
 
-    yield partial(analyze_on_ray, dataset=texts(210), analyzers=ANALYZERS, num_workers=2, **OPTIONS)
+    yield partial(analyze_on_ray, data=data(), analyzers=ANALYZERS, num_workers=2, intervals=True)
     assert small_ray.actors
     assert all(actor.instance is None for actor in small_ray.actors)
 
@@ -57,7 +62,7 @@ def node_died(errors):
 def test_batches_with_which_four_workers_are_lost_end_the_run_with_their_cause(small_ray, on_ray, make, given, do):
     small_ray.lost, small_ray.loss = {1, 2, 3, 4}, make(small_ray.exceptions)
     with pytest.raises(LayersimError, match="Workers were lost 4 times with the same batches") as lost:
-        on_ray(load, dataset=texts(2))
+        on_ray(load, data=texts(2))
     assert lost.value.given.startswith(given)
     assert do in lost.value.do
     assert ("memory" in lost.value.do) == ("memory" in given)

@@ -11,10 +11,9 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.data.options import DataOptions
 
 from ..tiny_models import random_tokens
-from .loaders import PLAIN_PARTS, assert_same, load, load_drawn, load_missing, load_mortal, load_plain, texts
+from .loaders import assert_same, load, load_drawn, load_missing, load_mortal, load_plain, load_verified, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning:ray", "ignore:Intervals of")
 
@@ -27,17 +26,17 @@ def test_a_run_whose_worker_is_killed_equals_one_process_to_the_last_bit(cluster
     # One test, as each process of Ray imports torch anew; a model without transformers, whose import takes longer still.
     tokens = random_tokens(60, 12).tolist()
     analyzers = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.LogitLens()]
-    options = {"batch_size": 2, "intervals": True, **PLAIN_PARTS}
-    expected = lsim.analyze(load_plain(), tokens, analyzers, **options)
+    expected = lsim.analyze(load_plain(), lsim.Data(tokens, batch_size=2), analyzers, intervals=True)
     flag = tmp_path / "flag"
     flag.touch()
     rows = ray.data.from_items([{"input_ids": row} for row in tokens], override_num_blocks=4)
     # Blocks pass through a stage of Ray Data, which may hand them on out of order.
     rows = rows.map(lambda row: {"input_ids": list(row["input_ids"])})
-    found = analyze_on_ray(partial(load_mortal, flag, 6), rows, analyzers, num_workers=2, **options)
+    data = lsim.Data(rows, batch_size=2)
+    found = analyze_on_ray(partial(load_mortal, flag, 6), data, analyzers, num_workers=2, intervals=True)
     assert not flag.exists()
     # The hook that ends the worker is a change of its model.
-    assert_same(expected, found, unlike=("seconds", "changes"))
+    assert_same(expected, found, ("seconds", "changes"))
     assert not rows.context.execution_options.preserve_order
 
     with pytest.raises(LayersimError, match=r"`resources` .*banana"):
@@ -47,19 +46,17 @@ def test_a_run_whose_worker_is_killed_equals_one_process_to_the_last_bit(cluster
     assert any("in load_missing" in note for note in missing.value.__notes__)
 
 
-def test_what_cannot_be_done_on_ray_is_refused(monkeypatch):
+def test_what_cannot_be_done_on_ray_is_refused(monkeypatch, small_ray):
     from tl_layersim.ray import analyze_on_ray
 
-    model = load_plain()
-    for arguments, match in (
-        ({"remote": True}, "`remote` cannot be given on Ray"),
-        ({"verify": "hf"}, "`verify` cannot be given on Ray"),
-        ({"num_workers": 0}, "`num_workers` must be at least 1"),
+    for loader, workers, match in (
+        (lambda: lsim.open_model(None, remote=True), 1, r"`load_model` returns .*`remote`"),
+        (load_verified, 1, r"`load_model` returns .*`verify`"),
+        (load, 0, "`num_workers` must be at least 1"),
+        (load(), 1, "must be a function that loads the model"),
     ):
         with pytest.raises(LayersimError, match=match):
-            analyze_on_ray(load, texts(4), ["cka"], **{"num_workers": 1, **arguments})
-    with pytest.raises(LayersimError, match="must be a function that loads the model"):
-        analyze_on_ray(model, texts(4), ["cka"], num_workers=1)
+            analyze_on_ray(loader, texts(4), ["cka"], num_workers=workers)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LayersimError, match=r"tl_layersim\[ray\]"):
         analyze_on_ray(load, texts(4), ["cka"], num_workers=1)
@@ -68,11 +65,11 @@ def test_what_cannot_be_done_on_ray_is_refused(monkeypatch):
 def test_a_copy_of_another_model_is_refused():
     from tl_layersim.ray.model_copy import ModelCopy, Settings, equal_fields_of
 
-    own = ModelCopy(load_drawn, {"either_stack": True}).facts(Settings()).model
+    own = ModelCopy(load_drawn, "resid_post").facts(Settings()).model
     settings = Settings(1, equal_fields_of(own))
-    assert ModelCopy(load_drawn, {"either_stack": True}).facts(settings).model.weights_hash == own.weights_hash
+    assert ModelCopy(load_drawn, "resid_post").facts(settings).model.weights_hash == own.weights_hash
     with pytest.raises(LayersimError, match=r"`load_model` gave another model .* weights_hash"):
-        ModelCopy(load, {"either_stack": True}).facts(settings)
+        ModelCopy(load, "resid_post").facts(settings)
 
 
 def test_a_copy_follows_settings_and_adds_as_a_tree():
@@ -80,9 +77,9 @@ def test_a_copy_follows_settings_and_adds_as_a_tree():
     from tl_layersim.ray.model_copy import ModelCopy, Settings
     from tl_layersim.remote.open import open_source
 
-    copy = ModelCopy(load, {"either_stack": True})
+    copy = ModelCopy(load, "resid_post")
     points = copy.ask(Settings(), "hook_points", "attn_out", False)
-    batches = list(Batches(texts(7), open_source(load()).model, DataOptions(1)))
+    batches = list(Batches(lsim.Data(texts(7), batch_size=1), open_source(load()).model))
     settings = Settings(1, None, None, points, batches[0].first_row)
     assert copy.facts(settings).sites == tuple(point.name for point in points)
     assert copy.facts(replace(settings, number=2, points=None, settled_on=None)).sites[0] == "blocks.0.hook_resid_pre"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from unittest.mock import ANY
 
 import pandas as pd
@@ -21,7 +20,7 @@ from tl_layersim.ray import Worker
 from tl_layersim.ray import worker as module
 
 from ..tiny_models import random_tokens
-from .loaders import PLAIN_PARTS, assert_same, load, load_plain, load_plain_nan, texts
+from .loaders import assert_same, load, load_plain, load_plain_nan, load_verified, texts
 
 ANALYZERS = [lsim.CKA(minibatch=32), lsim.LogitLens()]
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of")
@@ -31,18 +30,22 @@ def chunks(rows, size):
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
+def by_two(rows):
+    return lsim.Data(rows, batch_size=2)
+
+
 @pytest.fixture(scope="module")
 def whole():
-    return lsim.analyze(load(), texts(), ANALYZERS, batch_size=2)
+    return lsim.analyze(load(), by_two(texts()), ANALYZERS)
 
 
 def test_equal_calls_equal_one_process_to_the_last_bit(whole, tmp_path):
-    worker = pickle.loads(pickle.dumps(Worker(load, ANALYZERS, batch_size=2)))
+    worker = pickle.loads(pickle.dumps(Worker(load, ANALYZERS)))
     found = []
     for number, rows in enumerate(chunks(texts(), 16)):
-        # Files, texts, mappings and tables alike.
-        kinds = [rows, [{"text": row} for row in rows], pd.DataFrame({"text": rows})]
-        sums = worker(kinds[number % 3])
+        # Files, texts, mappings, tables and iterators alike.
+        kinds = [rows, [{"text": row} for row in rows], pd.DataFrame({"text": rows}), iter(rows)]
+        sums = worker(by_two(kinds[number % 4]))
         path = tmp_path / str(number)
         path.write_bytes(sums)
         found.append(sums if number % 2 else path)
@@ -51,9 +54,9 @@ def test_equal_calls_equal_one_process_to_the_last_bit(whole, tmp_path):
 
 def test_intervals_of_equal_calls_agree_to_rounding():
     """Each call begins with leaves of one row, and one process has larger ones later."""
-    alone = lsim.analyze(load(), texts(64), ANALYZERS, batch_size=2, intervals=True)
-    worker = Worker(load, ANALYZERS, batch_size=2, intervals=True)
-    found = worker.report(map(worker, chunks(texts(64), 16)))
+    alone = lsim.analyze(load(), by_two(texts(64)), ANALYZERS, intervals=True)
+    worker = Worker(load, ANALYZERS, intervals=True)
+    found = worker.report(map(worker, map(by_two, chunks(texts(64), 16))))
     for name, one in alone.items():
         mine, theirs = one.interval(), found[name].interval()
         assert torch.allclose(one.values, found[name].values, atol=1e-6)
@@ -61,8 +64,8 @@ def test_intervals_of_equal_calls_agree_to_rounding():
 
 
 def test_unequal_calls_agree_to_rounding(whole):
-    worker = Worker(load, [lsim.LogitLens()], batch_size=2)
-    found = worker.report(map(worker, [[], *chunks(texts(), 7)]))["logit_lens"]
+    worker = Worker(load, [lsim.LogitLens()])
+    found = worker.report(map(worker, map(by_two, [[], *chunks(texts(), 7)])))["logit_lens"]
     expected = whole["logit_lens"].cross_entropy
     assert found.provenance.tokens == whole["logit_lens"].provenance.tokens
     assert torch.allclose(found.cross_entropy, expected, rtol=1e-6)
@@ -88,20 +91,20 @@ def test_a_process_loads_the_model_once_for_all_copies_of_a_worker():
     worker(texts(3))
     copy(texts(3))
     assert loaded == [1]
-    assert key in module._sources
+    assert key in module._models
 
 
 def test_a_pool_of_processes_measures_and_raises_errors_of_this_package():
     # A new process imports this model in less time than one of transformers.
-    tokens, options = random_tokens(70, 12).tolist(), {"batch_size": 2, **PLAIN_PARTS}
-    worker, broken = Worker(load_plain, ANALYZERS, **options), Worker(load_plain_nan, ANALYZERS, **options)
+    tokens = random_tokens(70, 12).tolist()
+    worker, broken = Worker(load_plain, ANALYZERS), Worker(load_plain_nan, ANALYZERS)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = list(pool.map(worker, chunks(tokens, 32)))
+        found = list(pool.map(worker, map(by_two, chunks(tokens, 32))))
         with pytest.raises(LayersimError, match="NaN or infinite") as refused:
             pool.submit(broken, tokens[:3]).result()
     assert refused.value.do
     assert not refused.value.__notes__
-    whole = lsim.analyze(load_plain(), tokens, ANALYZERS, **options)
+    whole = lsim.analyze(load_plain(), by_two(tokens), ANALYZERS)
     assert_same(whole, worker.report(found), ("seconds", "data"), intervals=False)
 
 
@@ -109,12 +112,14 @@ def test_what_a_worker_cannot_do_is_refused():
     with pytest.raises(LayersimError, match=r"Cosine reads all data twice.*(\n.*)*analyze_on_ray"):
         Worker(load, [lsim.Cosine()])
     with pytest.raises(LayersimError, match="`max_tokens` cannot be given to a Worker"):
-        Worker(load, ["cka"], max_tokens=100)
+        Worker(load, ["cka"])(lsim.Data(texts(3), max_tokens=100))
+    with pytest.raises(LayersimError, match=r"`load_model` returns .*`verify`"):
+        Worker(load_verified, ["cka"])(texts(3))
     worker = Worker(load, ["cka"])
     with pytest.raises(LayersimError, match="`sums` is empty"):
         worker.report([])
     with pytest.raises(LayersimError, match="different runs: number 1 differs in data"):
-        worker.report([worker(texts(3)), partial(Worker, load, ["cka"])(seq_len=8)(texts(3))])
+        worker.report([worker(texts(3)), worker(lsim.Data(texts(3), seq_len=8))])
     first, second = worker(texts(3)), worker(texts(3))
     with pytest.raises(LayersimError, match=r"what one call returned twice: number 0 and number 2 are equal"):
         worker.report([first, second, first])

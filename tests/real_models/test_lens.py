@@ -10,6 +10,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..models.helpers import bridge, nnsight
+from ..options import called
 from ..tiny_models import hidden_states
 from .helpers import load
 
@@ -45,7 +46,7 @@ def test_sources_agree_on_what_the_layers_of_a_real_model_say(stories15m, wikite
         (nnsight(load("stories15M")), {"remote": "local"}),
         (bridge(load("stories15M")), {}),
     ):
-        found = lsim.analyze(model, wikitext[:8], every, tokenizer=stories15m.tokenizer, **options)
+        found = called(lsim.analyze, model, wikitext[:8], every, tokenizer=stories15m.tokenizer, **options)
         for name in ("logit_lens", "trajectory", "neural_collapse"):
             np.testing.assert_allclose(found[name].values, plain[name].values, rtol=1e-4)
         # A near tie may fall to either side.
@@ -53,14 +54,16 @@ def test_sources_agree_on_what_the_layers_of_a_real_model_say(stories15m, wikite
 
 
 def test_walking_down_a_real_model_finds_the_same_layers(stories15m, wikitext):
-    alone = lsim.analyze(stories15m, wikitext, lsim.Saturation(), pack=True, max_tokens=4096)["saturation"]
-    beside = lsim.analyze(stories15m, wikitext, [lsim.LogitLens(), lsim.Saturation()], pack=True, max_tokens=4096)["saturation"]
+    alone = lsim.analyze(stories15m, lsim.Data(wikitext, pack=True, max_tokens=4096), lsim.Saturation())["saturation"]
+    beside = lsim.analyze(stories15m, lsim.Data(wikitext, pack=True, max_tokens=4096), [lsim.LogitLens(), lsim.Saturation()])[
+        "saturation"
+    ]
     assert (alone.counts - beside.counts).abs().sum() <= 2
     assert 0.05 < alone.early_share < 0.9
 
 
 def test_exits_of_a_real_model(stories15m, wikitext):
-    curve = lsim.analyze(stories15m, wikitext, lsim.ExitCurve(), pack=True, max_tokens=4096)["exit_curve"]
+    curve = lsim.analyze(stories15m, lsim.Data(wikitext, pack=True, max_tokens=4096), lsim.ExitCurve())["exit_curve"]
     assert (curve.speedup.diff() <= 1e-12).all()
     assert (curve.exits.sum(1) == 4096).all()
     assert curve.at(1.0).agreement == 1

@@ -41,7 +41,7 @@ def means(model, texts) -> np.ndarray:
 
 def test_sentiment_is_read_from_a_sentence_encoder_above_chance(minilm, sst2):
     texts, labels = sst2
-    found = lsim.linear_probe(minilm, texts, labels=labels, positions="mean")
+    found = lsim.linear_probe(minilm, lsim.Data(texts, positions="mean"), lsim.LinearProbe(labels=labels))
     x = means(minilm, texts)
     expected = oracles.oracle_linear_probe([x], labels, list(range(200)))
     # Float32 activations: a score near a tie may fall to either side.
@@ -54,9 +54,11 @@ def test_sentiment_is_read_from_a_sentence_encoder_above_chance(minilm, sst2):
 
 def test_a_probe_is_fitted_on_one_part_of_sst2_and_tested_on_the_other(minilm, sst2):
     texts, labels = sst2
-    parts = {"labels": labels[:120], "test_data": texts[120:], "test_labels": labels[120:], "positions": "mean"}
-    ridge, logistic = (lsim.linear_probe(minilm, texts[:120], method=method, **parts) for method in ("ridge", "logistic"))
+    data, parts = lsim.Data(texts[:120], positions="mean"), {"test_data": texts[120:], "test_labels": labels[120:]}
+    ridge, logistic = (
+        lsim.linear_probe(minilm, data, probe(labels=labels[:120]), **parts) for probe in (lsim.LinearProbe, lsim.LogisticProbe)
+    )
     assert ridge.test_samples.sum() == logistic.test_samples.sum() == 80
     np.testing.assert_allclose(ridge.accuracy, logistic.accuracy, atol=0.2)
-    guess = lsim.linear_probe(minilm, texts[:120], method="ridge", **parts | {"labels": labels[60:120] + labels[:60]})
+    guess = lsim.linear_probe(minilm, data, lsim.LinearProbe(labels=labels[60:120] + labels[:60]), **parts)
     assert guess.accuracy.mean() < ridge.accuracy.mean()

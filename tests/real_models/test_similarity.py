@@ -10,6 +10,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..models.helpers import bridge, nnsight
+from ..options import called
 from ..tiny_models import hidden_states
 from ..views import worst
 from .files import optional_real
@@ -30,18 +31,20 @@ def test_cosine_and_cka_equal_their_oracles_on_a_real_model(stories15m, wikitext
 
 
 def test_sources_agree_on_a_real_model(stories15m, wikitext):
-    plain = lsim.analyze(stories15m, wikitext[:8], [lsim.Cosine(), lsim.CKA(minibatch=64)], skip_first=2)
+    plain = lsim.analyze(stories15m, lsim.Data(wikitext[:8], skip_first=2), [lsim.Cosine(), lsim.CKA(minibatch=64)])
     tokenizer = stories15m.tokenizer
     others = [nnsight(load("stories15M")), bridge(load("stories15M"))]
     for model in others:
-        found = lsim.analyze(model, wikitext[:8], [lsim.Cosine(), lsim.CKA(minibatch=64)], tokenizer=tokenizer, skip_first=2)
+        found = lsim.analyze(
+            model, lsim.Data(wikitext[:8], tokenizer=tokenizer, skip_first=2), [lsim.Cosine(), lsim.CKA(minibatch=64)]
+        )
         for name in plain:
             np.testing.assert_allclose(found[name].values, plain[name].values, atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*few tokens decide")
 def test_similarity_to_the_last_layer_rises_with_depth(stories15m, wikitext):
-    found = lsim.analyze(stories15m, wikitext, [lsim.Cosine(), lsim.CKA()], pack=True, max_tokens=4096)
+    found = lsim.analyze(stories15m, lsim.Data(wikitext, pack=True, max_tokens=4096), [lsim.Cosine(), lsim.CKA()])
     to_last = found["cosine"].values[:, -1]
     assert (to_last.diff() > 0).all()
     assert found["cosine"].monotone_share > 0.5
@@ -50,25 +53,25 @@ def test_similarity_to_the_last_layer_rises_with_depth(stories15m, wikitext):
 
 def test_the_first_token_is_an_outlier(stories15m, wikitext):
     with pytest.warns(lsim.LayersimWarning, match="few tokens decide these numbers.*skip_first=1"):
-        every = lsim.analyze(stories15m, wikitext, "cka", max_tokens=4096)["cka"]
-    without = lsim.analyze(stories15m, wikitext, "cka", max_tokens=4096, skip_first=1)["cka"]
+        every = lsim.analyze(stories15m, lsim.Data(wikitext, max_tokens=4096), "cka")["cka"]
+    without = lsim.analyze(stories15m, lsim.Data(wikitext, max_tokens=4096, skip_first=1), "cka")["cka"]
     assert (every.values - without.values).abs().max() > 0.05
 
 
 def test_shuffled_minibatches_are_near_the_exact_value(stories15m, wikitext):
     options = {"pack": True, "max_tokens": 8192, "skip_first": 1}
-    exact = lsim.analyze(stories15m, wikitext, lsim.CKA(estimator="exact"), **options)["cka"]
-    shuffled = lsim.analyze(stories15m, wikitext, lsim.CKA(), **options)["cka"]
+    exact = called(lsim.analyze, stories15m, wikitext, lsim.CKA(estimator="exact"), **options)["cka"]
+    shuffled = called(lsim.analyze, stories15m, wikitext, lsim.CKA(), **options)["cka"]
     assert (exact.values - shuffled.values).abs().max() < 0.05
-    biased = lsim.analyze(stories15m, wikitext, lsim.CKA(estimator="biased"), **options)["cka"]
+    biased = called(lsim.analyze, stories15m, wikitext, lsim.CKA(estimator="biased"), **options)["cka"]
     assert (biased.values > shuffled.values)[~torch.eye(len(exact.values), dtype=torch.bool)].all()
 
 
 def test_two_runs_of_one_recipe_compare(wikitext):
     a, b = load("stories260K"), load("stories279K-xs")
-    across = lsim.compare(a, b, wikitext, lsim.CKA(), pack=True, max_tokens=8192, skip_first=1)
-    same = lsim.compare(a, a, wikitext, lsim.CKA(), pack=True, max_tokens=8192, skip_first=1)
-    within = lsim.analyze(a, wikitext, lsim.CKA(), pack=True, max_tokens=8192, skip_first=1)["cka"]
+    across = lsim.compare(a, b, lsim.Data(wikitext, pack=True, max_tokens=8192, skip_first=1), lsim.CKA())
+    same = lsim.compare(a, a, lsim.Data(wikitext, pack=True, max_tokens=8192, skip_first=1), lsim.CKA())
+    within = lsim.analyze(a, lsim.Data(wikitext, pack=True, max_tokens=8192, skip_first=1), lsim.CKA())["cka"]
     assert worst(same, within) < 1e-9
     assert same.distance() < 1e-3 < across.distance()
     # Layers of like depth are the most alike.
@@ -83,7 +86,7 @@ def test_a_real_sentence_encoder():
     model.tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = lsim.demo_text()[:12]
     whole = lsim.analyze(model, texts, [lsim.Cosine(), lsim.CKA(estimator="exact")])
-    alone = lsim.analyze(model, texts, [lsim.Cosine(), lsim.CKA(estimator="exact")], batch_size=1)
+    alone = lsim.analyze(model, lsim.Data(texts, batch_size=1), [lsim.Cosine(), lsim.CKA(estimator="exact")])
     for name in whole:
         # Padding inside a batch of a bidirectional model, told by its mask.
         assert (whole[name].values - alone[name].values).abs().max() < 1e-5

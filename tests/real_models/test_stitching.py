@@ -8,6 +8,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..options import called
 from ..tiny_models import hidden_states
 from .helpers import load
 
@@ -20,21 +21,21 @@ def test_stitching_real_models(wikitext):
     options = {"seq_len": 64, "max_tokens": 6000}
     count = len(front.model.layers)
     for layer in range(count + 1):
-        assert lsim.stitch(front, front, wikitext[:4], at=(layer, layer), adapter="identity", **options).penalty == 0.0
+        assert called(lsim.stitch, front, front, wikitext[:4], at=(layer, layer), adapter="identity", **options).penalty == 0.0
     turned, basis = rotated(front)
     turned.tokenizer = front.tokenizer
-    plain = lsim.stitch(front, turned, wikitext, at=(3, 3), adapter="identity", **options)
-    found = lsim.stitch(front, turned, wikitext, at=(3, 3), adapter="linear", fit="lstsq", **options)
+    plain = called(lsim.stitch, front, turned, wikitext, at=(3, 3), adapter="identity", **options)
+    found = called(lsim.stitch, front, turned, wikitext, at=(3, 3), adapter="linear", fit="lstsq", **options)
     assert plain.penalty > 1
     assert abs(found.penalty) < 1e-3
     np.testing.assert_allclose(found.weight, basis, atol=1e-3)
 
     # Two models of independent runs: a map brings most of it over, and more of the better model.
-    grid = lsim.stitch_grid({"a": front, "b": back}, wikitext, layers=[3], fit="lstsq", **options)
-    apart = lsim.stitch_grid({"a": front, "b": back}, wikitext, layers=[3], adapter="identity", **options)
+    grid = called(lsim.stitch_grid, {"a": front, "b": back}, wikitext, layers=[3], fit="lstsq", **options)
+    apart = called(lsim.stitch_grid, {"a": front, "b": back}, wikitext, layers=[3], adapter="identity", **options)
     assert float(grid.penalty[0, 1, 0]) < 0.5 * float(apart.penalty[0, 1, 0])
 
-    one = lsim.stitch(front, back, wikitext, at=(3, 2), adapter="affine", fit="lstsq", **options)
+    one = called(lsim.stitch, front, back, wikitext, at=(3, 2), adapter="affine", fit="lstsq", **options)
     tokens = front.tokenizer(wikitext[-1], return_tensors="pt")["input_ids"][:, :64]
     assert int(tokens[0, 0]) == front.tokenizer.bos_token_id != int(tokens[0, 1])
     judged = lsim.stitch(front, back, tokens, at=(3, 2), adapter=one.adapter)

@@ -20,9 +20,11 @@ def test_alignment_of_a_real_model(tmp_path, wikitext):
     for name, how in {"standard": {"objective": "standard"}, "aligned": {"save_to": tmp_path / "aligned"}}.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         training = lsim.AlignedTraining(steps=60, lr=1e-3, warmup=6, **how)
-        lsim.finetune_aligned(model, wikitext[:45], training, tokenizer=tokenizer, batch_size=4, seq_len=128, pack=True)
+        lsim.finetune_aligned(
+            model, lsim.Data(wikitext[:45], tokenizer=tokenizer, batch_size=4, seq_len=128, pack=True), training
+        )
         models[name] = model
-        found = lsim.analyze(model, wikitext[45:], [lsim.Saturation()], tokenizer=tokenizer, pack=True)["saturation"]
+        found = lsim.analyze(model, lsim.Data(wikitext[45:], tokenizer=tokenizer, pack=True), [lsim.Saturation()])["saturation"]
         shares[name] = float(found.early_share)
     assert shares["aligned"] > shares["standard"] + 0.1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "aligned", dtype=torch.float32)

@@ -18,6 +18,7 @@ from tl_layersim.core import LayerCurve
 
 from ..docs.helpers import ROOT, blocks
 from ..ndif.server import free_ports
+from ..options import called
 from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 
 QUICK = [lsim.CKA(minibatch=32), lsim.Cosine(center="none")]
@@ -71,7 +72,7 @@ class Small:
 
 
 def local(small, data, analyzers, name="llama", **options):
-    return lsim.analyze(small.model(name, dispatch=True, dtype=torch.float32), data, analyzers, **options)
+    return called(lsim.analyze, small.model(name, dispatch=True, dtype=torch.float32), data, analyzers, **options)
 
 
 def lsim_analyzer(function):

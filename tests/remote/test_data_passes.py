@@ -7,6 +7,7 @@ import pytest
 import tl_layersim as lsim
 
 from ..analysis.test_data_passes import Counted
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
@@ -14,24 +15,29 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 
 def test_a_run_on_a_server_reads_its_data_once(small):
     data = Counted(list(random_tokens(4)))
-    lsim.analyze(small.model(), data, lsim.Cosine(), remote=small.url, batch_size=2)
+    lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=2), lsim.Cosine())
     assert data.reads == 1
-    lsim.analyze(small.model(), data, lsim.Cosine(), remote=small.url, batch_size=2, blocking=False)
+    lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=2), lsim.Cosine(), blocking=False)
     assert data.reads == 2
-    lsim.compare(small.model(), small.model("gpt2"), data, lsim.CKA(minibatch=16), remote=small.url, batch_size=2)
+    lsim.compare(
+        lsim.open_model(small.model(), remote=small.url),
+        lsim.open_model(small.model("gpt2"), remote=small.url),
+        lsim.Data(data, batch_size=2),
+        lsim.CKA(minibatch=16),
+    )
     assert data.reads == 3
 
 
 def test_a_generator_compares_models_on_a_server_where_its_rows_fit(small, monkeypatch):
     models, cka = (small.model(), small.model("gpt2")), lsim.CKA(minibatch=16)
-    listed = lsim.compare(*models, list(random_tokens(4)), cka, remote=small.url, batch_size=2)
-    generated = lsim.compare(*models, (row for row in random_tokens(4)), cka, remote=small.url, batch_size=2)
+    listed = called(lsim.compare, *models, list(random_tokens(4)), cka, remote=small.url, batch_size=2)
+    generated = called(lsim.compare, *models, (row for row in random_tokens(4)), cka, remote=small.url, batch_size=2)
     assert listed.values.equal(generated.values)
-    monkeypatch.setattr("tl_layersim.data.cached_batches.CACHE_BYTES", 0)
+    monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 0)
     with pytest.raises(lsim.LayersimError, match="can be read only once, and a comparison with a model on a server needs"):
-        lsim.compare(*models, (row for row in random_tokens(4)), cka, remote=small.url)
+        called(lsim.compare, *models, (row for row in random_tokens(4)), cka, remote=small.url)
 
 
 def test_a_model_in_this_process_has_no_server():
     with pytest.raises(lsim.LayersimError, match=r"`remote` must be an NDIF server(.|\n)*LlamaForCausalLM"):
-        lsim.capabilities(tiny_llama(), remote=False)
+        lsim.capabilities(lsim.open_model(tiny_llama()))

@@ -13,6 +13,7 @@ from tl_layersim.remote import job_backend
 
 from ..ndif.client import equal, rows
 from ..ndif.server import free_ports
+from ..options import called
 from .helpers import QUICK, SINGLE, lsim_analyzer
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
@@ -20,24 +21,28 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 
 def test_a_request_that_takes_too_long_is_halved(small):
     data = rows(11, 20)
-    calm = lsim.analyze(small.model(), data, SINGLE, remote=small.url, batch_size=1, tokens_per_request=20)
+    calm = lsim.analyze(
+        lsim.open_model(small.model(), remote=small.url, tokens_per_request=20), lsim.Data(data, batch_size=1), SINGLE
+    )
     small.set(most_batches=2)
-    halved = lsim.analyze(small.model(), data, SINGLE, remote=small.url, batch_size=1, tokens_per_request=10_000)
+    halved = lsim.analyze(
+        lsim.open_model(small.model(), remote=small.url, tokens_per_request=10_000), lsim.Data(data, batch_size=1), SINGLE
+    )
     assert equal(calm, halved)
     # 11 batches: tried as 11 and 8 and 4, done as 2 + 2 + 2 + 2 + 2 + 1; and the probe.
     assert small.set(most_batches=0) == {"requests": 3 + 6 + 1, "completed": 6 + 1}
     with pytest.raises(lsim.LayersimError, match=r"the server's time limit for a job(.|\n)*batch_size="):
-        lsim.analyze(small.model(), data, SINGLE, remote=small.url, batch_size=4)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=4), SINGLE)
 
 
 @pytest.mark.parametrize("fault", ["evicted", "unavailable", "cut"])
 def test_what_passes_is_asked_for_again_and_counted_once(small, fault):
     data = rows(8, 20)
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40}
-    calm = lsim.analyze(small.model(), data, SINGLE, **options)
+    calm = called(lsim.analyze, small.model(), data, SINGLE, **options)
     # The first request is the probe.
     small.set(faults=["", fault, "", fault, fault])
-    assert equal(calm, lsim.analyze(small.model(), data, SINGLE, **options))
+    assert equal(calm, called(lsim.analyze, small.model(), data, SINGLE, **options))
 
 
 def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
@@ -45,36 +50,36 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40, "checkpoint": path}
     small.set(faults=["", "", *["evicted"] * 6])
     with pytest.raises(lsim.LayersimError, match=r"does not respond in 5 attempts(.|\n)*evicted(.|\n)*checkpoint=") as caught:
-        lsim.analyze(small.model(), data, SINGLE, **options)
+        called(lsim.analyze, small.model(), data, SINGLE, **options)
     assert any(str(path) in note for note in caught.value.__notes__)
     small.set()
-    resumed = lsim.analyze(small.model(), data, SINGLE, **options)
+    resumed = called(lsim.analyze, small.model(), data, SINGLE, **options)
     # The probe, and the three requests that were missing.
     assert small.set()["requests"] == 4
-    assert equal(resumed, lsim.analyze(small.model(), data, SINGLE, **(options | {"checkpoint": None})))
+    assert equal(resumed, called(lsim.analyze, small.model(), data, SINGLE, **options | {"checkpoint": None}))
 
 
 @pytest.mark.parametrize("after", range(1, 12))
 def test_a_resumed_run_ends_with_the_same_bits_however_it_was_cut(small, after, tmp_path, monkeypatch):
     data = rows(11, 20)
     options = {"remote": small.url, "batch_size": 1}
-    calm = lsim.analyze(small.model(), data, QUICK, tokens_per_request=10_000, **options)
+    calm = called(lsim.analyze, small.model(), data, QUICK, tokens_per_request=10_000, **options)
     path = tmp_path / "run.ckpt"
     # Five attempts of one request, and perhaps one of the request that was sent ahead.
     small.set(faults=["", *[""] * (after - 1), *["evicted"] * 6])
     sizes = [20, 40, 60, 80, 160]
     with contextlib.suppress(lsim.LayersimError):
-        lsim.analyze(small.model(), data, QUICK, checkpoint=path, tokens_per_request=sizes[after % 5], **options)
+        called(lsim.analyze, small.model(), data, QUICK, checkpoint=path, tokens_per_request=sizes[after % 5], **options)
     small.set()
     assert equal(
-        calm, lsim.analyze(small.model(), data, QUICK, checkpoint=path, tokens_per_request=sizes[after % 4], **options)
+        calm, called(lsim.analyze, small.model(), data, QUICK, checkpoint=path, tokens_per_request=sizes[after % 4], **options)
     )
 
 
 def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
     data = rows(8, 20)
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 20}
-    calm = lsim.analyze(small.model(), data, SINGLE, **options)
+    calm = called(lsim.analyze, small.model(), data, SINGLE, **options)
     monkeypatch.setattr(ndif, "WAITS", (0.5,) * 60)
     plain, seen = ndif.NdifClient.send, []
 
@@ -88,7 +93,7 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
             small.start()
 
     monkeypatch.setattr(ndif.NdifClient, "send", send)
-    assert equal(calm, lsim.analyze(small.model(), data, SINGLE, **options))
+    assert equal(calm, called(lsim.analyze, small.model(), data, SINGLE, **options))
     assert len(seen) > 8
 
 
@@ -113,11 +118,11 @@ def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
 def test_no_server(small):
     [port] = free_ports(1)
     with pytest.raises(lsim.LayersimError, match=r"no NDIF server at this address(.|\n)*NDIF_HOST"):
-        lsim.analyze(small.model(), rows(2, 8), QUICK, remote=f"http://127.0.0.1:{port}")
+        lsim.analyze(lsim.open_model(small.model(), remote=f"http://127.0.0.1:{port}"), rows(2, 8), QUICK)
     with pytest.raises(lsim.LayersimError, match="not the address of a server"):
-        lsim.analyze(small.model(), rows(2, 8), QUICK, remote="127.0.0.1:5000")
+        lsim.analyze(lsim.open_model(small.model(), remote="127.0.0.1:5000"), rows(2, 8), QUICK)
     with pytest.raises(lsim.LayersimError, match=r"no NDIF server(.|\n)*HTTP 404"):
-        lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url + "/elsewhere")
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url + "/elsewhere"), rows(2, 8), QUICK)
 
 
 def test_versions_that_differ_are_named_when_a_request_fails(small):
@@ -126,13 +131,13 @@ def test_versions_that_differ_are_named_when_a_request_fails(small):
         raise RuntimeError("nothing like this there")
 
     small.set(versions={"transformers": "4.0.0"})
-    found = lsim.capabilities(small.model(), remote=small.url)
+    found = lsim.capabilities(lsim.open_model(small.model(), remote=small.url))
     assert any("transformers" in words and "4.0.0 there" in words for words in found.offer.differences)
     with pytest.raises(lsim.LayersimError, match=r"nothing like this there(.|\n)*transformers .* here, 4.0.0 there"):
-        lsim.analyze(small.model(), rows(2, 8), [broken], remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), [broken])
 
 
 def test_a_server_that_wants_other_versions(small):
     small.set(deny="Client nnsight version 0.8.1 is below the minimum supported 9.0.")
     with pytest.raises(lsim.LayersimError, match=r"rejects requests from the installed versions(.|\n)*minimum supported 9.0"):
-        lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), QUICK)

@@ -23,7 +23,7 @@ def heads(**options) -> lsim.ExitHeads:
 def test_layers_are_read_there_as_here(small, norm):
     own = {"norm": norm, "heads": heads(norm=norm)}
     analyzers = [lsim.Saturation(**own), lsim.LogitLens(**own), lsim.ExitCurve(**own)]
-    far = lsim.analyze(small.model(), rows(6, 20), analyzers, remote=small.url, batch_size=4)
+    far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(rows(6, 20), batch_size=4), analyzers)
     assert furthest(far, local(small, rows(6, 20), analyzers, batch_size=4)) < 1e-6
     assert far["saturation"].provenance.options["heads"] == str(own["heads"])
 
@@ -31,10 +31,12 @@ def test_layers_are_read_there_as_here(small, norm):
 def test_a_refusal_of_the_kernel_arrives(small):
     other = lsim.ExitHeads(torch.randn(2, 90, 32))
     with pytest.raises(lsim.LayersimError, match="do not have the shape of the model's own head"):
-        lsim.analyze(small.model(), rows(2, 8), lsim.LogitLens(heads=other), remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), lsim.LogitLens(heads=other))
 
 
 def test_large_heads_are_refused_before_anything_is_sent(small, monkeypatch):
     monkeypatch.setattr(validation, "LARGEST_HEADS", 10_000)
     with pytest.raises(lsim.LayersimError, match=r"too large for a server(.|\n)*heads.to\(torch.bfloat16\)"):
-        lsim.analyze(small.model(), rows(2, 8), lsim.Saturation(heads=heads(), center="dataset"), remote=small.url)
+        lsim.analyze(
+            lsim.open_model(small.model(), remote=small.url), rows(2, 8), lsim.Saturation(heads=heads(), center="dataset")
+        )

@@ -8,6 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..ndif.client import equal, furthest
+from ..options import called
 from ..tiny_models import random_tokens
 from .helpers import QUICK, local
 
@@ -30,7 +31,7 @@ def embeddings(small) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["segments", "embeddings"])
 def test_inputs_reach_the_model_there(small, kind):
     data = segments() if kind == "segments" else embeddings(small)
-    far = lsim.analyze(small.model("gpt2"), data, QUICK, remote=small.url, batch_size=4)
+    far = lsim.analyze(lsim.open_model(small.model("gpt2"), remote=small.url), lsim.Data(data, batch_size=4), QUICK)
     near = local(small, data, QUICK, "gpt2", batch_size=4)
     assert furthest(far, near) < 1e-6
     assert far["cka"].provenance.data == near["cka"].provenance.data
@@ -43,8 +44,8 @@ def test_inputs_reach_the_model_there(small, kind):
 def test_a_run_that_is_kept_holds_the_inputs_of_its_jobs(small, kind, tmp_path):
     data = segments() if kind == "segments" else embeddings(small)
     options = {"batch_size": 1, "tokens_per_request": 24, "remote": small.url}
-    waited = lsim.analyze(small.model("gpt2"), data, QUICK, **options)
-    run = lsim.analyze(small.model("gpt2"), data, QUICK, blocking=False, **options)
+    waited = called(lsim.analyze, small.model("gpt2"), data, QUICK, **options)
+    run = called(lsim.analyze, small.model("gpt2"), data, QUICK, blocking=False, **options)
     run.save(tmp_path / "run")
     kept = lsim.load_run(tmp_path / "run", model=small.model("gpt2"))
     for ours, theirs in zip(run._jobs, kept._jobs, strict=True):
@@ -57,11 +58,11 @@ def test_a_run_that_is_kept_holds_the_inputs_of_its_jobs(small, kind, tmp_path):
 
 def test_stitching_with_segments_there(small):
     data = segments()
-    far = lsim.stitch(*[small.model("gpt2")] * 2, data, at=(1, 1), adapter="identity", remote=small.url, batch_size=3)
+    far = called(lsim.stitch, *[small.model("gpt2")] * 2, data, at=(1, 1), adapter="identity", remote=small.url, batch_size=3)
     here = small.model("gpt2", dispatch=True, dtype=torch.float32)._module
-    near = lsim.stitch(here, here, data, at=(1, 1), adapter="identity", batch_size=3)
+    near = lsim.stitch(here, here, lsim.Data(data, batch_size=3), at=(1, 1), adapter="identity")
     assert far.loss == pytest.approx(near.loss, abs=1e-5)
-    without = lsim.stitch(here, here, data | {"token_type_ids": None}, at=(1, 1), adapter="identity", batch_size=3)
+    without = lsim.stitch(here, here, lsim.Data(data | {"token_type_ids": None}, batch_size=3), at=(1, 1), adapter="identity")
     assert abs(far.loss - without.loss) > 1e-3
 
 
@@ -70,4 +71,4 @@ def test_large_inputs_are_named_with_their_size(small, monkeypatch):
     with pytest.warns(
         lsim.LayersimWarning, match=r"inputs of each forward pass take .* of a request, most of it 'inputs_embeds'"
     ):
-        lsim.analyze(small.model("gpt2"), embeddings(small), QUICK, remote=small.url, batch_size=4)
+        lsim.analyze(lsim.open_model(small.model("gpt2"), remote=small.url), lsim.Data(embeddings(small), batch_size=4), QUICK)

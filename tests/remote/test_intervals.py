@@ -20,9 +20,14 @@ def equal_to_the_last_bit(a, b) -> bool:
 def test_blocks_are_those_of_this_process_and_do_not_depend_on_requests(small):
     """Forty batches: blocks of two, so requests of one or two batches."""
     data, analyzers = list(random_tokens(40, 6)), [lsim.LogitLens(), lsim.Cosine()]
-    here = lsim.analyze(tiny_llama(), data, analyzers, batch_size=1, intervals=True)
+    here = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=1), analyzers, intervals=True)
     reports = [
-        lsim.analyze(small.model(), data, analyzers, batch_size=1, remote=small.url, intervals=True, tokens_per_request=tokens)
+        lsim.analyze(
+            lsim.open_model(small.model(), remote=small.url, tokens_per_request=tokens),
+            lsim.Data(data, batch_size=1),
+            analyzers,
+            intervals=True,
+        )
         for tokens in (6, 1000)
     ]
     requests = [report["cosine"].provenance.options["remote"][0]["requests"] for report in reports]
@@ -37,8 +42,16 @@ def test_blocks_are_those_of_this_process_and_do_not_depend_on_requests(small):
 
 def test_a_run_that_is_collected_later_has_the_same_intervals(small, tmp_path):
     data = list(random_tokens(34, 6))
-    waited = lsim.analyze(small.model(), data, [lsim.LogitLens()], batch_size=1, remote=small.url, intervals=True)
-    run = lsim.analyze(small.model(), data, [lsim.LogitLens()], batch_size=1, remote=small.url, intervals=True, blocking=False)
+    waited = lsim.analyze(
+        lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=1), [lsim.LogitLens()], intervals=True
+    )
+    run = lsim.analyze(
+        lsim.open_model(small.model(), remote=small.url),
+        lsim.Data(data, batch_size=1),
+        [lsim.LogitLens()],
+        intervals=True,
+        blocking=False,
+    )
     path = tmp_path / "lens.run"
     run.save(path)
     collected = lsim.load_run(path).result(timeout=120)
@@ -49,14 +62,19 @@ def test_a_run_that_is_collected_later_has_the_same_intervals(small, tmp_path):
 def test_a_stream_of_unknown_length_begins_with_blocks_of_one_batch(small):
     rows = random_tokens(34, 6)
     report = lsim.analyze(
-        small.model(), (row for row in rows), [lsim.LogitLens()], batch_size=1, remote=small.url, intervals=True
+        lsim.open_model(small.model(), remote=small.url),
+        lsim.Data((row for row in rows), batch_size=1),
+        [lsim.LogitLens()],
+        intervals=True,
     )
     assert report["logit_lens"].block_tokens == (12,) * 17
 
 
 def test_two_models_of_which_one_is_on_a_server_have_intervals(small):
     data, cka = list(random_tokens(256, 8)), lsim.CKA(minibatch=8)
-    here = lsim.compare(tiny_llama(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True)
-    there = lsim.compare(small.model(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True, remote=(small.url, False))
+    here = lsim.compare(tiny_llama(), tiny_llama(seed=1), lsim.Data(data, batch_size=2), cka, intervals=True)
+    there = lsim.compare(
+        lsim.open_model(small.model(), remote=small.url), tiny_llama(seed=1), lsim.Data(data, batch_size=2), cka, intervals=True
+    )
     assert here.block_tokens == there.block_tokens == (16 * 8,) * 16
     assert float((here.interval().low - there.interval().low).abs().max()) < 1e-4

@@ -8,6 +8,7 @@ import tl_layersim as lsim
 from tl_layersim.remote import client as ndif
 
 from ..ndif.client import equal, rows
+from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer
 from .helpers import SINGLE, lsim_analyzer, mean_norm
 
@@ -18,14 +19,14 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 def sent(small):
     def send(**options):
         options = {"batch_size": 1, "tokens_per_request": 40} | options
-        return lsim.analyze(small.model(), rows(7, 20), SINGLE, remote=small.url, blocking=False, **options)
+        return called(lsim.analyze, small.model(), rows(7, 20), SINGLE, remote=small.url, blocking=False, **options)
 
     return send
 
 
 @pytest.fixture
 def waited(small):
-    return lsim.analyze(small.model(), rows(7, 20), SINGLE, remote=small.url, batch_size=1)
+    return lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(rows(7, 20), batch_size=1), SINGLE)
 
 
 def test_a_run_is_kept_and_picked_up(sent, waited, tmp_path):
@@ -50,8 +51,8 @@ def test_a_run_is_kept_and_picked_up(sent, waited, tmp_path):
 
 def test_a_first_look_is_waited_for(small):
     data = rows(7, 20)
-    run = lsim.analyze(small.model(), data, [lsim.Cosine()], remote=small.url, blocking=False)
-    assert equal(run.result(60), lsim.analyze(small.model(), data, [lsim.Cosine()], remote=small.url))
+    run = lsim.analyze(lsim.open_model(small.model(), remote=small.url), data, [lsim.Cosine()], blocking=False)
+    assert equal(run.result(60), lsim.analyze(lsim.open_model(small.model(), remote=small.url), data, [lsim.Cosine()]))
 
 
 def test_a_job_that_was_too_long_is_sent_in_halves(small, sent, waited, tmp_path):
@@ -122,7 +123,7 @@ def test_a_job_of_numbers_that_are_none_says_so_every_time(small, tmp_path):
     model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     model.save_pretrained(small.folder / "none")
     tiny_tokenizer().save_pretrained(small.folder / "none")
-    run = lsim.analyze(small.model("none"), rows(4, 20), SINGLE, remote=small.url, blocking=False)
+    run = lsim.analyze(lsim.open_model(small.model("none"), remote=small.url), rows(4, 20), SINGLE, blocking=False)
     for _ in range(2):
         with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in job(.|\n)*blocks.1.hook_resid_post"):
             run.result(30)
@@ -171,7 +172,7 @@ def test_a_kept_run_wants_its_own_model_and_analyzers(small, sent, waited, tmp_p
 
 def test_an_analyzer_of_ones_own_is_given_again(small, tmp_path):
     own = lsim_analyzer(mean_norm)
-    run = lsim.analyze(small.model(), rows(4, 20), [own], remote=small.url, blocking=False)
+    run = lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), [own], blocking=False)
     path = run.save(tmp_path / "run")
     with pytest.raises(lsim.LayersimError, match=r"cannot be restored from the file(.|\n)*analyzers="):
         lsim.load_run(path)

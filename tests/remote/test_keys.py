@@ -33,7 +33,7 @@ def test_a_key_that_is_not_taken(small, monkeypatch, sent, says):
     small.set(key=KEY)
     monkeypatch.setattr(CONFIG.API, "APIKEY", sent)
     with pytest.raises(lsim.LayersimError, match=rf"rejected the API key(.|\n)*{says}(.|\n)*NDIF_API_KEY") as caught:
-        lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), QUICK)
     assert sent is None or sent not in str(caught.value)
     # Asked once: a wrong key does not get better.
     assert caught.value.__cause__ is None
@@ -42,14 +42,14 @@ def test_a_key_that_is_not_taken(small, monkeypatch, sent, says):
 def test_a_key_is_sent_and_turns_up_nowhere(small, key, tmp_path, capfd):
     small.set(key=key)
     path = tmp_path / "run.ckpt"
-    report = lsim.analyze(small.model(), rows(4, 20), QUICK, remote=small.url, checkpoint=path)
+    report = lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), QUICK, checkpoint=path)
     report.save(tmp_path / "report.st")
-    run = lsim.analyze(small.model(), rows(4, 20), QUICK, remote=small.url, blocking=False)
+    run = lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), QUICK, blocking=False)
     run.save(tmp_path / "run")
-    found = lsim.capabilities(small.model(), remote=small.url)
+    found = lsim.capabilities(lsim.open_model(small.model(), remote=small.url))
     small.set(key=key, deny=f"something else, says {key}")
     with pytest.raises(lsim.LayersimError) as caught:
-        lsim.analyze(small.model(), rows(4, 20), QUICK, remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), QUICK)
     small.set(key=key)
     texts = [str(found), repr(found), repr(run), str(report["cka"].provenance), str(caught.value), *capfd.readouterr()]
     files = [item.read_bytes() for item in tmp_path.iterdir()]
@@ -60,7 +60,7 @@ def test_a_key_is_sent_and_turns_up_nowhere(small, key, tmp_path, capfd):
 
 def test_a_login_in_the_address_is_kept_out_of_the_record(small):
     url = small.url.replace("http://", "http://me:secret@")
-    report = lsim.analyze(small.model(), rows(4, 20), QUICK, remote=url)
+    report = lsim.analyze(lsim.open_model(small.model(), remote=url), rows(4, 20), QUICK)
     assert report["cka"].provenance.options["remote"][0]["server"] == small.url
     assert "secret" not in str(report["cka"].provenance)
 
@@ -85,9 +85,11 @@ def test_what_is_no_address_is_not_repeated(small, remote):
     hugging_face = tiny_llama()
     for model in (small.model(), hugging_face):
         for call in (
-            lambda model: lsim.analyze(model, rows(2, 8), QUICK, remote=remote),
-            lambda model: lsim.capabilities(model, remote=remote),
-            lambda model: lsim.compare(model, model, rows(2, 8), QUICK, remote=remote),
+            lambda model: lsim.analyze(lsim.open_model(model, remote=remote), rows(2, 8), QUICK),
+            lambda model: lsim.capabilities(lsim.open_model(model, remote=remote)),
+            lambda model: lsim.compare(
+                lsim.open_model(model, remote=remote), lsim.open_model(model, remote=remote), rows(2, 8), QUICK
+            ),
         ):
             with pytest.raises(lsim.LayersimError) as caught:
                 call(model)

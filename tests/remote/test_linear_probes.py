@@ -7,6 +7,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..options import called
 from ..tiny_models import random_tokens
 from .helpers import here
 
@@ -16,9 +17,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*not those here.*:UserWarning"
 @pytest.mark.parametrize("options", [{"positions": "last"}, {"positions": "mean"}, {"at": "z", "per_head": True}])
 def test_a_model_on_a_server_gives_the_answer_of_one_here(small, options):
     tokens = random_tokens(30, 6)
-    probe = {"labels": tokens[:, -1] % 3, "batch_size": 8, **options}
-    far = lsim.linear_probe(small.model(), tokens, remote=small.url, **probe)
-    near = lsim.linear_probe(here(small, "llama"), tokens, **probe)
+    how = {"probe": lsim.LinearProbe(labels=tokens[:, -1] % 3), "batch_size": 8, **options}
+    far = called(lsim.linear_probe, small.model(), tokens, remote=small.url, **how)
+    near = called(lsim.linear_probe, here(small, "llama"), tokens, **how)
     assert torch.equal(far.confusion, near.confusion)
     assert torch.equal(far.train_accuracy, near.train_accuracy)
     assert far.layers == near.layers
@@ -27,23 +28,28 @@ def test_a_model_on_a_server_gives_the_answer_of_one_here(small, options):
 def test_held_out_data_of_its_own_on_a_server(small):
     tokens = random_tokens(30, 6)
     labels = tokens[:, -1] % 2
-    parts = {"labels": labels[:20], "test_data": tokens[20:], "test_labels": labels[20:], "positions": "last"}
-    far = lsim.linear_probe(small.model(), tokens[:20], remote=small.url, **parts)
-    near = lsim.linear_probe(here(small, "llama"), tokens[:20], **parts)
+    data, probe = lsim.Data(tokens[:20], positions="last"), lsim.LinearProbe(labels=labels[:20])
+    parts = {"test_data": tokens[20:], "test_labels": labels[20:]}
+    far = lsim.linear_probe(lsim.open_model(small.model(), remote=small.url), data, probe, **parts)
+    near = lsim.linear_probe(here(small, "llama"), data, probe, **parts)
     assert torch.equal(far.confusion, near.confusion)
 
 
 def test_a_run_that_is_not_waited_for(small):
     tokens = random_tokens(30, 6)
     probe = lsim.LinearProbe(labels=tokens[:, -1] % 2)
-    run = lsim.analyze(small.model(), tokens, [probe], positions="last", remote=small.url, blocking=False)
-    near = lsim.analyze(here(small, "llama"), tokens, [probe], positions="last")["linear_probe"]
+    run = lsim.analyze(
+        lsim.open_model(small.model(), remote=small.url), lsim.Data(tokens, positions="last"), [probe], blocking=False
+    )
+    near = lsim.analyze(here(small, "llama"), lsim.Data(tokens, positions="last"), [probe])["linear_probe"]
     assert torch.equal(run.result()["linear_probe"].confusion, near.confusion)
 
 
 def test_task_metrics_of_a_model_on_a_server(small):
     tokens = random_tokens(8, 6)
-    far = lsim.analyze(small.model(), tokens, "task_metrics", remote=small.url, batch_size=3)["task_metrics"]
+    far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(tokens, batch_size=3), "task_metrics")[
+        "task_metrics"
+    ]
     near = lsim.analyze(here(small, "llama"), tokens, "task_metrics")["task_metrics"]
     assert torch.equal(far.confusion, near.confusion)
     assert torch.equal(far.mcc, near.mcc)

@@ -47,7 +47,10 @@ def test_a_login_in_the_name_of_a_model_stays_out_of_results_and_files(name, tmp
     report.save(tmp_path / "report")
     report.to_html(tmp_path / "page")
     lsim.finetune_aligned(
-        model, random_tokens(), lsim.AlignedTraining(steps=1, warmup=0), batch_size=2, checkpoint=tmp_path / "training"
+        model,
+        lsim.Data(random_tokens(), batch_size=2),
+        lsim.AlignedTraining(steps=1, warmup=0),
+        checkpoint=tmp_path / "training",
     )
     assert len(list(tmp_path.iterdir())) == 4
     for path in tmp_path.iterdir():
@@ -59,7 +62,7 @@ def test_a_login_stays_out_of_errors_and_warnings():
     error = lsim.LayersimError("No http://me:secret@host.", given="http://me:secret@host", expected="x", do="y?key=secret")
     assert "secret" not in f"{error} {error.what} {error.given} {error.do}"
     with pytest.raises(lsim.LayersimError) as caught:
-        lsim.analyze(tiny_llama(), random_tokens(), "cka", remote=["http://me:secret@host"])
+        lsim.analyze(lsim.open_model(tiny_llama(), remote=["http://me:secret@host"]), random_tokens(), "cka")
     assert "secret" not in str(caught.value)
     with pytest.warns(lsim.LayersimWarning, match="at http://host$"):
         warn("at http://me:secret@host")

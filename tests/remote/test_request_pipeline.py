@@ -16,6 +16,7 @@ from tl_layersim.remote.request_pipeline import RequestPipeline
 from tl_layersim.remote.request_sizes import RequestSchedule
 
 from ..ndif.client import equal, rows
+from ..options import called
 from .helpers import SINGLE
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
@@ -138,7 +139,7 @@ def test_a_request_that_failed_ends_the_run_and_abandons_the_next():
 def test_never_more_than_two_requests_are_on_the_server(small, monkeypatch):
     data, options = rows(12, 20), {"remote": small.url, "batch_size": 1, "tokens_per_request": 20}
     monkeypatch.setattr(request_pipeline, "MOST_ON_SERVER", 1)
-    one_by_one = lsim.analyze(small.model(), data, SINGLE, **options)
+    one_by_one = called(lsim.analyze, small.model(), data, SINGLE, **options)
     monkeypatch.setattr(request_pipeline, "MOST_ON_SERVER", 2)
     plain, on_server, most = ndif.NdifClient.send, set(), []
     finish = ndif.NdifClient._finish_attempt
@@ -156,7 +157,7 @@ def test_never_more_than_two_requests_are_on_the_server(small, monkeypatch):
     monkeypatch.setattr(ndif.NdifClient, "send", send)
     monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", finished)
     small.set()
-    ahead = lsim.analyze(small.model(), data, SINGLE, **options)
+    ahead = called(lsim.analyze, small.model(), data, SINGLE, **options)
     assert equal(ahead, one_by_one)
     assert max(most) == 2
     # Each request once, and the probe.
@@ -170,9 +171,9 @@ def test_never_more_than_two_requests_are_on_the_server(small, monkeypatch):
 )
 def test_either_of_two_requests_may_fail(small, faults):
     data, options = rows(8, 20), {"remote": small.url, "batch_size": 1, "tokens_per_request": 20}
-    calm = lsim.analyze(small.model(), data, SINGLE, **options)
+    calm = called(lsim.analyze, small.model(), data, SINGLE, **options)
     small.set(faults=faults)
-    assert equal(calm, lsim.analyze(small.model(), data, SINGLE, **options))
+    assert equal(calm, called(lsim.analyze, small.model(), data, SINGLE, **options))
     done = small.set()["completed"]
     # What was cut had been computed; nothing else is computed twice.
     assert done == 9 + faults.count("cut")
@@ -181,7 +182,7 @@ def test_either_of_two_requests_may_fail(small, faults):
 def test_an_interrupt_with_two_requests_on_the_server_keeps_the_complete_ones(small, tmp_path, monkeypatch):
     data, path = rows(8, 20), tmp_path / "run.ckpt"
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 20}
-    calm = lsim.analyze(small.model(), data, SINGLE, **options)
+    calm = called(lsim.analyze, small.model(), data, SINGLE, **options)
     plain, sent = ndif.NdifClient.send, []
 
     def send(self, request):
@@ -193,14 +194,14 @@ def test_an_interrupt_with_two_requests_on_the_server_keeps_the_complete_ones(sm
     with monkeypatch.context() as patch:
         patch.setattr(ndif.NdifClient, "send", send)
         with pytest.raises(KeyboardInterrupt) as caught:
-            lsim.analyze(small.model(), data, SINGLE, checkpoint=path, **options)
+            called(lsim.analyze, small.model(), data, SINGLE, checkpoint=path, **options)
     assert any(str(path) in note for note in caught.value.__notes__)
     end = time.monotonic() + 20
     while any(thread.name == "ndif-request" for thread in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(thread.name == "ndif-request" for thread in threading.enumerate())
     small.set()
-    resumed = lsim.analyze(small.model(), data, SINGLE, checkpoint=path, **options)
+    resumed = called(lsim.analyze, small.model(), data, SINGLE, checkpoint=path, **options)
     assert equal(resumed, calm)
     # The probe, and the five requests whose sums had not arrived: the fourth and the fifth were on the server.
     assert small.set()["requests"] == 6

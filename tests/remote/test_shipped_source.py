@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 
 def test_an_analyzer_of_ones_own_travels(small):
     data = rows(6, 20)
-    far = lsim.analyze(small.model(), data, [lsim_analyzer(mean_norm)], remote=small.url)
+    far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), data, [lsim_analyzer(mean_norm)])
     assert furthest(far, local(small, data, [lsim_analyzer(mean_norm)])) < 1e-12
 
 
@@ -33,7 +33,11 @@ def test_not_a_number_there_is_named_with_its_layer(small, tmp_path):
     model.save_pretrained(small.folder / "broken")
     tiny_tokenizer().save_pretrained(small.folder / "broken")
     with pytest.raises(lsim.LayersimError, match=r"rows 0 to 3(.|\n)*blocks.1.hook_resid_post"):
-        lsim.analyze(small.model("broken"), rows(4, 20), QUICK, remote=small.url, batch_size=1, tokens_per_request=1000)
+        lsim.analyze(
+            lsim.open_model(small.model("broken"), remote=small.url, tokens_per_request=1000),
+            lsim.Data(rows(4, 20), batch_size=1),
+            QUICK,
+        )
 
 
 def refuses(view):
@@ -42,9 +46,9 @@ def refuses(view):
 
 def test_a_kernel_that_fails_is_not_asked_for_again(small):
     with pytest.raises(lsim.LayersimError, match=r"request failed(.|\n)*frobnicator"):
-        lsim.analyze(small.model(), rows(2, 8), [lsim_analyzer(refuses)], remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), [lsim_analyzer(refuses)])
     assert small.set()["requests"] == 2
-    run = lsim.analyze(small.model(), rows(2, 8), [lsim_analyzer(refuses)], remote=small.url, blocking=False)
+    run = lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), [lsim_analyzer(refuses)], blocking=False)
     with pytest.raises(lsim.LayersimError, match=r"request failed(.|\n)*frobnicator"):
         run.result(30)
     assert run.status() == {"ERROR": 1}
@@ -57,7 +61,7 @@ def test_a_refusal_of_a_kernel_keeps_its_words(small):
     with pytest.raises(
         lsim.LayersimError, match=r"ids that the head cannot predict(.|\n)*given: +labels from 1\d\d to 1\d\d\n"
     ):
-        lsim.analyze(small.model(), data, [lsim.LogitLens(labels="data")], remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), data, [lsim.LogitLens(labels="data")])
 
 
 OWN = """
@@ -118,9 +122,9 @@ def test_a_file_that_is_saved_while_a_run_goes_on(small, own_file, monkeypatch):
         os.utime(path, (time.time() + 5, time.time() + 5))
         return found
 
-    source = open_source(small.model(), remote=small.url, tokens_per_request=20)
+    source = open_source(lsim.open_model(small.model(), remote=small.url, tokens_per_request=20))
     monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", attempt)
-    far = lsim.analyze(source, data, [own], batch_size=1)
+    far = lsim.analyze(source, lsim.Data(data, batch_size=1), [own])
     assert path.read_text() != OWN
     assert furthest(far, expected) < 1e-12
 
@@ -129,19 +133,19 @@ def test_a_file_that_was_saved_since_it_was_imported(small, own_file):
     path, imported = own_file
     own = imported().Own()
     path.write_text(OWN + "# A line more at the end changes nothing.\n")
-    lsim.analyze(small.model(), rows(4, 20), [own], remote=small.url)
+    lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), [own])
     # Source is found by its line, and what a kernel calls travels with it.
     for other in ("# A line more at the start.\n" + OWN, OWN.replace("* 2.0", "* 200.0"), OWN.replace("sum(1)", "sum(")):
         path.write_text(other)
         with pytest.raises(lsim.LayersimError, match=r"changed since it was imported(.|\n)*own_kernels.py(.|\n)*reload"):
-            lsim.analyze(small.model(), rows(4, 20), [own], remote=small.url)
+            lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), [own])
 
 
 def test_a_checkpoint_is_of_one_kernel(own_file, tmp_path):
     path, imported = own_file
-    options = {"checkpoint": tmp_path / "own.ckpt"}
-    first = lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], **options)
-    assert equal(first, lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], **options))
+    kept = tmp_path / "own.ckpt"
+    first = lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], checkpoint=kept)
+    assert equal(first, lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], checkpoint=kept))
     path.write_text(OWN.replace("* 2.0", "* 200.0"))
     with pytest.raises(lsim.LayersimError, match=r"another run(.|\n)*code: own"):
-        lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], **options)
+        lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], checkpoint=kept)

@@ -11,6 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.analysis import submitted_run
 
 from ..ndif.client import equal, furthest, rows
+from ..options import called
 from ..tiny_models import family, tiny_tokenizer
 from .helpers import QUICK, here, local
 
@@ -29,7 +30,7 @@ def opt(running):
 def both(small, analyzers, name="llama", **options):
     """The results there and here, which must be equal."""
     data = rows(9, 30)
-    far = lsim.analyze(small.model(name), data, analyzers, remote=small.url, batch_size=4, **options)
+    far = called(lsim.analyze, small.model(name), data, analyzers, remote=small.url, batch_size=4, **options)
     near = local(small, data, analyzers, name, batch_size=4, **options)
     assert furthest(far, near) < 1e-6
     for one, other in zip(far.values(), near.values(), strict=True):
@@ -70,9 +71,9 @@ def test_a_kept_run_reads_its_sites_when_it_is_sent_again(small, tmp_path, monke
     monkeypatch.setattr(submitted_run, "PAUSE", 0.05)
     data = rows(7, 20)
     options = {"remote": small.url, "batch_size": 1, "at": ["mlp_out", "z"], "per_head": False}
-    waited = lsim.analyze(small.model(), data, QUICK, **options)
+    waited = called(lsim.analyze, small.model(), data, QUICK, **options)
     small.set(most_batches=2)
-    run = lsim.analyze(small.model(), data, QUICK, blocking=False, **options)
+    run = called(lsim.analyze, small.model(), data, QUICK, blocking=False, **options)
     path = run.save(tmp_path / "run")
     again = lsim.load_run(path, model=small.model()).result(60)
     assert equal(again, waited)
@@ -85,11 +86,11 @@ def test_two_models_are_compared_at_other_sites(small, capfd):
     data = rows(9, 30)
     options = {"at": "z", "per_head": True, "batch_size": 9}
     cka = lsim.CKA(minibatch=32)
-    near = lsim.compare(here(small, "llama"), here(small, "gpt2"), data, cka, **options)
+    near = called(lsim.compare, here(small, "llama"), here(small, "gpt2"), data, cka, **options)
     capfd.readouterr()
     for remote in (small.url, (False, small.url)):
         first = small.model("llama") if remote == small.url else here(small, "llama")
-        far = lsim.compare(first, small.model("gpt2"), data, cka, remote=remote, **options)
+        far = called(lsim.compare, first, small.model("gpt2"), data, cka, remote=remote, **options)
         torch.testing.assert_close(far.values, near.values, rtol=0, atol=1e-6)
         assert (far.layers, far.column_layers) == (near.layers, near.column_layers)
     said = capfd.readouterr().err
@@ -104,7 +105,7 @@ def test_two_models_are_compared_at_other_sites(small, capfd):
 
 def announced(capfd, *args, **options) -> str:
     capfd.readouterr()
-    lsim.analyze(*args, **options)
+    called(lsim.analyze, *args, **options)
     return re.sub(r"http://\S+", "", capfd.readouterr().err)
 
 

@@ -10,6 +10,7 @@ import torch
 import tl_layersim as lsim
 
 from ..ndif.client import equal, furthest, rows
+from ..options import called
 from ..tiny_models import random_tokens
 from .helpers import QUICK, local, lsim_analyzer
 
@@ -21,29 +22,29 @@ ALL = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.Trajectory(), lsim.NeuralColl
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_every_analyzer_gives_there_what_it_gives_here(small, name):
     data = rows(10, 40)
-    far = lsim.analyze(small.model(name), data, ALL, remote=small.url, batch_size=4)
+    far = lsim.analyze(lsim.open_model(small.model(name), remote=small.url), lsim.Data(data, batch_size=4), ALL)
     assert furthest(far, local(small, data, ALL, name, batch_size=4)) < 1e-6
 
 
 @pytest.mark.parametrize("method", ["dense", "krylov", "finite-difference"])
 def test_blocks_are_called_again_where_they_are(small, method):
     data, analyzers = rows(6, 20), [lsim.BlockCoupling(k=(6, 3), method=method), lsim.Cosine(center="none")]
-    far = lsim.analyze(small.model(), data, analyzers, remote=small.url, batch_size=4)
+    far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=4), analyzers)
     assert furthest(far, local(small, data, analyzers, batch_size=4)) < 1e-6
     assert float(far["block_coupling"].whole_rows.max()) == (method == "finite-difference")
 
 
 def test_blocks_are_skipped_and_sublayers_are_read_where_they_are(small):
     data, analyzers = rows(6, 20), [lsim.SkipEffect(splits=2), lsim.Contribution()]
-    far = lsim.analyze(small.model(), data, analyzers, remote=small.url, batch_size=4)
+    far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=4), analyzers)
     assert furthest(far, local(small, data, analyzers, batch_size=4)) < 1e-6
 
 
 def test_pictures_of_blocks_come_back(small):
     tokens, here = random_tokens(1, 9)[0], small.model(dispatch=True, dtype=torch.float32)
-    far = lsim.block_jacobians(small.model(), tokens, positions=[(2, 5), -1], remote=small.url)
+    far = lsim.block_jacobians(lsim.open_model(small.model(), remote=small.url), tokens, positions=[(2, 5), -1])
     torch.testing.assert_close(far.values, lsim.block_jacobians(here, tokens, positions=[(2, 5), -1]).values, rtol=0, atol=1e-6)
-    far = lsim.coupling_matrices(small.model(), tokens, along="fixed-output", k=4, remote=small.url)
+    far = lsim.coupling_matrices(lsim.open_model(small.model(), remote=small.url), tokens, along="fixed-output", k=4)
     near = lsim.coupling_matrices(here, tokens, along="fixed-output", k=4)
     torch.testing.assert_close(far.values, near.values, rtol=0, atol=1e-6)
 
@@ -51,8 +52,14 @@ def test_pictures_of_blocks_come_back(small):
 @pytest.mark.parametrize("tokens_per_request", [40, 80, 200, 10_000, None])
 def test_how_batches_are_grouped_changes_no_bit(small, tokens_per_request):
     data = rows(11, 40)
-    alone = lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=1, tokens_per_request=40)
-    grouped = lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=1, tokens_per_request=tokens_per_request)
+    alone = lsim.analyze(
+        lsim.open_model(small.model(), remote=small.url, tokens_per_request=40), lsim.Data(data, batch_size=1), QUICK
+    )
+    grouped = lsim.analyze(
+        lsim.open_model(small.model(), remote=small.url, tokens_per_request=tokens_per_request),
+        lsim.Data(data, batch_size=1),
+        QUICK,
+    )
     assert equal(alone, grouped)
     assert furthest(grouped, local(small, data, QUICK, batch_size=1)) < 1e-12
 
@@ -61,9 +68,9 @@ def test_rows_without_counted_tokens_take_no_part(small):
     data = rows(9, 20)
     data["attention_mask"][[0, 3, 4, 8], 3:] = 0
     options = {"batch_size": 1, "skip_first": 3}
-    far = lsim.analyze(small.model(), data, QUICK, remote=small.url, **options)
+    far = called(lsim.analyze, small.model(), data, QUICK, remote=small.url, **options)
     assert furthest(far, local(small, data, QUICK, **options)) < 1e-12
-    run = lsim.analyze(small.model(), data, QUICK, remote=small.url, blocking=False, tokens_per_request=40, **options)
+    run = called(lsim.analyze, small.model(), data, QUICK, remote=small.url, blocking=False, tokens_per_request=40, **options)
     later = run.result(60)
     assert equal(later, far)
     record, other = (report["cka"].provenance for report in (later, far))
@@ -78,7 +85,7 @@ def test_rows_without_counted_tokens_take_no_part(small):
 def test_the_lens_needs_no_guess_of_the_dtype_there(small):
     # The client's weights do not exist, and say bfloat16; the server's are float32.
     model = small.model(dtype=torch.bfloat16)
-    far = lsim.analyze(model, rows(4, 20), [lsim.LogitLens()], remote=small.url)
+    far = lsim.analyze(lsim.open_model(model, remote=small.url), rows(4, 20), [lsim.LogitLens()])
     assert far["logit_lens"].provenance.dtype == "torch.float32"
     assert furthest(far, local(small, rows(4, 20), [lsim.LogitLens()])) < 1e-6
 
@@ -89,24 +96,28 @@ def test_a_request_smaller_than_a_forward_pass_is_refused(small):
         small.set()
         options = {"remote": small.url, "batch_size": 4, "tokens_per_request": 100, "blocking": blocking}
         with pytest.raises(lsim.LayersimError, match=r"4 rows of 60(.|\n)*at least 240(.|\n)*batch_size=1"):
-            lsim.analyze(small.model(), [torch.tensor(row) for row in data], QUICK, **options)
+            called(lsim.analyze, small.model(), [torch.tensor(row) for row in data], QUICK, **options)
         # Nothing was sent but the probe.
         assert small.set()["requests"] == 1
     for few in (0, -5):
         with pytest.raises(lsim.LayersimError, match=r"1 or more"):
-            lsim.analyze(small.model(), rows(4, 20), QUICK, remote=small.url, tokens_per_request=few)
+            lsim.analyze(lsim.open_model(small.model(), remote=small.url, tokens_per_request=few), rows(4, 20), QUICK)
     with pytest.raises(lsim.LayersimError, match=r"whole forward passes(.|\n)*tokens_per_request of at least 160"):
-        lsim.analyze(small.model(), rows(8, 20), QUICK, remote=small.url, batch_size=8, tokens_per_request=100)
+        lsim.analyze(
+            lsim.open_model(small.model(), remote=small.url, tokens_per_request=100),
+            lsim.Data(rows(8, 20), batch_size=8),
+            QUICK,
+        )
 
 
 def test_options_that_mean_nothing_are_refused(small, tmp_path):
     model = small.model(dispatch=True, dtype=torch.float32)
     with pytest.raises(lsim.LayersimError, match="applies only to a model on a server"):
-        lsim.analyze(model, rows(2, 8), QUICK, tokens_per_request=100)
+        lsim.analyze(lsim.open_model(model, tokens_per_request=100), rows(2, 8), QUICK)
     with pytest.raises(lsim.LayersimError, match="needs a model on an NDIF server"):
         lsim.analyze(model, rows(2, 8), QUICK, blocking=False)
     with pytest.raises(lsim.LayersimError, match="`checkpoint` cannot be combined"):
-        lsim.analyze(model, rows(2, 8), QUICK, remote=small.url, blocking=False, checkpoint=tmp_path / "x")
+        lsim.analyze(lsim.open_model(model, remote=small.url), rows(2, 8), QUICK, blocking=False, checkpoint=tmp_path / "x")
 
 
 def test_what_cannot_be_added_is_refused_as_here(small):
@@ -114,9 +125,9 @@ def test_what_cannot_be_added_is_refused_as_here(small):
     for tokens in (1000, 80):
         options = {"remote": small.url, "tokens_per_request": tokens, "batch_size": 4}
         with pytest.raises(lsim.LayersimError, match=r"kernel of 'own' returned sums that cannot be added across batches"):
-            lsim.analyze(small.model(), data, [lsim_analyzer(one_a_row)], **options)
+            called(lsim.analyze, small.model(), data, [lsim_analyzer(one_a_row)], **options)
         # A sum that some batches lack is the sum over the others.
-        far = lsim.analyze(small.model(), data, [lsim_analyzer(now_and_then)], **options)
+        far = called(lsim.analyze, small.model(), data, [lsim_analyzer(now_and_then)], **options)
         assert furthest(far, local(small, data, [lsim_analyzer(now_and_then)], batch_size=4)) < 1e-12
 
 
@@ -136,20 +147,23 @@ def everything(view):
 def test_what_is_large_is_not_brought_without_a_word(small):
     much = pytest.warns(lsim.LayersimWarning, match=r"'own' returns \d+ MB per request, most of it 'norm'")
     with much, contextlib.suppress(lsim.LayersimError):
-        lsim.analyze(small.model(), rows(8, 20), [lsim_analyzer(everything)], remote=small.url)
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(8, 20), [lsim_analyzer(everything)])
 
 
 def test_labels_are_any_numbers(small):
     labels = torch.tensor([5, 7, 2**32 + 5, 2**32 + 7]).repeat(10)[:, None].expand(40, 6).contiguous()
     data = {"input_ids": torch.randint(3, 100, (40, 6)), "labels": labels}
     collapse = [lsim.NeuralCollapse(labels="data", classes=(5, 7))]
-    assert furthest(lsim.analyze(small.model(), data, collapse, remote=small.url), local(small, data, collapse)) < 1e-9
+    assert (
+        furthest(lsim.analyze(lsim.open_model(small.model(), remote=small.url), data, collapse), local(small, data, collapse))
+        < 1e-9
+    )
 
 
 def test_a_checkpoint_is_of_one_revision(small, tmp_path):
     path = tmp_path / "run.ckpt"
-    lsim.analyze(small.model(), rows(4, 20), QUICK, remote=small.url, checkpoint=path)
+    lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), QUICK, checkpoint=path)
     other = small.model(revision="step2000")
     small.set()
     with pytest.raises(lsim.LayersimError, match=r"another run(.|\n)*@step2000"):
-        lsim.analyze(other, rows(4, 20), QUICK, remote=small.url, checkpoint=path)
+        lsim.analyze(lsim.open_model(other, remote=small.url), rows(4, 20), QUICK, checkpoint=path)

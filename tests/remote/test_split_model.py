@@ -8,6 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..ndif.client import rows
+from ..options import called
 from .helpers import here
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
@@ -17,9 +18,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 def test_stitched_there_as_here(small, at, capfd):
     options = {"at": at, "adapter": "affine", "fit": "lstsq", "batch_size": 4}
     data = rows(24, 20)
-    expected = lsim.stitch(here(small, "llama"), here(small, "gpt2"), data, **options)
+    expected = called(lsim.stitch, here(small, "llama"), here(small, "gpt2"), data, **options)
     capfd.readouterr()
-    found = lsim.stitch(small.model("llama"), small.model("gpt2"), data, remote=small.url, **options)
+    found = called(lsim.stitch, small.model("llama"), small.model("gpt2"), data, remote=small.url, **options)
     assert "of activations at one layer cross" in capfd.readouterr().err
     assert found.loss == pytest.approx(expected.loss, abs=1e-6)
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
@@ -30,7 +31,7 @@ def test_stitched_there_as_here(small, at, capfd):
             (small.model if far else lambda name: here(small, name))(name)
             for far, name in zip(sides, ("llama", "gpt2"), strict=True)
         ]
-        mixed = lsim.stitch(*models, data, remote=tuple(small.url if far else False for far in sides), **options)
+        mixed = called(lsim.stitch, *models, data, remote=tuple(small.url if far else False for far in sides), **options)
         assert mixed.loss == pytest.approx(expected.loss, abs=1e-6)
 
 
@@ -38,9 +39,9 @@ def test_an_adapter_is_trained_through_a_trusted_server(small):
     options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "batch_size": 8}
     options |= {"training": lsim.StitchTraining(steps=6, warmup=2)}
     data = rows(24, 20)
-    expected = lsim.stitch(here(small, "llama"), here(small, "gpt2"), data, **options)
+    expected = called(lsim.stitch, here(small, "llama"), here(small, "gpt2"), data, **options)
     small.set()
-    found = lsim.stitch(small.model("llama"), small.model("gpt2"), data, remote=small.url, **options)
+    found = called(lsim.stitch, small.model("llama"), small.model("gpt2"), data, remote=small.url, **options)
     torch.testing.assert_close(found.curve, expected.curve, rtol=1e-5, atol=1e-5)
     assert found.loss == pytest.approx(expected.loss, abs=1e-5)
 
@@ -53,8 +54,13 @@ def test_no_training_through_a_sandbox(small, monkeypatch):
     plain = RemoteSource._ask_offer
     monkeypatch.setattr(RemoteSource, "_ask_offer", lambda self: replace(plain(self), trusted=False))
     with pytest.raises(lsim.LayersimError, match=r"sandbox of this server does not provide(.|\n)*fit='lstsq'"):
-        lsim.stitch(here(small, "llama"), small.model("gpt2"), rows(24, 20), at=(1, 1), fit="sgd", remote=(False, small.url))
+        lsim.stitch(
+            here(small, "llama"), lsim.open_model(small.model("gpt2"), remote=small.url), rows(24, 20), at=(1, 1), fit="sgd"
+        )
     found = lsim.stitch(
-        here(small, "llama"), small.model("gpt2"), rows(24, 20), at=(1, 1), remote=(False, small.url), batch_size=4
+        here(small, "llama"),
+        lsim.open_model(small.model("gpt2"), remote=small.url),
+        lsim.Data(rows(24, 20), batch_size=4),
+        at=(1, 1),
     )
     assert found.fit == "lstsq"

@@ -8,10 +8,10 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analysis.cross_model_statistics import exchanges
 from tl_layersim.data.batches import Batches
-from tl_layersim.data.options import DataOptions
 from tl_layersim.remote.open import open_source
 
 from ..ndif.client import rows
+from ..options import called
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
 
@@ -28,67 +28,77 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 )
 def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):
     data, options = rows(12, 20), {"batch_size": 6}
-    here = lsim.compare(
+    here = called(
+        lsim.compare,
         small.model(dispatch=True, dtype=torch.float32),
         small.model("gpt2", dispatch=True, dtype=torch.float32),
         data,
         cka,
         **options,
     )
-    far = lsim.compare(small.model(), small.model("gpt2"), data, cka, remote=small.url, **options)
+    far = called(lsim.compare, small.model(), small.model("gpt2"), data, cka, remote=small.url, **options)
     assert torch.allclose(far.values, here.values, atol=1e-9)
     for field in ("p_values", "null_threshold", "max_null", "max_calibrated"):
         assert torch.allclose(getattr(far, field), getattr(here, field), atol=1e-9, equal_nan=True)
     assert "each run on one model and then on the other" in capfd.readouterr().err
     assert len(far.provenance.options["remote"]) == 2
-    mixed = lsim.compare(
-        small.model(dispatch=True, dtype=torch.float32), small.model("gpt2"), data, cka, remote=(False, small.url), **options
+    mixed = called(
+        lsim.compare,
+        small.model(dispatch=True, dtype=torch.float32),
+        small.model("gpt2"),
+        data,
+        cka,
+        remote=(False, small.url),
+        **options,
     )
     assert torch.allclose(mixed.values, here.values, atol=1e-9)
 
 
 def test_many_models_in_several_places(small, capfd):
-    data, cka, options = rows(12, 20), lsim.CKA(minibatch=16), {"batch_size": 6}
+    data, cka = lsim.Data(rows(12, 20), batch_size=6), lsim.CKA(minibatch=16)
     names = {"a": (), "b": ("gpt2",), "c": ()}
     here = {name: small.model(*kind, dispatch=True, dtype=torch.float32) for name, kind in names.items()}
     depths = lambda result: float(result.values[-1, -1])  # noqa: E731 (models of two depths)
-    expected = lsim.compare_grid(here, data, cka, distance=depths, **options)
-    mixed = {"a": here["a"], "b": small.model("gpt2"), "c": small.model()}
-    places = {"b": small.url, "c": small.url}
-    found = lsim.compare_grid(mixed, data, cka, distance=depths, remote=places, **options)
+    expected = lsim.compare_grid(here, data, cka, distance=depths)
+    far = {name: lsim.open_model(small.model(*names[name]), remote=small.url) for name in ("b", "c")}
+    found = lsim.compare_grid({"a": here["a"], **far}, data, cka, distance=depths)
     assert torch.allclose(found.values, expected.values, atol=1e-9)
     assert torch.allclose(found["b", "c"].values, expected["b", "c"].values, atol=1e-9)
     assert "each run on 3 models in turn" in capfd.readouterr().err
     assert len(found.provenance.options["remote"]) == 2
     with pytest.raises(lsim.LayersimError, match="needs the activations of both models in one process"):
-        lsim.compare_grid(mixed, data, lsim.CKA(estimator="exact"), distance=depths, remote=places)
+        lsim.compare_grid({"a": here["a"], **far}, data, lsim.CKA(estimator="exact"), distance=depths)
 
 
 def test_pictures_of_one_prompt_are_made_there(small):
     words = "w3 w4 w5 w6 w7"
     here = small.model(dispatch=True, dtype=torch.float32)
     assert torch.allclose(
-        lsim.prediction_grid(small.model(), words, remote=small.url).probability, lsim.prediction_grid(here, words).probability
+        lsim.prediction_grid(lsim.open_model(small.model(), remote=small.url), words).probability,
+        lsim.prediction_grid(here, words).probability,
     )
-    far, near = (
-        lsim.trajectory_pca(model, words, **more) for model, more in ((small.model(), {"remote": small.url}), (here, {}))
-    )
+    far, near = (lsim.trajectory_pca(model, words) for model in (lsim.open_model(small.model(), remote=small.url), here))
     assert torch.allclose(far.values, near.values, atol=1e-5)
 
 
 def test_activations_do_not_cross(small):
     with pytest.raises(lsim.LayersimError, match="needs the activations of both models in one process"):
-        lsim.compare(small.model(), small.model("gpt2"), rows(4, 20), lsim.CKA(estimator="exact"), remote=small.url)
+        lsim.compare(
+            lsim.open_model(small.model(), remote=small.url),
+            lsim.open_model(small.model("gpt2"), remote=small.url),
+            rows(4, 20),
+            lsim.CKA(estimator="exact"),
+        )
     with pytest.raises(lsim.LayersimError, match="Activations of a remote model stay"):
-        open_source(small.model(), remote=small.url).collect(None)
+        open_source(lsim.open_model(small.model(), remote=small.url)).collect(None)
 
 
 def test_what_will_cross_is_what_crosses(small):
     cka = lsim.CKA(minibatch=16)
     data = rows(12, 20)
     data["attention_mask"][:] = 1
-    opened = open_source(small.model(), remote=small.url)
-    [batch] = Batches(data, opened.model, DataOptions(batch_size=12))
+    opened = open_source(lsim.open_model(small.model(), remote=small.url))
+    [batch] = Batches(lsim.Data(data, batch_size=12), opened.model)
     given = exchanges({"cka": cka})["cka"]
     _, out = opened.run(batch, {"cka": given.kernel})
     assert given.size(12, 20.0, 4) == sum(value.numel() * value.element_size() for value in out["cka"].values())

@@ -20,6 +20,7 @@ from tl_layersim.reporting.style import BLUE, ORANGE, ordered_colours
 from tl_layersim.training.layer_evaluation_results import LayerChange
 
 from ..core.helpers import curve
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
 
@@ -317,7 +318,7 @@ def test_an_axis_starts_at_a_positive_lower_bound():
 
 def test_two_models_have_two_hues_and_the_better_one_is_named():
     models = tiny_llama(seed=0), tiny_llama(seed=1)
-    found = lsim.evaluate_layers(*models, random_tokens(), names=("first", "second"))["layers"]
+    found = called(lsim.evaluate_layers, *models, random_tokens(), names=("first", "second"))["layers"]
     fig = found.plot()
     assert [trace.line.color for trace in fig.data] == [BLUE, ORANGE]
     lower = int((found.cross_entropy[0] < found.cross_entropy[1]).sum())

@@ -55,7 +55,7 @@ def test_a_result_without_words_of_its_own_has_its_headline():
 @pytest.fixture(scope="module")
 def report():
     chosen = [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve(), lsim.Trajectory(), lsim.SkipEffect(), lsim.EffectiveRank()]
-    return lsim.analyze(tiny_llama(), random_tokens(20, 9), chosen, batch_size=1, intervals=True)
+    return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(20, 9), batch_size=1), chosen, intervals=True)
 
 
 def test_analyzers_have_words_of_their_own(report):

@@ -141,7 +141,7 @@ def test_results_named_as_parts_of_the_page_leave_it_whole(report, tmp_path):
 
 def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):
     with pytest.warns(lsim.LayersimWarning, match="'cosine', 'logit_lens'"):
-        report = lsim.analyze(tiny_llama(), random_tokens(3), ["cosine", "logit_lens"], intervals=True, batch_size=1)
+        report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(3), batch_size=1), ["cosine", "logit_lens"], intervals=True)
     [text] = [one for one in report["cosine"].provenance.warnings if "'cosine', 'logit_lens'" in one]
     again = lsim.load_report(report.save(tmp_path / "r.safetensors"))
     assert text in again["logit_lens"].provenance.warnings

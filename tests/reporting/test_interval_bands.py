@@ -352,7 +352,7 @@ def test_a_margin_of_rounding_is_not_shown(plain):
 def test_a_field_without_interval_is_drawn_without():
     """p-values, and the mean that a first pass determines."""
     cka = lsim.CKA(minibatch=16, permutations=19)
-    result = lsim.analyze(tiny_llama(), random_tokens(256, 8), [cka], batch_size=16, intervals=True)["cka"]
+    result = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(256, 8), batch_size=16), [cka], intervals=True)["cka"]
     assert interval_ends(result, "p_values") is None
     assert interval_ends(result, "calibrated") is not None
     assert result.plot("p_values").data[0].z is not None

@@ -21,7 +21,11 @@ from .helpers import assert_whiskers, bands, line_of, texts
 def grid():
     models = {name: tiny_llama(layers=2, seed=seed) for seed, name in enumerate("abcd")}
     return lsim.compare_grid(
-        models, random_tokens(256, 8), lsim.CKA(minibatch=8), batch_size=16, groups=["x", "y", "x", "y"], intervals=True
+        models,
+        lsim.Data(random_tokens(256, 8), batch_size=16),
+        lsim.CKA(minibatch=8),
+        groups=["x", "y", "x", "y"],
+        intervals=True,
     )
 
 
@@ -80,7 +84,7 @@ def test_groups_by_layer_have_whiskers_beside_the_bands_of_the_spread(grid):
 @pytest.fixture(scope="module")
 def coupling():
     data = random_tokens(16)[:, :4]
-    report = lsim.analyze(tiny_llama(layers=2), data, [lsim.BlockCoupling(k=2)], batch_size=1, intervals=True)
+    report = lsim.analyze(tiny_llama(layers=2), lsim.Data(data, batch_size=1), [lsim.BlockCoupling(k=2)], intervals=True)
     return report["block_coupling"]
 
 

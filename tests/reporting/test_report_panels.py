@@ -104,7 +104,7 @@ def test_notebooks_show_numbers_and_what_they_were_measured_on(report):
 
 
 def test_notebooks_show_margins_and_no_markup_of_names():
-    found = lsim.analyze(tiny_llama(), random_tokens(20, 9), lsim.Cosine(), batch_size=1, intervals=True)
+    found = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(20, 9), batch_size=1), lsim.Cosine(), intervals=True)
     assert "± half of the 95 %" in found._repr_html_()
     assert " ± " in found["cosine"]._repr_html_()
     nasty = LayerCurve(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance(model="<script>x"))

@@ -98,7 +98,7 @@ def test_the_first_and_the_last_token_stand_out_and_labels_do_not_overlap():
 
 
 def test_tokens_of_one_text_are_told_apart_by_position_and_colour():
-    path = lsim.trajectory_pca(lsim.demo_model(), "a man and a dog and a cat", skip_first=1)
+    path = lsim.trajectory_pca(lsim.demo_model(), lsim.Data("a man and a dog and a cat", skip_first=1))
     fig = path.plot()
     paths = {trace.name: trace for trace in fig.data if trace.mode == "lines+markers"}
     count = len(path.tokens)

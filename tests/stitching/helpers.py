@@ -66,10 +66,9 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 def lsim_batches(tokens: torch.Tensor, size: int = 4):
     from tl_layersim.data.batches import Batches
-    from tl_layersim.data.options import DataOptions
     from tl_layersim.remote.open import open_source
 
-    return list(Batches(tokens, open_source(tiny_llama()).model, DataOptions(batch_size=size)))
+    return list(Batches(lsim.Data(tokens, batch_size=size), open_source(tiny_llama()).model))
 
 
 def gpt2_of_kind(kind: str, seed: int):

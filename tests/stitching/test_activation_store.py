@@ -16,9 +16,9 @@ from .helpers import QUICK, lsim_batches, rows
 class TestCache:
     def test_a_file_gives_the_same_numbers_and_goes_away(self, tmp_path, capsys):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "batch_size": 6, "training": QUICK}
-        in_memory = lsim.stitch(front, back, rows(), **options)
-        in_file = lsim.stitch(front, back, rows(), cache=tmp_path, **options)
+        options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
+        in_memory = lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), **options)
+        in_file = lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), cache=tmp_path, **options)
         assert torch.equal(in_memory.curve, in_file.curve)
         assert not list(tmp_path.iterdir())
         # 20 of 24 rows of 16 positions of 32 float32.
@@ -29,10 +29,10 @@ class TestCache:
 
         monkeypatch.setattr(activation_store, "_free", lambda folder: (1000.0, "memory"))
         with pytest.raises(lsim.LayersimError, match="do not fit into the free memory"):
-            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 2), fit="sgd", batch_size=6, training=QUICK)
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), at=(2, 2), fit="sgd", training=QUICK)
 
     def test_half_precision_is_kept_as_it_is(self):
-        front = open_split_model(tiny_llama(dtype=torch.bfloat16), None, False)
+        front = open_split_model(tiny_llama(dtype=torch.bfloat16))
         batches = tuple(lsim_batches(rows(8)))
         acts = ActivationStore(front, 2, batches)
         with acts.keep(None):

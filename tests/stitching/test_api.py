@@ -54,7 +54,7 @@ class TestNumbers:
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     def test_closed_form_on_a_model(self, kind):
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(40, 10)
-        result = lsim.stitch(front, back, tokens, at=(2, 1), adapter=kind, fit="lstsq", batch_size=8)
+        result = lsim.stitch(front, back, lsim.Data(tokens, batch_size=8), at=(2, 1), adapter=kind, fit="lstsq")
         fit, held_out = tokens[:32], tokens[32:]
         with torch.no_grad():
             x, y = gpt2_parts(front, fit)[2].reshape(-1, 32).numpy(), gpt2_parts(back, fit)[1].reshape(-1, 32).numpy()
@@ -76,18 +76,16 @@ class TestNumbers:
     def test_training_is_torchs_sgd_on_the_whole_stitched_model(self, kind, relative):
         """The same steps by hand: whole models, plain autograd, torch's optimiser, in float64."""
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(12, 10)
-        settings = lsim.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative)
+        settings = lsim.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative, seed=3)
         result = lsim.stitch(
             front,
             back,
-            tokens[:8],
+            lsim.Data(tokens[:8], batch_size=4),
             at=(2, 1),
             adapter=kind,
             fit="sgd",
-            batch_size=4,
             training=settings,
             eval_data=tokens[8:],
-            seed=3,
         )
         with torch.no_grad():
             hidden = [gpt2_parts(front, tokens[i : i + 4])[2] for i in (0, 4)]
@@ -156,8 +154,8 @@ class TestNumbers:
     @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
     def test_a_model_with_itself_costs_nothing(self, build):
         model = build()
-        for layer in range(len(open_split_model(model, None, False).model.layers)):
-            result = lsim.stitch(model, model, rows(5, 12), at=(layer, layer), adapter="identity", batch_size=2)
+        for layer in range(len(open_split_model(model).model.layers)):
+            result = lsim.stitch(model, model, lsim.Data(rows(5, 12), batch_size=2), at=(layer, layer), adapter="identity")
             assert result.penalty == 0.0
             assert result.accuracy_penalty == 0.0
             assert tuple(result.penalty_interval()) == (0.0, 0.0, 0.0)
@@ -166,26 +164,31 @@ class TestNumbers:
         front, back = tiny_llama(seed=0).double(), tiny_llama(seed=1).double()
         lengths = [5, 12, 9, 2]
         ragged = [rows(4, 12)[i, :n].tolist() for i, n in enumerate(lengths)]
-        together = lsim.stitch(front, back, {"input_ids": ragged}, at=(2, 1), adapter="identity", batch_size=4)
-        alone = lsim.stitch(front, back, {"input_ids": ragged}, at=(2, 1), adapter="identity", batch_size=1)
+        together = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=4), at=(2, 1), adapter="identity")
+        alone = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=1), at=(2, 1), adapter="identity")
         assert together.loss == pytest.approx(alone.loss, abs=1e-10)
         assert int(together.batch_tokens.sum()) == sum(n - 1 for n in lengths)
         options = {"at": (2, 1), "adapter": "linear", "fit": "lstsq", "eval_data": rows(2), "ridge": 1.0}
         with pytest.warns(lsim.LayersimWarning, match="28 tokens for 32 features"):
-            fits = [lsim.stitch(front, back, {"input_ids": ragged}, batch_size=n, **options) for n in (1, 4)]
+            fits = [lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=n), **options) for n in (1, 4)]
         torch.testing.assert_close(fits[0].weight, fits[1].weight, rtol=1e-9, atol=1e-12)
 
     def test_skipped_positions_are_fitted_and_not_counted(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(20, 10)
-        all_of_it = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4)
-        later = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4, skip_first=4)
+        all_of_it = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(1, 1), adapter="linear", fit="lstsq")
+        later = lsim.stitch(
+            model, other, lsim.Data(tokens, batch_size=4, skip_first=4), at=(1, 1), adapter="linear", fit="lstsq"
+        )
         torch.testing.assert_close(all_of_it.weight, later.weight)
         assert int(all_of_it.batch_tokens.sum()) == 4 * 9
         assert int(later.batch_tokens.sum()) == 4 * 5
 
     def test_held_out_rows_do_not_depend_on_the_batch_size(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
-        sizes = [lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=n) for n in (1, 5, 37)]
+        sizes = [
+            lsim.stitch(model, other, lsim.Data(tokens, batch_size=n), at=(1, 1), adapter="linear", fit="lstsq")
+            for n in (1, 5, 37)
+        ]
         for result in sizes[1:]:
             assert int(result.batch_tokens.sum()) == 7 * 15
             torch.testing.assert_close(result.weight, sizes[0].weight)
@@ -193,15 +196,25 @@ class TestNumbers:
 
     def test_the_last_fifth_is_held_out(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
-        result = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4)
+        result = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(1, 1), adapter="linear", fit="lstsq")
         apart = lsim.stitch(
-            model, other, tokens[:32], at=(1, 1), adapter="linear", fit="lstsq", batch_size=4, eval_data=tokens[32:]
+            model, other, lsim.Data(tokens[:32], batch_size=4), at=(1, 1), adapter="linear", fit="lstsq", eval_data=tokens[32:]
         )
         assert torch.equal(result.weight, apart.weight)
         assert result.penalty == apart.penalty
-        again = lsim.stitch(model, other, tokens[32:], at=(1, 1), adapter=apart.adapter, batch_size=4)
+        again = lsim.stitch(model, other, lsim.Data(tokens[32:], batch_size=4), at=(1, 1), adapter=apart.adapter)
         assert again.penalty == apart.penalty
         assert again.fit == ""
+
+    def test_evaluation_data_is_read_as_the_data_or_by_options_of_its_own(self):
+        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
+        data, options = lsim.Data(tokens[:32], batch_size=4, skip_first=2), {"at": (1, 1), "adapter": "linear", "fit": "lstsq"}
+        like = lsim.stitch(model, other, data, eval_data=tokens[32:], **options)
+        for own, count in ((lsim.Data(tokens[32:]), 8 * 9), (lsim.Data(tokens[32:], positions=slice(2, 5)), 8 * 3)):
+            result = lsim.stitch(model, other, data, eval_data=own, **options)
+            assert torch.equal(result.weight, like.weight)
+            assert int(result.batch_tokens.sum()) == count
+        assert int(like.batch_tokens.sum()) == 8 * 7
 
     def test_the_evaluated_adapter_is_the_one_returned(self):
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -241,8 +254,8 @@ class TestNumbers:
     def test_held_out_rows_are_cut_into_batches_enough_for_an_interval(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
-        fine = lsim.stitch(front, back, ragged, at=(1, 1), adapter="identity", batch_size=2)
-        coarse = lsim.stitch(front, back, ragged, at=(1, 1), adapter="identity", batch_size=25)
+        fine = lsim.stitch(front, back, lsim.Data(ragged, batch_size=2), at=(1, 1), adapter="identity")
+        coarse = lsim.stitch(front, back, lsim.Data(ragged, batch_size=25), at=(1, 1), adapter="identity")
         assert torch.equal(fine.batch_tokens[:-1], coarse.batch_tokens[:-1])
         assert len(coarse.batch_tokens) == 13
         assert coarse.penalty == pytest.approx(fine.penalty, abs=1e-6)

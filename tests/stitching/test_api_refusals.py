@@ -36,12 +36,14 @@ class TestRefusals:
             return plain(step, tensors or {}, curve, *rest, **more)
 
         monkeypatch.setattr(training, "Trained", noted)
-        options = {"at": (1, 1), "fit": "sgd", "adapter": "affine-norm", "batch_size": 6}
+        options = {"at": (1, 1), "fit": "sgd", "adapter": "affine-norm"}
         self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
         settings = lsim.StitchTraining(steps=80, warmup=10, relative=False)
         kept = "the best one on the way" if good == 60 else "the one that it started from"
         with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*The adapter kept is {kept}"):
-            result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), training=settings, **options)
+            result = lsim.stitch(
+                tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), training=settings, **options
+            )
         assert result.stopped == good + 1
         assert len(result.curve) == good + 1
         # The best window ended with step 50; before the first one is over there is only the start, which is zero here.
@@ -53,7 +55,7 @@ class TestRefusals:
         model, tokens = tiny_llama(), rows(200)
         with torch.no_grad():
             labels = model(tokens).logits.argmax(-1)
-        options = {"at": (1, 1), "batch_size": 16, "labels": labels}
+        options = {"at": (1, 1), "labels": labels}
         wild = lsim.StitchTraining(steps=steps, lr=1e5, warmup=0)
         with pytest.warns(lsim.LayersimWarning, match=r"higher loss than it began with.*StitchTraining\(lr=1\)"):
             result = lsim.stitch(model, model, tokens, fit="sgd", adapter="affine-norm", training=wild, **options)
@@ -78,7 +80,7 @@ class TestRefusals:
 
     def test_few_tokens_for_least_squares(self):
         with pytest.warns(lsim.LayersimWarning, match=r"16 tokens for 32 features"):
-            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(2), at=(1, 1), fit="lstsq", batch_size=1)
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(2), batch_size=1), at=(1, 1), fit="lstsq")
 
     @pytest.mark.parametrize("layer", [4, -1, "blocks.3.hook_resid_post", "blocks.0.attn"])
     def test_a_layer_that_does_not_exist(self, layer):
@@ -122,10 +124,22 @@ class TestRefusals:
             wide = lsim.stitch(tiny_llama(seed=1), tiny_llama(), rows(60), at=(2, 2), fit="lstsq")
             assert result.penalty == pytest.approx(wide.penalty, abs=0.03)
         trained = lsim.stitch(
-            tiny_llama(seed=1), model, rows(), at=(2, 2), fit="sgd", adapter="affine-norm", batch_size=6, training=QUICK
+            tiny_llama(seed=1),
+            model,
+            lsim.Data(rows(), batch_size=6),
+            at=(2, 2),
+            fit="sgd",
+            adapter="affine-norm",
+            training=QUICK,
         )
         wide = lsim.stitch(
-            tiny_llama(seed=1), tiny_llama(), rows(), at=(2, 2), fit="sgd", adapter="affine-norm", batch_size=6, training=QUICK
+            tiny_llama(seed=1),
+            tiny_llama(),
+            lsim.Data(rows(), batch_size=6),
+            at=(2, 2),
+            fit="sgd",
+            adapter="affine-norm",
+            training=QUICK,
         )
         assert trained.loss == pytest.approx(wide.loss, abs=0.05)
         assert trained.adapter.weight.dtype == torch.float32
@@ -140,10 +154,10 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match="`adapter='identity'` needs residual streams of equal width"):
             lsim.stitch(wide, tiny_llama(), rows(), at=(1, 1), adapter="identity")
         with pytest.raises(lsim.LayersimError, match="starts from the identity, which needs residual streams of equal width"):
-            lsim.stitch(wide, tiny_llama(), rows(), at=(1, 1), fit="sgd", batch_size=6)
+            lsim.stitch(wide, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="sgd")
         for kind in ("linear", "affine", "affine-norm"):
             result = lsim.stitch(
-                wide, tiny_llama(), rows(60), at=(1, 2), adapter=kind, fit="lstsq+sgd", batch_size=6, training=QUICK
+                wide, tiny_llama(), lsim.Data(rows(60), batch_size=6), at=(1, 2), adapter=kind, fit="lstsq+sgd", training=QUICK
             )
             assert result.weight.shape == (32, 48)
             assert result.adapter(torch.zeros(2, 48)).shape == (2, 32)
@@ -172,6 +186,7 @@ class TestRefusals:
             ({"eval_data": []}, "`eval_data` has no targets"),
             ({"labels": "class"}, "`labels` must be 'next_token'"),
             ({"cache": "."}, "`cache` needs a fit by gradients or several backs"),
+            ({"eval_data": lsim.Data(rows(), positions="mean")}, "`positions` is 'mean'"),
         ],
     )
     def test_options_that_do_not_fit(self, options, message):
@@ -208,13 +223,13 @@ class TestRefusals:
             result = lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), adapter="identity")
         assert math.isnan(result.penalty)
         with pytest.raises(lsim.LayersimError, match="not finite, so that least squares"):
-            lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), fit="lstsq", batch_size=6)
+            lsim.stitch(broken, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(2, 2), fit="lstsq")
 
     def test_blocks_that_are_not_the_residual(self):
         model = tiny_llama()
         paths = ["model.layers.2", "model.layers.0"]
         with pytest.raises(lsim.LayersimError, match="must name the blocks in the order"):
-            lsim.stitch(model, model, rows(), at=(1, 2), adapter="identity", layers=(None, paths))
+            lsim.stitch(model, lsim.open_model(model, layers=paths), rows(), at=(1, 2), adapter="identity")
 
     def test_a_layer_that_nothing_reads(self):
         class Constant(torch.nn.Module):
@@ -232,7 +247,13 @@ class TestRefusals:
 
         paths = ["steps.0", "steps.1"]
         with pytest.raises(lsim.LayersimError, match=r"cannot be split(.|\n)*and another loss from another residual"):
-            lsim.stitch(Constant(), Constant(), rows(4), at=(1, 1), adapter="identity", layers=(paths, paths))
+            lsim.stitch(
+                lsim.open_model(Constant(), layers=paths),
+                lsim.open_model(Constant(), layers=paths),
+                rows(4),
+                at=(1, 1),
+                adapter="identity",
+            )
 
     def test_a_source_of_ones_own(self):
         from tl_layersim.remote.open import open_source

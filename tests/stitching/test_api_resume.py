@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tl_layersim as lsim
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import QUICK, rows
 
 
 class TestInterrupts:
-    OPTIONS = {"at": (2, 2), "adapter": "affine", "fit": "lstsq+sgd", "batch_size": 4}  # noqa: RUF012
+    OPTIONS = {"at": (2, 2), "adapter": "affine", "fit": "lstsq+sgd", "training": QUICK}  # noqa: RUF012
+    DATA = lsim.Data(rows(80), batch_size=4)
 
     @pytest.mark.parametrize("after", [1, 11, 29])
     def test_the_same_call_goes_on_with_the_same_numbers(self, tmp_path, monkeypatch, after):
         from tl_layersim.models.split_model import LocalSplitModel
 
         front, back = tiny_llama(), tiny_llama(seed=1)
-        whole = lsim.stitch(front, back, rows(80), training=QUICK, **self.OPTIONS)
+        whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
         plain, calls = LocalSplitModel.loss_and_gradient, []
 
         def interrupted(self, *given):
@@ -31,23 +35,23 @@ class TestInterrupts:
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         path = tmp_path / "stitch.safetensors"
         with pytest.raises(KeyboardInterrupt):
-            lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+            lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
         again = []
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: again.append(1) or plain(self, *given))
-        result = lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        result = lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
         assert len(again) == 30 - after
         for name in result.tensor_fields():
             assert torch.equal(getattr(result, name), getattr(whole, name)), name
         assert result.explained == whole.explained
         # And what is done is not done again.
-        lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
         assert len(again) == 30 - after
 
     @pytest.mark.parametrize(
         "change",
         [
             {"at": (1, 2)},
-            {"seed": 1},
+            {"training": replace(QUICK, seed=1)},
             {"adapter": "linear"},
             {"ridge": 0.1},
             {"labels": random_tokens(80, 16, 9)},
@@ -60,14 +64,14 @@ class TestInterrupts:
     def test_another_call_is_refused(self, tmp_path, change):
         front, back = tiny_llama(), tiny_llama(seed=1)
         path = tmp_path / "stitch.safetensors"
-        options = {**self.OPTIONS, "training": QUICK}
-        lsim.stitch(front, back, rows(80), checkpoint=path, **options)
+        options = {**self.OPTIONS, "checkpoint": path}
+        lsim.stitch(front, back, self.DATA, **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-            lsim.stitch(front, back, rows(80), checkpoint=path, **(options | change))
+            called(lsim.stitch, front, back, self.DATA.source, **{"batch_size": 4} | options | change)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-            lsim.stitch(front, back, rows(81), checkpoint=path, **options)
+            lsim.stitch(front, back, self.DATA.like(rows(81)), **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-            lsim.stitch(front, tiny_llama(seed=2), rows(80), checkpoint=path, **options)
+            lsim.stitch(front, tiny_llama(seed=2), self.DATA, **options)
 
     def test_given_adapters_are_told_apart(self, tmp_path):
         front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
@@ -87,15 +91,19 @@ class TestInterrupts:
         lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels}, **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels.flip(0)}, **options)
-        options = {"at": (1, 1), "fit": "lstsq", "batch_size": 4, "checkpoint": tmp_path / "b"}
-        lsim.stitch(front, back, rows(20)[:12], eval_data=rows(20)[12:], **options)
+        options = {"at": (1, 1), "fit": "lstsq", "checkpoint": tmp_path / "b"}
+        lsim.stitch(front, back, lsim.Data(rows(20)[:12], batch_size=4), eval_data=rows(20)[12:], **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-            lsim.stitch(front, back, rows(20)[:16], eval_data=rows(20)[16:], **options)
+            lsim.stitch(front, back, lsim.Data(rows(20)[:16], batch_size=4), eval_data=rows(20)[16:], **options)
         options = {"at": (0, 0), "adapter": "identity", "checkpoint": tmp_path / "c"}
         paths = [f"model.layers.{i}" for i in range(3)]
-        lsim.stitch(front, back, rows(4), layers=(paths[:2], None), **options)
+        lsim.stitch(lsim.open_model(front, layers=paths[:2]), back, rows(4), **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-            lsim.stitch(front, back, rows(4), layers=(paths, None), **options)
+            lsim.stitch(lsim.open_model(front, layers=paths), back, rows(4), **options)
+        options = {"layers": [0], "adapter": "identity", "checkpoint": tmp_path / "d"}
+        lsim.stitch_grid({"a": lsim.open_model(front, layers=paths[:2]), "b": back}, rows(4), **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch_grid({"a": front, "b": back}, rows(4), **options)
 
     def test_names_of_any_kind(self, tmp_path):
         models = {name: tiny_llama(seed=seed) for seed, name in enumerate(["org/a", "b>c", "org/a>b", "c@1"])}
@@ -109,7 +117,7 @@ class TestInterrupts:
         from tl_layersim.stitching.experiment import StitchExperiment
 
         front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
-        whole = lsim.stitch(front, back, rows(80), training=QUICK, **self.OPTIONS)
+        whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
 
         def interrupted(*given):
             raise KeyboardInterrupt
@@ -117,13 +125,13 @@ class TestInterrupts:
         with monkeypatch.context() as patch:
             patch.setattr(StitchExperiment, "_evaluate", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+                lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
         from tl_layersim.models.split_model import LocalSplitModel
         from tl_layersim.stitching import experiment
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         monkeypatch.setattr(experiment, "least_squares", interrupted)
-        assert lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
+        assert lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
 
     def test_unusable_held_out_data_is_refused_before_the_work(self, tmp_path, monkeypatch):
         from tl_layersim.models.split_model import LocalSplitModel
@@ -136,8 +144,8 @@ class TestInterrupts:
         data, held_out = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
         with pytest.raises(lsim.LayersimError, match="outside the model's classes"):
             lsim.stitch(
-                tiny_llama(), tiny_llama(seed=1), {**data, "labels": rows().flip(1)}, at=(1, 1), fit="sgd", labels="data",
-                eval_data=held_out, training=QUICK, batch_size=4, checkpoint=tmp_path / "f",
+                tiny_llama(), tiny_llama(seed=1), lsim.Data({**data, "labels": rows().flip(1)}, batch_size=4), at=(1, 1),
+                fit="sgd", labels="data", eval_data=held_out, training=QUICK, checkpoint=tmp_path / "f",
             )  # fmt: skip
         assert not calls
         assert not (tmp_path / "f").exists()
@@ -146,8 +154,9 @@ class TestInterrupts:
         from tl_layersim.models.split_model import LocalSplitModel
 
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-        options = {"layers": [1, 3], "fit": "sgd", "training": lsim.StitchTraining(steps=4, warmup=1), "batch_size": 2}
-        whole = lsim.stitch_grid(models, rows(), **options)
+        options = {"layers": [1, 3], "fit": "sgd", "training": lsim.StitchTraining(steps=4, warmup=1)}
+        data = lsim.Data(rows(), batch_size=2)
+        whole = lsim.stitch_grid(models, data, **options)
         plain, calls = LocalSplitModel.loss_and_gradient, []
 
         def interrupted(self, *given):
@@ -159,9 +168,9 @@ class TestInterrupts:
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         path = tmp_path / "grid.safetensors"
         with pytest.raises(KeyboardInterrupt):
-            lsim.stitch_grid(models, rows(), checkpoint=path, **options)
+            lsim.stitch_grid(models, data, checkpoint=path, **options)
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
-        result = lsim.stitch_grid(models, rows(), checkpoint=path, **options)
+        result = lsim.stitch_grid(models, data, checkpoint=path, **options)
         assert len(calls) == 8 * 4
         for name in result.tensor_fields():
             assert torch.equal(getattr(result, name), getattr(whole, name)), name

@@ -48,10 +48,10 @@ class TestClassifiers:
         data = {"input_ids": tokens, "labels": classes}
         # The first two blocks are the same in both, so nothing is lost below the third.
         for layer in (1, 2):
-            result = lsim.stitch(base, tuned, data, at=(layer, layer), adapter="identity", batch_size=8)
+            result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(layer, layer), adapter="identity")
             assert result.accuracy_penalty == pytest.approx(0.0)
             assert abs(result.penalty) < 1e-6
-        result = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity", batch_size=8)
+        result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(3, 3), adapter="identity")
         with torch.no_grad():
             own = tuned(tokens).logits
             swapped = copy.deepcopy(tuned)
@@ -67,7 +67,7 @@ class TestClassifiers:
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": rows(12, 9), "labels": torch.arange(12) % 3}
         result = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity")
-        later = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity", skip_first=2)
+        later = lsim.stitch(base, tuned, lsim.Data(data, skip_first=2), at=(3, 3), adapter="identity")
         assert later.loss == result.loss
         assert int(later.batch_tokens.sum()) == 12
         assert result.unit == "row"
@@ -76,9 +76,9 @@ class TestClassifiers:
     def test_padded_rows_and_training(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}
-        result = lsim.stitch(base, tuned, data, at=(3, 3), fit="sgd", batch_size=4, training=QUICK)
+        result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=4), at=(3, 3), fit="sgd", training=QUICK)
         assert len(result.curve) == 30
-        grid = lsim.stitch_grid({"a": base, "b": tuned}, data, adapter="identity", batch_size=4)
+        grid = lsim.stitch_grid({"a": base, "b": tuned}, lsim.Data(data, batch_size=4), adapter="identity")
         assert grid.penalty.shape == (2, 2, 3)
         assert grid.accuracy_penalty[0, 0].abs().max() == 0
 
@@ -99,7 +99,7 @@ class TestClassifiers:
             "text": [" ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + i % 6)) for i in range(20)],
             "label": [i % 3 for i in range(20)],
         }
-        one, many = (lsim.stitch(base, tuned, data, at=(2, 2), adapter="identity", batch_size=n) for n in (1, 20))
+        one, many = (lsim.stitch(base, tuned, lsim.Data(data, batch_size=n), at=(2, 2), adapter="identity") for n in (1, 20))
         assert many.loss == pytest.approx(one.loss, abs=1e-6)
         assert many.back_loss == pytest.approx(one.back_loss, abs=1e-6)
 
@@ -134,7 +134,7 @@ class TestHeadsThatPool:
         case, classes = CASES[name], torch.tensor([0, 2, 1, 1, 0])
         front, back = case.build(0), case.build(1)
         data = case.data(labels=classes)
-        result = lsim.stitch(front, back, data, at=(2, 2), adapter="identity", eval_data=data, batch_size=3)
+        result = lsim.stitch(front, back, lsim.Data(data, batch_size=3), at=(2, 2), adapter="identity", eval_data=data)
         own, stitched = [], []
         for row in case.rows():
             second = block_outputs(front, case.paths, row)[1]

@@ -17,14 +17,16 @@ class TestEveryKind:
 
     @pytest.fixture(scope="class")
     def expected(self):
-        return lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(), at=(2, 1), adapter="affine", fit="lstsq", batch_size=4)
+        return lsim.stitch(
+            tiny_gpt2(0), tiny_gpt2(1), lsim.Data(rows(), batch_size=4), at=(2, 1), adapter="affine", fit="lstsq"
+        )
 
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     @pytest.mark.parametrize("side", ["front", "back"])
     def test_one_answer(self, kind, side, expected):
         models = [tiny_gpt2(0), tiny_gpt2(1)]
         models[side == "back"] = gpt2_of_kind(kind, int(side == "back"))
-        result = lsim.stitch(*models, rows(), at=(2, 1), adapter="affine", fit="lstsq", batch_size=4)
+        result = lsim.stitch(*models, lsim.Data(rows(), batch_size=4), at=(2, 1), adapter="affine", fit="lstsq")
         assert result.loss == pytest.approx(expected.loss, abs=2e-6)
         assert result.back_loss == pytest.approx(expected.back_loss, abs=2e-6)
         torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)
@@ -32,7 +34,9 @@ class TestEveryKind:
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_training_through_it(self, kind):
         plain, other = (
-            lsim.stitch(tiny_gpt2(0), back, rows(), at=(2, 2), adapter="affine-norm", fit="sgd", batch_size=4, training=QUICK)
+            lsim.stitch(
+                tiny_gpt2(0), back, lsim.Data(rows(), batch_size=4), at=(2, 2), adapter="affine-norm", fit="sgd", training=QUICK
+            )
             for back in (tiny_gpt2(1), gpt2_of_kind(kind, 1))
         )
         np.testing.assert_allclose(other.curve, plain.curve, atol=2e-5)
@@ -62,25 +66,35 @@ class TestEveryKind:
 
     @pytest.mark.parametrize("fit", ["lstsq", "sgd"])
     def test_in_nnsights_simulation_of_a_server(self, fit):
-        options = {"at": (2, 1), "adapter": "affine", "fit": fit, "batch_size": 6}
+        options = {"at": (2, 1), "adapter": "affine", "fit": fit}
+        data = lsim.Data(rows(), batch_size=6)
         options |= {"training": lsim.StitchTraining(steps=3, warmup=1)} if fit == "sgd" else {}
-        there = [gpt2_of_kind("nnsight", seed) for seed in (0, 1)]
-        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(), **options)
-        result = lsim.stitch(*there, rows(), remote="local", **options)
+        there = [lsim.open_model(gpt2_of_kind("nnsight", seed), remote="local") for seed in (0, 1)]
+        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), data, **options)
+        result = lsim.stitch(*there, data, **options)
         assert result.loss == pytest.approx(here.loss, abs=1e-6)
         assert result.back_loss == pytest.approx(here.back_loss, abs=1e-6)
         np.testing.assert_allclose(result.curve, here.curve, atol=1e-6)
-        mixed = lsim.stitch(tiny_gpt2(0), there[1], rows(), remote=(False, "local"), **options)
+        mixed = lsim.stitch(tiny_gpt2(0), there[1], data, **options)
         assert mixed.loss == pytest.approx(here.loss, abs=1e-6)
         with pytest.raises(lsim.LayersimError, match="`model` needs both models"):
             _ = mixed.model
 
+    def test_each_model_of_a_grid_is_opened_in_its_own_way(self):
+        here = {"a": tiny_gpt2(0), "b": tiny_gpt2(1)}
+        there = {
+            "a": lsim.open_model(here["a"], layers=[f"transformer.h.{i}" for i in range(2)]),
+            "b": lsim.open_model(gpt2_of_kind("nnsight", 1), remote="local"),
+        }
+        plain, mixed = (lsim.stitch_grid(made, rows(4, 8), layers=[1, 2], adapter="identity") for made in (here, there))
+        torch.testing.assert_close(mixed.loss, plain.loss, rtol=0, atol=1e-6)
+
     def test_the_end_of_a_remote_back(self):
         there = gpt2_of_kind("nnsight", 1)
         here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(3, 3), adapter="identity")
-        result = lsim.stitch(tiny_gpt2(0), there, rows(4, 8), at=(3, 3), adapter="identity", remote=(False, "local"))
+        result = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=(3, 3), adapter="identity")
         assert result.loss == pytest.approx(here.loss, abs=1e-6)
-        first = lsim.stitch(tiny_gpt2(0), there, rows(4, 8), at=(0, 0), adapter="identity", remote=(False, "local"))
+        first = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=(0, 0), adapter="identity")
         assert first.loss == pytest.approx(
             lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(0, 0), adapter="identity").loss, abs=1e-6
         )

@@ -16,7 +16,7 @@ def test_families_can_be_entered_at_every_layer(name):
     model, other = family(name), family(name, 1)
     masked = "Masked" in type(model).__name__
     more = {"labels": rows(4, 10).roll(1, 1)} if masked else {}
-    count = len(open_split_model(model, None, False).model.layers)
+    count = len(open_split_model(model).model.layers)
     for layer in range(count):
         same = lsim.stitch(model, model, rows(4, 10), at=(layer, layer), adapter="identity", **more)
         assert same.penalty == 0.0

@@ -19,7 +19,7 @@ class TestGrid:
 
     @pytest.fixture(scope="class")
     def grid(self, models):
-        return lsim.stitch_grid(models, rows(80), fit="lstsq", batch_size=4)
+        return lsim.stitch_grid(models, lsim.Data(rows(80), batch_size=4), fit="lstsq")
 
     def test_each_cell_is_a_stitch(self, models, grid):
         assert grid.fronts == ("a", "b")
@@ -27,7 +27,7 @@ class TestGrid:
         for i, a in enumerate(models):
             for j, b in enumerate(models):
                 for s in (0, 2):
-                    one = lsim.stitch(models[a], models[b], rows(80), at=(s + 1, s + 1), fit="lstsq", batch_size=4)
+                    one = lsim.stitch(models[a], models[b], lsim.Data(rows(80), batch_size=4), at=(s + 1, s + 1), fit="lstsq")
                     assert float(grid.penalty[i, j, s]) == one.penalty
                     assert float(grid.loss[i, j, s]) == one.loss
                     assert (float(grid.low[i, j, s]), float(grid.high[i, j, s])) == tuple(one.penalty_interval())[1:]
@@ -45,8 +45,8 @@ class TestGrid:
 
     def test_beyond_what_fitting_costs(self, models):
         # Trained, so that models with themselves do not come out at zero.
-        options = {"layers": [1, 2], "fit": "sgd", "adapter": "affine-norm", "training": QUICK, "batch_size": 8}
-        grid = lsim.stitch_grid(models, rows(40), **options)
+        options = {"layers": [1, 2], "fit": "sgd", "adapter": "affine-norm", "training": QUICK}
+        grid = lsim.stitch_grid(models, lsim.Data(rows(40), batch_size=8), **options)
         assert grid.penalty[0, 0].abs().min() > 1e-3
         own = [trace for trace in grid.plot().data if trace.name in ("a into a", "b into b")]
         assert len({trace.marker.symbol for trace in own}) == len({trace.line.dash for trace in own}) == 2

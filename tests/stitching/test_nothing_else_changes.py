@@ -21,10 +21,10 @@ class TestNothingElseChanges:
         list(back.parameters())[3].requires_grad_(False)
         flags = [[p.requires_grad for p in m.parameters()] for m in (front, back)]
         sums = [[float(p.detach().double().sum()) for p in m.parameters()] for m in (front, back)]
-        more = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK, "batch_size": 6}
+        more = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lsim.LayersimWarning)
-            lsim.stitch(front, back, rows(), at=(2, 2), adapter=kind, **more)
+            lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(2, 2), adapter=kind, **more)
         assert front.training
         for model, flag, total in zip((front, back), flags, sums, strict=True):
             assert all(p.grad is None for p in model.parameters())
@@ -53,7 +53,7 @@ class TestNothingElseChanges:
         runs = dict.fromkeys(range(4), 0)
         for number, block in enumerate(back.model.layers):
             block.mlp.register_forward_hook(lambda *_, n=number: runs.update({n: runs[n] + 1}))
-        split_model, other = open_split_model(back, None, False), open_split_model(front, None, False)
+        split_model, other = open_split_model(back), open_split_model(front)
         batches = lsim_batches(rows(4))
         split_model.tuples()
         runs.update(dict.fromkeys(runs, 0))
@@ -71,21 +71,24 @@ class TestNothingElseChanges:
             lambda self, batch, layer: calls.append(self.model.weights_hash) or plain(self, batch, layer),
         )
         front, back = tiny_llama(), tiny_llama(seed=1)
-        result = lsim.stitch(front, back, rows(20), at=(1, 1), adapter="affine-norm", fit="sgd", batch_size=4, training=QUICK)
+        result = lsim.stitch(
+            front, back, lsim.Data(rows(20), batch_size=4), at=(1, 1), adapter="affine-norm", fit="sgd", training=QUICK
+        )
         own = result.provenance.weights_hash.split(" | ")[0]
         # Four batches of the fit; the fifth is evaluated row by row.
         assert calls.count(own) == 4 + 4
 
     def test_inside_a_users_own_contexts(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "batch_size": 6, "training": QUICK}
-        plain = lsim.stitch(front, back, rows(), **options)
+        options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
+        data = lsim.Data(rows(), batch_size=6)
+        plain = lsim.stitch(front, back, data, **options)
         with torch.no_grad():
-            assert lsim.stitch(front, back, rows(), **options).penalty == plain.penalty
+            assert lsim.stitch(front, back, data, **options).penalty == plain.penalty
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert lsim.stitch(front, back, rows(), **options).penalty == plain.penalty
+            assert lsim.stitch(front, back, data, **options).penalty == plain.penalty
         with torch.inference_mode():
-            assert lsim.stitch(front, back, rows(), **options).penalty == plain.penalty
+            assert lsim.stitch(front, back, data, **options).penalty == plain.penalty
 
     def test_hooks_below_the_stitch_point_do_not_touch_what_is_put_there(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
@@ -99,7 +102,7 @@ class TestNothingElseChanges:
 
     def test_warnings_point_to_the_users_line(self):
         with pytest.warns(lsim.LayersimWarning) as caught:
-            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(2), at=(1, 1), fit="lstsq", batch_size=1)
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(2), batch_size=1), at=(1, 1), fit="lstsq")
         assert caught[0].filename == __file__
 
     def test_a_block_that_does_not_run_is_refused_in_words(self):
@@ -107,4 +110,6 @@ class TestNothingElseChanges:
         model = tiny_llama()
         model.spare = torch.nn.Linear(32, 32)
         with pytest.raises(lsim.LayersimError, match=r"did not reach spare(.|\n)*torch.compile"):
-            lsim.stitch(model, tiny_llama(), rows(4), at=(2, 2), adapter="identity", layers=(["model.layers.0", "spare"], None))
+            lsim.stitch(
+                lsim.open_model(model, layers=["model.layers.0", "spare"]), tiny_llama(), rows(4), at=(2, 2), adapter="identity"
+            )

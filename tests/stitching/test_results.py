@@ -21,10 +21,9 @@ class TestResult:
         return lsim.stitch(
             tiny_llama(),
             tiny_llama(seed=1),
-            rows(),
+            lsim.Data(rows(), batch_size=4),
             at=(2, 1),
             fit="lstsq+sgd",
-            batch_size=4,
             training=lsim.StitchTraining(steps=60, warmup=5),
         )
 

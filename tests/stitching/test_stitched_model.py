@@ -19,7 +19,7 @@ class TestStitchedModel:
     def result(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         front.tokenizer = back.tokenizer = tiny_tokenizer()
-        return lsim.stitch(front, back, rows(), at=(2, 1), fit="lstsq", batch_size=4)
+        return lsim.stitch(front, back, lsim.Data(rows(), batch_size=4), at=(2, 1), fit="lstsq")
 
     def test_generates_the_argmax_of_its_logits(self, result):
         tokens = rows(1, 5)
@@ -87,7 +87,7 @@ class TestStitchedModel:
         from tl_layersim.remote.open import open_source
 
         front, back = tiny_llama(), tiny_llama(seed=1)
-        split_model = open_split_model(front, None, False)
+        split_model = open_split_model(front)
         [batch] = lsim_batches(rows(4), 4)
         for at in ((1, 0), (0, 0), (2, 1)):
             joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.Adapter("linear", torch.eye(32) * 2)).model
@@ -106,7 +106,7 @@ class TestStitchedModel:
 
     def test_the_tokenizer_that_was_given(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        result = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(1, 1), adapter="identity", tokenizer=tiny_tokenizer())
+        result = lsim.stitch(front, back, lsim.Data(["w5 w6 w7 w8"], tokenizer=tiny_tokenizer()), at=(1, 1), adapter="identity")
         options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 2}
         assert result.model.generate("w5 w6", do_sample=False, **options).startswith("w5 w6")
         assert len(result.model.generate("w5 w6", do_sample=True, num_return_sequences=3, **options)) == 3
@@ -129,7 +129,9 @@ class TestStitchedModel:
 
         paths = [f"steps.{i}" for i in range(3)]
         front, back = Own(0), Own(1)
-        result = lsim.stitch(front, back, rows(4), at=(2, 1), adapter="identity", layers=(paths, paths))
+        result = lsim.stitch(
+            lsim.open_model(front, layers=paths), lsim.open_model(back, layers=paths), rows(4), at=(2, 1), adapter="identity"
+        )
         with torch.no_grad():
             logits = result.model(rows(4))
         assert next_token_loss(logits, rows(4)) == pytest.approx(result.loss, abs=1e-5)
@@ -158,7 +160,7 @@ class TestStitchedModel:
         assert report["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
         assert "affine" in report["cosine"].provenance.model
         # The first layer is what the adapter gives.
-        split_model = open_split_model(tiny_llama(), None, False)
+        split_model = open_split_model(tiny_llama())
         [batch] = lsim_batches(tokens, 6)
         norm = float(result.adapter(split_model.hidden(batch, 2)).norm(dim=-1).mean())
         assert float(report["trajectory"].norm[0]) == pytest.approx(norm, rel=1e-5)

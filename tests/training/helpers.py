@@ -13,6 +13,7 @@ from tl_layersim.training.adapter_api import train_adapters
 from tl_layersim.training.adapters import AlignedAdapters
 
 from ..ndif.client import rows
+from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer
 
 CE = torch.nn.functional.cross_entropy
@@ -114,7 +115,7 @@ def traced(module=None):
 
 def train(model, data=None, **options):
     options = {"steps": 4, "rank": 3, "batch_size": 4, "eval_data": rows(4, 16, seed=9)} | options
-    return train_adapters(model, rows(8, 16) if data is None else data, **options)
+    return called(train_adapters, model, rows(8, 16) if data is None else data, **options)
 
 
 def equal(a: AlignedAdapters, b: AlignedAdapters) -> bool:

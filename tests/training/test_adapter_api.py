@@ -149,7 +149,7 @@ def test_layers_learn_on_held_out_text():
 
     demo = lsim.demo_model()
     model = TransformersModel(demo, task="text-generation", tokenizer=demo.tokenizer)
-    found = train_adapters(model, lsim.demo_text(), steps=20, batch_size=8, seq_len=64, rank=4)
+    found = train_adapters(model, lsim.Data(lsim.demo_text(), batch_size=8, seq_len=64), steps=20, rank=4)
     assert found.aligned("after") < found.aligned("before") - 0.1
     assert found.curve[-5:].mean() < found.curve[:5].mean()
     assert "aligned loss after" in repr(found)

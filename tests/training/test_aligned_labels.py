@@ -67,7 +67,7 @@ def test_a_class_that_the_head_does_not_have_is_refused_before_the_first_step(ar
     named = "`labels` of `eval_data`" if argument == "eval_data" else "`labels`"
     words = rf"{named} contains numbers outside the model's classes(.|\n)*from {lowest} to {highest}(.|\n)*0 to 3,"
     with pytest.raises(lsim.LayersimError, match=words):
-        lsim.finetune_aligned(model, data, lsim.AlignedTraining(steps=8, lr=1e-2), batch_size=2, **options)
+        lsim.finetune_aligned(model, lsim.Data(data, batch_size=2), lsim.AlignedTraining(steps=8, lr=1e-2), **options)
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -76,7 +76,7 @@ def test_rows_without_a_label_are_no_class():
     labels = torch.arange(12) % 4
     labels[::3] = -100
     data = {"pixel_values": torch.randn(12, 3, 8, 8), "labels": labels}
-    result = lsim.finetune_aligned(vit(labels=4), data, lsim.AlignedTraining(steps=2), batch_size=4)
+    result = lsim.finetune_aligned(vit(labels=4), lsim.Data(data, batch_size=4), lsim.AlignedTraining(steps=2))
     assert result.provenance.options["train_rows"] == 7
     assert result.plot("loss").layout.title.subtitle.text.endswith(" · 7 training rows")
     assert result.plot().layout.title.subtitle.text.endswith(f" · {result.provenance.tokens} held-out row")

@@ -94,7 +94,7 @@ class TestLoss:
         if not hasattr(torch.nn.functional, "linear_cross_entropy"):
             pytest.skip("this torch has no linear_cross_entropy")
         model, tokens = tiny_llama(), random_tokens(4, 20)
-        stream = open_residual_stream(model, None, None)
+        stream = open_residual_stream(model)
         x = torch.randn(50, 32, requires_grad=True)
         wanted = torch.randint(0, 100, (50,))
         ours = losses.summed_loss(stream.unembed, x, wanted, torch.ones(50))

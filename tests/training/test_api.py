@@ -20,7 +20,7 @@ class TestRun:
         tokens = random_tokens(10, 7)
         training = lsim.AlignedTraining(steps=5, lr=1e-2, warmup=2, weight_decay=0.1, clip=0.5, seed=3)
         model = tiny_llama().double()
-        result = lsim.finetune_aligned(model, tokens, training, batch_size=2)
+        result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training)
         other = tiny_llama().double()
         groups = [
             {"params": [p for p in other.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -55,7 +55,9 @@ class TestRun:
             assert float(result.accuracy[-1, layer - 1]) == pytest.approx(float(right))
 
     def test_looks_are_before_in_between_and_after(self):
-        result = lsim.finetune_aligned(tiny_llama(), random_tokens(20, 6), replace(SHORT, eval_every=4), batch_size=2)
+        result = lsim.finetune_aligned(
+            tiny_llama(), lsim.Data(random_tokens(20, 6), batch_size=2), replace(SHORT, eval_every=4)
+        )
         assert result.looks == (0, 4, 6)
         assert result.values.shape == (3, 3)
         assert len(result.loss) == 6
@@ -67,13 +69,13 @@ class TestRun:
         model = dropping(tiny_gpt2())
         model.transformer.h[1].train()
         modes = {name: part.training for name, part in model.named_modules()}
-        lsim.finetune_aligned(model, random_tokens(10, 6), SHORT, batch_size=2)
+        lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
         assert {name: part.training for name, part in model.named_modules()} == modes
         assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
         assert all(p.grad is None for p in model.parameters())
 
     def test_the_result_survives_a_file(self, tmp_path):
-        result = lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), SHORT, batch_size=2)
+        result = lsim.finetune_aligned(tiny_llama(), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
         again = lsim.load(result.save(tmp_path / "run.safetensors"))
         assert torch.equal(again.values, result.values)
         assert again.looks == result.looks
@@ -83,33 +85,57 @@ class TestRun:
         found = []
         for noise in (1, 2):
             torch.manual_seed(noise)
-            found.append(lsim.finetune_aligned(dropping(tiny_gpt2()), random_tokens(10, 6), SHORT, batch_size=2).loss)
+            found.append(
+                lsim.finetune_aligned(dropping(tiny_gpt2()), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT).loss
+            )
         assert torch.equal(found[0], found[1])
-        other = lsim.finetune_aligned(dropping(tiny_gpt2()), random_tokens(10, 6), replace(SHORT, seed=1), batch_size=2).loss
+        other = lsim.finetune_aligned(
+            dropping(tiny_gpt2()), lsim.Data(random_tokens(10, 6), batch_size=2), replace(SHORT, seed=1)
+        ).loss
         assert not torch.equal(found[0], other)
 
     def test_frozen_parameters_stay(self):
         model = tiny_llama()
         model.model.embed_tokens.weight.requires_grad_(False)
         before = model.model.embed_tokens.weight.clone()
-        lsim.finetune_aligned(model, random_tokens(10, 6), SHORT, batch_size=2)
+        lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
         assert torch.equal(model.model.embed_tokens.weight, before)
         with pytest.raises(lsim.LayersimError, match="`model` has no parameters to train"):
-            lsim.finetune_aligned(tiny_llama().requires_grad_(False), random_tokens(10, 6), SHORT, batch_size=2)
+            lsim.finetune_aligned(tiny_llama().requires_grad_(False), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
 
     def test_a_loss_that_is_not_finite_ends_the_run(self):
         with pytest.raises(lsim.LayersimError, match=r"The loss is .* at step"):
-            lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, lr=1e30, clip=1e30, steps=8), batch_size=2)
+            lsim.finetune_aligned(
+                tiny_llama(), lsim.Data(random_tokens(10, 6), batch_size=2), replace(SHORT, lr=1e30, clip=1e30, steps=8)
+            )
 
     def test_texts_labels_and_data_that_cannot_be_parted(self):
         model = tiny_llama()
         texts = ["w3 w4 w5 w6", "w7 w8 w9"] * 4
-        found = lsim.finetune_aligned(model, texts, SHORT, tokenizer=tiny_tokenizer(), batch_size=2)
+        found = lsim.finetune_aligned(model, lsim.Data(texts, tokenizer=tiny_tokenizer(), batch_size=2), SHORT)
         assert found.provenance.options["train_rows"] == 7
         with pytest.raises(lsim.LayersimError, match="`data` has too few rows"):
             lsim.finetune_aligned(model, random_tokens(1, 6), SHORT)
         with pytest.raises(lsim.LayersimError, match="`data` has no position with a target"):
             lsim.finetune_aligned(model, random_tokens(4, 1), SHORT)
+
+    def test_raw_data_is_read_eight_rows_at_a_time(self):
+        tokens = random_tokens(20, 6)
+        raw = lsim.finetune_aligned(tiny_llama(), tokens, SHORT)
+        said = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=8), SHORT)
+        assert torch.equal(raw.loss, said.loss)
+        assert raw.provenance.options == said.provenance.options
+        assert raw.provenance.options["batch_size"] == 8
+
+    def test_positions_without_a_target(self):
+        tokens, labels = random_tokens(20, 6), torch.full((20, 6), -100)
+        labels[:, 2:4] = random_tokens(20, 2, seed=1)
+        expected = lsim.finetune_aligned(tiny_llama(), lsim.Data({"input_ids": tokens, "labels": labels}), SHORT, labels="data")
+        labels[:, 4:] = 3
+        data = lsim.Data({"input_ids": tokens, "labels": labels}, positions=slice(2, 4))
+        assert torch.equal(lsim.finetune_aligned(tiny_llama(), data, SHORT, labels="data").loss, expected.loss)
+        with pytest.raises(lsim.LayersimError, match="`positions` is 'mean'"):
+            lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, positions="mean"), SHORT)
 
     def test_float16_is_refused(self):
         with pytest.raises(lsim.LayersimError, match="float16"):

@@ -23,7 +23,7 @@ class TestClassifiers:
             rows.append({"input_ids": row.tolist(), "label": label})
         model = bert()
         training = lsim.AlignedTraining(steps=120, lr=5e-3, schedule="always")
-        result = lsim.finetune_aligned(model, rows[:45], training, eval_data=rows[45:], batch_size=15)
+        result = lsim.finetune_aligned(model, lsim.Data(rows[:45], batch_size=15), training, eval_data=rows[45:])
         assert result.unit == "row"
         assert result.provenance.tokens == 15
         assert float(result.accuracy[-1].min()) > 0.9
@@ -38,7 +38,7 @@ class TestClassifiers:
         training = lsim.AlignedTraining(steps=80, lr=5e-3, schedule="always")
         data = {"pixel_values": pixels[:600], "labels": labels[:600]}
         held = {"pixel_values": pixels[600:], "labels": labels[600:]}
-        result = lsim.finetune_aligned(vit(), data, training, eval_data=held, batch_size=16)
+        result = lsim.finetune_aligned(vit(), lsim.Data(data, batch_size=16), training, eval_data=held)
         assert float(result.accuracy[-1].min()) > 0.9
 
     def test_images_without_labels_are_refused(self):
@@ -49,7 +49,7 @@ class TestClassifiers:
         import datasets
 
         data = datasets.Dataset.from_dict({"pixel_values": torch.randn(12, 3, 8, 8).numpy(), "label": [0, 1] * 6})
-        result = lsim.finetune_aligned(vit(), data, SHORT, batch_size=4)
+        result = lsim.finetune_aligned(vit(), lsim.Data(data, batch_size=4), SHORT)
         assert result.provenance.options["train_rows"] == 11
 
     def test_a_masked_language_model_wants_labels(self):
@@ -65,5 +65,5 @@ class TestClassifiers:
         labels[:, 2] = tokens[:, 2]
         masked = tokens.clone()
         masked[:, 2] = 3
-        found = lsim.finetune_aligned(model, masked, SHORT, labels=labels, batch_size=4)
+        found = lsim.finetune_aligned(model, lsim.Data(masked, batch_size=4), SHORT, labels=labels)
         assert found.provenance.tokens == 1

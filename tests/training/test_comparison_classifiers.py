@@ -45,7 +45,7 @@ def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
     expected = oracles.oracle_cosine([x], center=center)
     np.testing.assert_allclose(found["layers"].cosine_to_last[0], expected["values"][:, -1], atol=1e-5)
     np.testing.assert_allclose(found["cosine_before"].values, expected["values"], atol=1e-5)
-    every = lsim.analyze(model, rows, lsim.Cosine(center=center), positions="all")["cosine"]
+    every = lsim.analyze(model, lsim.Data(rows, positions="all"), lsim.Cosine(center=center))["cosine"]
     assert np.abs(every.values[:, -1].numpy() - expected["values"][:, -1]).max() > 0.01
     labels = [row["label"] for row in rows]
     collapse = oracles.oracle_neural_collapse([x], labels, 3)

@@ -16,7 +16,7 @@ SHORT = lsim.AlignedTraining(steps=2, lr=1e-3)
 
 
 def finetuned(model):
-    return lsim.finetune_aligned(model, random_tokens(), SHORT, batch_size=2)
+    return lsim.finetune_aligned(model, lsim.Data(random_tokens(), batch_size=2), SHORT)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -25,7 +25,7 @@ def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients
     expected = finetuned(plain)
     with MODES[mode]():
         tokens = random_tokens()
-        found = lsim.finetune_aligned(inside, tokens, SHORT, batch_size=2)
+        found = lsim.finetune_aligned(inside, lsim.Data(tokens, batch_size=2), SHORT)
         assert not torch.is_grad_enabled()
     assert worst(expected, found) == 0
     for (name, a), b in zip(plain.named_parameters(), inside.parameters(), strict=True):
@@ -34,7 +34,7 @@ def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients
 
 
 def trained_stitch(model):
-    return lsim.stitch(model, model, random_tokens(), at=(1, 2), training=lsim.StitchTraining(steps=2), batch_size=2)
+    return lsim.stitch(model, model, lsim.Data(random_tokens(), batch_size=2), at=(1, 2), training=lsim.StitchTraining(steps=2))
 
 
 NEED_GRADIENTS = {

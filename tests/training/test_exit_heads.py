@@ -50,7 +50,7 @@ def classified(count: int, seed: int = 0) -> list[dict]:
 )
 def test_the_lens_reads_what_the_training_evaluated(make, data, eval_data, labels, norm):
     model = make().double() if make is not vit else make()
-    result = lsim.finetune_aligned(model, data, replace(OWN_HEADS, norm=norm), eval_data=eval_data, batch_size=4)
+    result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=4), replace(OWN_HEADS, norm=norm), eval_data=eval_data)
     heads = result.heads
     assert len(heads) == 2
     assert heads.norm == norm
@@ -64,7 +64,7 @@ def test_the_lens_reads_what_the_training_evaluated(make, data, eval_data, label
 
 def test_bfloat16():
     model, held = tiny_llama(dtype=torch.bfloat16), random_tokens(6, 9, seed=7)
-    result = lsim.finetune_aligned(model, random_tokens(10, 8), OWN_HEADS, eval_data=held, batch_size=4)
+    result = lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 8), batch_size=4), OWN_HEADS, eval_data=held)
     assert result.heads.weight.dtype == torch.bfloat16
     lens = lsim.analyze(model, held, lsim.LogitLens(heads=result.heads))["logit_lens"]
     torch.testing.assert_close(lens.values, result.values[-1], rtol=1e-2, atol=1e-2)
@@ -75,7 +75,7 @@ def test_each_head_has_a_bias_of_its_own():
     model, tokens = phi().double(), random_tokens(4, 8)
     begin = phi().double()
     training = replace(OWN_HEADS, steps=1, lr=1e-3, weight_decay=0.0, clip=1e9)
-    heads = lsim.finetune_aligned(model, tokens, training, eval_data=tokens, batch_size=4).heads
+    heads = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training, eval_data=tokens).heads
     hidden = begin(tokens, output_hidden_states=True).hidden_states
     for layer in (1, 2):
         weight, bias = (p.detach().clone().requires_grad_() for p in (begin.lm_head.weight, begin.lm_head.bias))
@@ -91,7 +91,7 @@ def test_each_head_has_a_bias_of_its_own():
 def test_the_pooler_is_shared_and_trained():
     model = bert()
     before = model.bert.pooler.dense.weight.detach().clone()
-    result = lsim.finetune_aligned(model, classified(12), OWN_HEADS, eval_data=classified(6, 50), batch_size=4)
+    result = lsim.finetune_aligned(model, lsim.Data(classified(12), batch_size=4), OWN_HEADS, eval_data=classified(6, 50))
     assert not torch.equal(before, model.bert.pooler.dense.weight)
     assert result.heads.weight.shape == (2, 3, 32)
     assert result.heads.bias.shape == (2, 3)
@@ -99,7 +99,7 @@ def test_the_pooler_is_shared_and_trained():
 
 def test_a_resumed_training_has_the_same_heads(tmp_path, monkeypatch):
     tokens, path = random_tokens(10, 8), tmp_path / "run.safetensors"
-    whole = lsim.finetune_aligned(tiny_llama(), tokens, OWN_HEADS, batch_size=4)
+    whole = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
     plain = FineTuning._loss_and_gradients
 
     def stopping(self, step):
@@ -110,12 +110,12 @@ def test_a_resumed_training_has_the_same_heads(tmp_path, monkeypatch):
     monkeypatch.setattr("tl_layersim.core.resumable_file.SECONDS_BETWEEN_SAVES", 0)
     monkeypatch.setattr(FineTuning, "_loss_and_gradients", stopping)
     with pytest.raises(Stop):
-        lsim.finetune_aligned(tiny_llama(), tokens, OWN_HEADS, batch_size=4, checkpoint=path)
+        lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS, checkpoint=path)
     monkeypatch.setattr(FineTuning, "_loss_and_gradients", plain)
-    again = lsim.finetune_aligned(tiny_llama(), tokens, OWN_HEADS, batch_size=4, checkpoint=path)
+    again = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS, checkpoint=path)
     assert again.heads.digest == whole.heads.digest
     # The heads of a finished run come back too.
-    assert lsim.finetune_aligned(tiny_llama(), tokens, OWN_HEADS, batch_size=4, checkpoint=path).heads.digest == (
+    assert lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS, checkpoint=path).heads.digest == (
         whole.heads.digest
     )
 
@@ -124,7 +124,7 @@ def test_heads_belong_to_the_trained_weights(tmp_path):
     tokens = random_tokens(10, 8)
     model = with_words(tiny_llama())
     training = replace(OWN_HEADS, save_to=tmp_path / "m")
-    result = lsim.finetune_aligned(model, tokens, training, batch_size=4)
+    result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training)
     heads = lsim.ExitHeads.load(tmp_path / "m" / "heads.safetensors")
     assert (heads.digest, heads.weights_hash) == (result.heads.digest, result.heads.weights_hash)
     from transformers import AutoModelForCausalLM
@@ -147,14 +147,14 @@ def test_lora_heads_belong_to_the_merged_weights():
     peft = pytest.importorskip("peft")
     model, tokens = tiny_llama(), random_tokens(10, 8)
     training = replace(OWN_HEADS, lora=peft.LoraConfig(r=2, target_modules="all-linear"))
-    heads = lsim.finetune_aligned(model, tokens, training, batch_size=4).heads
+    heads = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training).heads
     lsim.analyze(model, tokens, lsim.LogitLens(heads=heads))
 
 
 def test_a_result_without_heads_says_so(tmp_path):
     tokens = random_tokens(10, 8)
-    shared = lsim.finetune_aligned(tiny_llama(), tokens, SHORT, batch_size=4)
-    own = lsim.finetune_aligned(tiny_llama(), tokens, OWN_HEADS, batch_size=4)
+    shared = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), SHORT)
+    own = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
     for result in (shared, lsim.load(own.save(tmp_path / "result.safetensors"))):
         with pytest.raises(lsim.LayersimError, match="no heads of layers below the last"):
             _ = result.heads
@@ -174,7 +174,7 @@ def test_a_multi_exit_model_beside_an_aligned_one():
     tokens = random_tokens(12, 9)
     multi, aligned = tiny_llama(), tiny_llama(seed=1)
     multi.tokenizer = aligned.tokenizer = tiny_tokenizer()
-    heads = lsim.finetune_aligned(multi, tokens, replace(OWN_HEADS, norm="none"), batch_size=4).heads
+    heads = lsim.finetune_aligned(multi, lsim.Data(tokens, batch_size=4), replace(OWN_HEADS, norm="none")).heads
     report = lsim.evaluate_layers(
         multi,
         aligned,
@@ -182,8 +182,7 @@ def test_a_multi_exit_model_beside_an_aligned_one():
         names=("own heads", "aligned"),
         heads=(heads, None),
         threshold=0.37,
-        prompts=["w5 w6 w7"],
-        new_tokens=6,
+        continuations=lsim.Continuations(["w5 w6 w7"], new_tokens=6),
     )
     found = report["layers"]
     own = lsim.analyze(

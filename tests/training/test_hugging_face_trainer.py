@@ -146,6 +146,17 @@ class TestTrainersLabels(TestTrainer):
         assert trainer.train().global_step == 6
         assert trainer.train().global_step == 6
 
+    @pytest.mark.parametrize("initialised", [False, True])
+    def test_an_opened_model(self, tmp_path, initialised):
+        def trainer(*blocks):
+            opened = lsim.open_model(tiny_llama(), layers=[f"model.layers.{i}" for i in blocks])
+            given = {"model_init": lambda: opened} if initialised else {"model": opened}
+            return lsim.AlignedTrainer(**given, args=self.arguments(tmp_path), train_dataset=self.rows())
+
+        assert trainer(0, 1, 2).train().global_step == 6
+        with pytest.raises(lsim.LayersimError, match="consecutive blocks"):
+            trainer(0, 2)
+
     @pytest.mark.parametrize("wrong", [{"label_smoothing_factor": 0.1}])
     def test_what_would_be_ignored_is_refused(self, tmp_path, wrong):
         with pytest.raises(lsim.LayersimError, match="does not support this argument"):

@@ -9,6 +9,7 @@ import tl_layersim as lsim
 
 from ..head_models import CASES, block_outputs, replaced
 from ..models.helpers import nnsight
+from ..options import called
 
 LABELS = torch.tensor([0, 2, 1, 1, 0])
 WEIGHTS = torch.tensor([1, 2, 3], dtype=torch.float64) / 6
@@ -51,7 +52,7 @@ def test_the_aligned_loss_and_its_gradient(name):
     case, data = CASES[name], CASES[name].data()
     model, own = case.build(), case.build()
     tokens = data.get("pixel_values", data.get("input_ids"))
-    loss = lsim.aligned_loss(model, tokens, LABELS, attention_mask=data.get("attention_mask"), **case.options)
+    loss = called(lsim.aligned_loss, model, tokens, LABELS, attention_mask=data.get("attention_mask"), **case.options)
     expected = naive_loss(case, own)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     loss.backward()
@@ -73,7 +74,7 @@ def test_a_step_lowers_the_loss_that_the_lens_measures(name, objective, weights)
     model, data = case.build(), case.data(labels=LABELS)
     settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective=objective, schedule="always")
     before = naive_losses(case, model).detach()
-    result = lsim.finetune_aligned(model, data, settings, batch_size=5, eval_data=data)
+    result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=5), settings, eval_data=data)
     after = naive_losses(case, model).detach()
     assert after @ weights < before @ weights
     torch.testing.assert_close(result.values[0], before, rtol=1e-9, atol=0)
@@ -86,7 +87,7 @@ def test_a_step_lowers_the_loss_that_the_lens_measures(name, objective, weights)
 def test_the_cosine_regulariser_beside_the_loss_of_pooled_rows(over):
     case, data = CASES["modernbert mean"], CASES["modernbert mean"].data(labels=LABELS)
     settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective="cosine-reg", beta=0.5, cosine_over=over)
-    result = lsim.finetune_aligned(case.build(), data, settings, batch_size=5, eval_data=data)
+    result = lsim.finetune_aligned(case.build(), lsim.Data(data, batch_size=5), settings, eval_data=data)
     model = case.build()
     rows = [torch.stack(block_outputs(model, case.paths, row))[:, 0] for row in case.rows()]
     # The head reads the mean of a row.
@@ -100,7 +101,7 @@ def test_a_head_of_its_own_for_each_layer_reads_pooled_rows():
     case = CASES["dinov2"]
     model, data = case.build(), case.data(labels=LABELS)
     settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective="multi-head")
-    result = lsim.finetune_aligned(model, data, settings, batch_size=5, eval_data=data)
+    result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=5), settings, eval_data=data)
     # The heads begin as copies of the model's.
     torch.testing.assert_close(result.values[0], naive_losses(case, case.build()).detach(), rtol=1e-6, atol=0)
 
@@ -109,6 +110,8 @@ def test_a_head_of_its_own_for_each_layer_reads_pooled_rows():
 def test_adapters_of_a_traced_classifier(name):
     case = CASES[name]
     data = case.data(labels=LABELS)
-    adapters = lsim.train_adapters(nnsight(case.build()), data, steps=2, lr=1e-3, rank=2, batch_size=5, eval_data=data)
+    adapters = lsim.train_adapters(
+        nnsight(case.build()), lsim.Data(data, batch_size=5), steps=2, lr=1e-3, rank=2, eval_data=data
+    )
     torch.testing.assert_close(adapters.values[0], naive_losses(case, case.build()).detach(), rtol=1e-8, atol=0)
     assert adapters.aligned("after") < adapters.aligned("before")

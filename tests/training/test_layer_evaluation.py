@@ -8,13 +8,14 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import THRESHOLDS
 
+from ..options import called
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from .helpers import with_words
 
 
 def test_every_field_is_what_the_analyzers_say():
     a, b, tokens = tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9)
-    report = lsim.evaluate_layers(a, b, tokens, threshold=0.37, names=("old", "new"), batch_size=5)
+    report = lsim.evaluate_layers(a, b, lsim.Data(tokens, batch_size=5), threshold=0.37, names=("old", "new"))
     found = report["layers"]
     assert found.models == ("old", "new")
     for number, model in enumerate((a, b)):
@@ -103,14 +104,14 @@ def test_labels_beside_rows_without_tokens_are_the_default():
         loss = torch.nn.functional.cross_entropy(model(x), y).item()
     rows = [{"x": a, "label": int(b)} for a, b in zip(x, y, strict=True)]
     for data in ({"x": x, "label": y}, rows):
-        found = lsim.evaluate_layers(model, model, data, **paths)["layers"]
-        given = lsim.evaluate_layers(model, model, data, labels="data", **paths)["layers"]
+        found = called(lsim.evaluate_layers, model, model, data, **paths)["layers"]
+        given = called(lsim.evaluate_layers, model, model, data, labels="data", **paths)["layers"]
         assert found.to_frame().equals(given.to_frame())
-    final = lsim.analyze(model, rows, lsim.LogitLens(labels="data"), **paths)["logit_lens"].cross_entropy[-1]
+    final = called(lsim.analyze, model, rows, lsim.LogitLens(labels="data"), **paths)["logit_lens"].cross_entropy[-1]
     assert float(final) == pytest.approx(loss, rel=1e-5)
     settings = lsim.AlignedTraining(steps=2, lr=1e-3)
-    assert lsim.finetune_aligned(model, {"x": x, "label": y}, settings, batch_size=8, **paths).loss.isfinite().all()
+    assert called(lsim.finetune_aligned, model, {"x": x, "label": y}, settings, batch_size=8, **paths).loss.isfinite().all()
     with pytest.raises(lsim.LayersimError, match="needs rows of token ids") as error:
-        lsim.evaluate_layers(model, model, x, **paths)
+        called(lsim.evaluate_layers, model, model, x, **paths)
     assert error.value.do.startswith("labels='data', with {'x': ...")
     assert "DETR" not in error.value.do

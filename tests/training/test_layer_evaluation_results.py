@@ -43,9 +43,8 @@ def test_texts_are_written_from_each_layer():
         return [[float(len(text)), 1.0] for text in texts]
 
     a, b = with_words(tiny_llama()), with_words(tiny_gpt2())
-    report = lsim.evaluate_layers(
-        a, b, TEXTS, prompts=["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4, tokenizer=tiny_tokenizer()
-    )
+    written = lsim.Continuations(["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4)
+    report = lsim.evaluate_layers(a, b, lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), continuations=written)
     found = report["generation"]
     assert found.values.shape == (2, 3)
     assert bool(((found.values > 0) & (found.values <= 1)).all())

@@ -23,7 +23,7 @@ class TestLora:
 
         model, before = tiny_llama(), tiny_llama()
         training = replace(SHORT, lora=self.config(), save_to=tmp_path / "m", lr=0.05)
-        result = lsim.finetune_aligned(model, random_tokens(20, 8), training, batch_size=2)
+        result = lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 8), batch_size=2), training)
         assert result.provenance.options["lora"]["r"] == "4"
         names = [name for name, _ in model.named_parameters()]
         assert names == [name for name, _ in before.named_parameters()]
@@ -43,7 +43,7 @@ class TestLora:
 
         training = replace(SHORT, lora=self.config(), lr=0.05)
         whole = tiny_llama()
-        expected = lsim.finetune_aligned(whole, random_tokens(20, 8), training, batch_size=2)
+        expected = lsim.finetune_aligned(whole, lsim.Data(random_tokens(20, 8), batch_size=2), training)
         original = FineTuning._loss_and_gradients
 
         def stopping(self, step):
@@ -54,10 +54,10 @@ class TestLora:
         model, path = tiny_llama(), tmp_path / "run.safetensors"
         monkeypatch.setattr(FineTuning, "_loss_and_gradients", stopping)
         with pytest.raises(KeyboardInterrupt):
-            lsim.finetune_aligned(model, random_tokens(20, 8), training, batch_size=2, checkpoint=path)
+            lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 8), batch_size=2), training, checkpoint=path)
         monkeypatch.undo()
         assert torch.equal(weights_of(model), weights_of(tiny_llama()))
-        again = lsim.finetune_aligned(model, random_tokens(20, 8), training, batch_size=2, checkpoint=path)
+        again = lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 8), batch_size=2), training, checkpoint=path)
         assert torch.equal(again.loss, expected.loss)
         assert torch.equal(weights_of(model), weights_of(whole))
 

@@ -27,7 +27,7 @@ class TestObjectives:
         targets = next_of(tokens).masked_fill(~attended, -100)
         targets[1, 4] = targets[0, 2] = -100
         training = lsim.AlignedTraining(objective="cosine-reg", beta=0.7, **options)
-        objective = objective_named("cosine-reg")(open_residual_stream(model, None, None), training)
+        objective = objective_named("cosine-reg")(open_residual_stream(model), training)
         mask = {"attention_mask": attended.long()}
         hidden: list[torch.Tensor] = []
         handles = [
@@ -52,7 +52,7 @@ class TestObjectives:
         training = lsim.AlignedTraining(
             objective="multi-head", schedule="always", kl=0.5, steps=2, lr=1e-2, save_to=tmp_path / "m"
         )
-        result = lsim.finetune_aligned(model, tokens, training, eval_data=tokens, batch_size=2)
+        result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training, eval_data=tokens)
         other = tiny_llama().double()
         hidden = other(tokens, output_hidden_states=True).hidden_states
         logits = [other.lm_head(hidden[i] if i == 3 else other.model.norm(hidden[i]))[:, :-1].flatten(0, 1) for i in (1, 2, 3)]
@@ -77,9 +77,7 @@ class TestObjectives:
         model, tokens = tiny_llama().double(), random_tokens(2, 8)
         from tl_layersim.training.objectives.multi_head import MultiHeadObjective
 
-        objective = MultiHeadObjective(
-            open_residual_stream(model, None, None), lsim.AlignedTraining(objective="multi-head", kl=1.0)
-        )
+        objective = MultiHeadObjective(open_residual_stream(model), lsim.AlignedTraining(objective="multi-head", kl=1.0))
         last = torch.randn(5, 32).double().requires_grad_()
         x = torch.randn(5, 32).double().requires_grad_()
         objective._divergence(last, x, objective.head_of(1)).backward()
@@ -90,9 +88,9 @@ class TestObjectives:
     def test_standard_is_the_last_layer_at_every_step(self):
         tokens = random_tokens(10, 7)
         a, b = tiny_llama().double(), tiny_llama().double()
-        lsim.finetune_aligned(a, tokens, lsim.AlignedTraining(objective="standard", steps=3, lr=1e-2), batch_size=2)
+        lsim.finetune_aligned(a, lsim.Data(tokens, batch_size=2), lsim.AlignedTraining(objective="standard", steps=3, lr=1e-2))
         own = lsim.AlignedTraining(weights=[0, 0, 1], schedule="always", steps=3, lr=1e-2)
-        lsim.finetune_aligned(b, tokens, own, batch_size=2)
+        lsim.finetune_aligned(b, lsim.Data(tokens, batch_size=2), own)
         assert torch.equal(weights_of(a), weights_of(b))
 
     @pytest.mark.parametrize("objective", ["aligned", "cosine-reg", "multi-head"])
@@ -101,13 +99,17 @@ class TestObjectives:
         for twice in (False, True):
             model = dropping(tiny_gpt2()).double()
             training = replace(SHORT, objective=objective, gradient_checkpointing=twice)
-            found.append((lsim.finetune_aligned(model, random_tokens(10, 6), training, batch_size=2).loss, weights_of(model)))
+            found.append(
+                (lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 6), batch_size=2), training).loss, weights_of(model))
+            )
             assert not model.is_gradient_checkpointing
         torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
     def test_bfloat16_is_near_float32(self):
         found = [
-            lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, mixed_precision=how), batch_size=2).loss
+            lsim.finetune_aligned(
+                tiny_llama(), lsim.Data(random_tokens(10, 6), batch_size=2), replace(SHORT, mixed_precision=how)
+            ).loss
             for how in ("no", "bf16")
         ]
         assert not torch.equal(*found)

@@ -23,7 +23,7 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective):
     targets[0, 2] = -100
     training = lsim.AlignedTraining(objective=objective, norm=norm, schedule="always")
     cls = objective_named(objective)
-    found = cls(open_residual_stream(model, None, None), training).evaluate(TrainingBatch(tokens, {}, targets, None))
+    found = cls(open_residual_stream(model), training).evaluate(TrainingBatch(tokens, {}, targets, None))
     head, gain = model.lm_head.weight.detach().numpy(), model.model.norm.weight.detach().numpy()
     expected = np.zeros((3, 3))
     for row, answers in zip(tokens, targets.tolist(), strict=True):
@@ -42,7 +42,7 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective):
 def test_the_divergence_has_gradients_that_can_be_asked_for():
     """As `torch.autograd.grad` does, which is not the same as `backward` where logits are made again."""
     objective = objective_named("multi-head")(
-        open_residual_stream(tiny_llama().double(), None, None), lsim.AlignedTraining(objective="multi-head", kl=1.0)
+        open_residual_stream(tiny_llama().double()), lsim.AlignedTraining(objective="multi-head", kl=1.0)
     )
     torch.manual_seed(0)
     last, x = torch.randn(5, 32).double(), torch.randn(5, 32).double().requires_grad_()

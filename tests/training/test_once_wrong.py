@@ -22,7 +22,7 @@ class TestWhatWasOnceWrong:
         clean, dirty = tiny_llama().double(), tiny_llama().double()
         (1000 * lsim.aligned_loss(dirty, tokens)).backward()
         for model in (clean, dirty):
-            lsim.finetune_aligned(model, tokens, replace(SHORT, steps=1, warmup=0), batch_size=2)
+            lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(SHORT, steps=1, warmup=0))
         assert torch.equal(weights_of(clean), weights_of(dirty))
         assert all(p.grad is None for p in dirty.parameters())
 
@@ -46,7 +46,7 @@ class TestWhatWasOnceWrong:
             model.lm_head.bias.normal_(0, 3)
         tokens = random_tokens(2, 8)
         training = lsim.AlignedTraining(objective="multi-head", schedule="always", kl=1.0, steps=1, lr=1e-12)
-        result = lsim.finetune_aligned(model, tokens, training, eval_data=tokens, batch_size=2)
+        result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training, eval_data=tokens)
         hidden = model(tokens, output_hidden_states=True).hidden_states
         x = [hidden[i] if i == 3 else model.model.final_layernorm(hidden[i]) for i in (1, 2, 3)]
         logits = [model.lm_head(part)[:, :-1].flatten(0, 1) for part in x]
@@ -84,26 +84,26 @@ class TestWhatWasOnceWrong:
 
     def test_second_sentences_are_read(self):
         rows = [{"input_ids": [3, 4, 5, 6], "token_type_ids": [0, 0, 1, 1], "label": i % 3} for i in range(6)]
-        pairs = lsim.finetune_aligned(bert(), rows, SHORT, batch_size=2)
+        pairs = lsim.finetune_aligned(bert(), lsim.Data(rows, batch_size=2), SHORT)
         for row in rows:
             row["token_type_ids"] = [0] * 4
-        single = lsim.finetune_aligned(bert(), rows, SHORT, batch_size=2)
+        single = lsim.finetune_aligned(bert(), lsim.Data(rows, batch_size=2), SHORT)
         assert not torch.equal(pairs.values, single.values)
         assert pairs.provenance.data != single.provenance.data
 
     def test_a_checkpoint_knows_what_learns(self, tmp_path):
         path, tokens = tmp_path / "run.safetensors", random_tokens(10, 6)
-        lsim.finetune_aligned(tiny_llama(), tokens, SHORT, batch_size=2, checkpoint=path)
+        lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
         model = tiny_llama()
         model.model.embed_tokens.weight.requires_grad_(False)
         with pytest.raises(lsim.LayersimError, match="another run"):
-            lsim.finetune_aligned(model, tokens, SHORT, batch_size=2, checkpoint=path)
+            lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
 
     def test_broken_weights_are_not_kept(self, tmp_path):
         path = tmp_path / "run.safetensors"
         with pytest.raises(lsim.LayersimError, match="loss is"):
             lsim.finetune_aligned(
-                tiny_llama(), random_tokens(10, 6), replace(SHORT, lr=1e30, clip=1e30), batch_size=2, checkpoint=path
+                tiny_llama(), lsim.Data(random_tokens(10, 6), batch_size=2), replace(SHORT, lr=1e30, clip=1e30), checkpoint=path
             )
         assert not path.exists()
 
@@ -140,13 +140,13 @@ class TestWhatWasOnceWrong:
         tokens = random_tokens(10, 6)
         with pytest.raises(lsim.LayersimError, match="split weights"):
             lsim.finetune_aligned(bridge, tokens, replace(SHORT, save_to=tmp_path / "m"))
-        found = lsim.finetune_aligned(bridge, tokens, SHORT, batch_size=2).loss
-        expected = lsim.finetune_aligned(make(), tokens, SHORT, batch_size=2).loss
+        found = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=2), SHORT).loss
+        expected = lsim.finetune_aligned(make(), lsim.Data(tokens, batch_size=2), SHORT).loss
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
     def test_heads_of_an_earlier_run_do_not_stay(self, tmp_path):
         tokens = random_tokens(10, 6)
         for objective in ("multi-head", "aligned"):
             training = replace(SHORT, objective=objective, save_to=tmp_path / "m")
-            lsim.finetune_aligned(tiny_llama(), tokens, training, batch_size=2)
+            lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=2), training)
         assert not (tmp_path / "m" / "heads.safetensors").exists()

@@ -19,8 +19,8 @@ import tl_layersim as lsim
 from tests.tiny_models import random_tokens, tiny_llama
 model = tiny_llama().double()
 training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=2, layers_per_step=int(sys.argv[2]) or None)
-result = lsim.finetune_aligned(model, [{"input_ids": r[: 3 + i % 5].tolist()} for i, r in enumerate(random_tokens(40, 8))],
-                               training, batch_size=2)
+rows = [{"input_ids": r[: 3 + i % 5].tolist()} for i, r in enumerate(random_tokens(40, 8))]
+result = lsim.finetune_aligned(model, lsim.Data(rows, batch_size=2), training)
 if int(__import__("os").environ["RANK"]) == 0:
     torch.save({"loss": result.loss, "held": result.values, "w": torch.cat([p.detach().flatten() for p in model.parameters()])},
                sys.argv[1])
@@ -50,7 +50,7 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path, drawn):
     model = tiny_llama().double()
     training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=2, layers_per_step=drawn or None)
     rows = [{"input_ids": r[: 3 + i % 5].tolist()} for i, r in enumerate(random_tokens(40, 8))]
-    result = lsim.finetune_aligned(model, rows, training, batch_size=4)
+    result = lsim.finetune_aligned(model, lsim.Data(rows, batch_size=4), training)
     torch.testing.assert_close(found["loss"], result.loss, rtol=1e-9, atol=0)
     torch.testing.assert_close(found["held"], result.values, rtol=1e-9, atol=0)
     torch.testing.assert_close(found["w"], weights_of(model), rtol=1e-6, atol=1e-9)

@@ -29,7 +29,7 @@ step = FineTuning._loss_and_gradients
 # At the tenth step it waits to be killed.
 FineTuning._loss_and_gradients = lambda self, n: (print(n, flush=True), time.sleep(120 if n == 10 else 0.05), step(self, n))[-1]
 training = lsim.AlignedTraining(steps=30, lr=1e-2, eval_every=7, accumulation=2)
-lsim.finetune_aligned(dropping(tiny_gpt2()), random_tokens(20, 6), training, batch_size=2, checkpoint=sys.argv[1])
+lsim.finetune_aligned(dropping(tiny_gpt2()), lsim.Data(random_tokens(20, 6), batch_size=2), training, checkpoint=sys.argv[1])
 """
 
 
@@ -37,7 +37,7 @@ class TestResume:
     def test_killed_and_started_again_gives_the_same_bits(self, tmp_path):
         training = lsim.AlignedTraining(steps=30, lr=1e-2, eval_every=7, accumulation=2)
         whole = dropping(tiny_gpt2())
-        expected = lsim.finetune_aligned(whole, random_tokens(20, 6), training, batch_size=2)
+        expected = lsim.finetune_aligned(whole, lsim.Data(random_tokens(20, 6), batch_size=2), training)
         for kill in (signal.SIGKILL, signal.SIGINT):
             path = tmp_path / f"{kill.name}.safetensors"
             process = subprocess.Popen(
@@ -61,7 +61,7 @@ class TestResume:
     def test_a_file_of_another_run_is_refused(self, tmp_path):
         path = tmp_path / "run.safetensors"
         tokens = random_tokens(20, 6)
-        lsim.finetune_aligned(tiny_llama(), tokens, SHORT, batch_size=2, checkpoint=path)
+        lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
         others = [
             (tiny_llama(), random_tokens(20, 6, seed=1), SHORT, 2),
             (tiny_llama(), tokens, replace(SHORT, lr=1e-3), 2),
@@ -70,16 +70,16 @@ class TestResume:
         ]
         for model, data, training, batch_size in others:
             with pytest.raises(lsim.LayersimError, match="another run"):
-                lsim.finetune_aligned(model, data, training, batch_size=batch_size, checkpoint=path)
+                lsim.finetune_aligned(model, lsim.Data(data, batch_size=batch_size), training, checkpoint=path)
         model = tiny_llama()
-        again = lsim.finetune_aligned(model, tokens, SHORT, batch_size=2, checkpoint=path)
+        again = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
         assert len(again.loss) == 6
 
     def test_a_model_that_the_run_has_trained_is_told_apart(self, tmp_path):
         model, tokens, path = tiny_llama(), random_tokens(20, 6), tmp_path / "run.safetensors"
-        lsim.finetune_aligned(model, tokens, SHORT, batch_size=2, checkpoint=path)
+        lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
         with pytest.raises(lsim.LayersimError, match="`model` differs from the model"):
-            lsim.finetune_aligned(model, tokens, SHORT, batch_size=2, checkpoint=path)
+            lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
 
     def test_places_that_are_none_are_refused_at_once(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="`checkpoint` names a file in a folder that does not exist"):
@@ -94,6 +94,6 @@ def _counting(model, training, path, steps):
     original = FineTuning._loss_and_gradients
     try:
         FineTuning._loss_and_gradients = lambda self, n: steps.append(n) or original(self, n)
-        return lsim.finetune_aligned(model, random_tokens(20, 6), training, batch_size=2, checkpoint=path)
+        return lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 6), batch_size=2), training, checkpoint=path)
     finally:
         FineTuning._loss_and_gradients = original

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class TestSchedule:
             Objective, "forward", lambda self, piece, step, run=None: seen.append(step) or original(self, piece, step, run)
         )
         training = lsim.AlignedTraining(steps=3, accumulation=4, lr=1e-3)
-        lsim.finetune_aligned(tiny_llama(), random_tokens(30, 6), training, batch_size=2)
+        lsim.finetune_aligned(tiny_llama(), lsim.Data(random_tokens(30, 6), batch_size=2), training)
         assert seen == [0] * 4 + [1] * 4 + [2] * 4
 
     def test_accumulation_is_one_larger_batch(self):
@@ -43,7 +43,7 @@ class TestSchedule:
         for batch_size, accumulation in ((8, 1), (2, 4)):
             model = tiny_llama().double()
             training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=accumulation)
-            result = lsim.finetune_aligned(model, data, training, batch_size=batch_size)
+            result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=batch_size), training)
             found.append((result.loss, torch.cat([p.detach().flatten() for p in model.parameters()])))
         torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-9, atol=0)
         torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-7, atol=1e-9)
@@ -73,7 +73,7 @@ class TestSchedule:
         ran = []
         for number, block in enumerate(model.model.layers):
             block.register_forward_hook(lambda *_, number=number: ran.append(number))
-        stream = open_residual_stream(model, None, None)
+        stream = open_residual_stream(model)
         tokens = random_tokens(2, 6)
         stream.loss(TrainingBatch(tokens, {}, next_of(tokens), None), {2: 1.0}, True)
         assert ran == [0, 1]
@@ -115,10 +115,11 @@ def test_presets_have_the_values_of_the_papers():
         assert training.steps == steps
         values = [getattr(training, name) for name in aligned]
         assert values == ["aligned", "alternating", "linear", "none", 2e-5, 0, 0.01, math.inf]
-    assert asdict(stitch) == {"steps": 2000, "lr": 1.0, "momentum": 0.9, "warmup": None, "clip": 1.0, "relative": False}
+    assert (stitch.steps, stitch.lr, stitch.momentum, stitch.warmup, stitch.clip) == (2000, 1.0, 0.9, None, 1.0)
+    assert not stitch.relative
     assert [stitch.rate(step) for step in (0, 199)] == pytest.approx([0.1 / 200, 0.1])
     model, tokens = tiny_llama(), random_tokens(4, 6)
-    result = lsim.finetune_aligned(model, tokens, replace(bert, steps=1), batch_size=2)
+    result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(bert, steps=1))
     assert (len(result.loss), result.provenance.options["norm"]) == (1, "none")
     few = replace(stitch, steps=1)
     found = lsim.stitch(model, tiny_llama(), tokens, at=(1, 1), adapter="affine-norm", fit="sgd", training=few)

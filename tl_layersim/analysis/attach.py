@@ -27,6 +27,7 @@ from ..data.positions import Positions
 from ..models.activation_checks import refuse_not_finite, refuse_other_logits
 from ..models.hooked import HookedSource
 from ..models.hooks import kernels_alone
+from ..models.open import OpenedModel
 from ..models.pools import ROWS, SAMPLES_OF_ROW, PoolKernel
 from ..models.reading import Call, Choice
 from ..models.view import View, reduce
@@ -373,8 +374,6 @@ def attach(
     at: AtArgument = DEFAULT,
     per_head: bool = False,
     positions: str | slice | Callable[[Tensor], Any] | None = None,
-    layers: list[str] | None = None,
-    unembed: list[str] | None = None,
     intervals: bool = False,
 ) -> Probe:
     """Run analyzers on every forward pass of a model inside a `with` block: your own loop, a training step, `generate`.
@@ -385,14 +384,12 @@ def attach(
     measured if these hooks were added before.
 
     Args:
-        model: HookedTransformer, TransformerBridge or a Hugging Face model.
+        model: HookedTransformer, TransformerBridge or a Hugging Face model; or what `open_model` returns.
         analyzers: as in `analyze`, without those that need a first pass over the data.
         at: the sites to read, see `analyze`.
         per_head: see `analyze`.
         positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
             are counted by "all" and "last" only. Columns of data and "assistant" are not available: set `probe.mask`.
-        layers: paths of the blocks, for layouts that are not known.
-        unembed: paths of the final norm and the head, for models where they are not found.
         intervals: keep the sums of 16 to 32 blocks of forward passes, from which every result gets confidence intervals, see
             `analyze`.
 
@@ -411,11 +408,11 @@ def attach(
         40
     """
     chosen = choose_analyzers(analyzers)
-    opened = open_source(model, layers=layers, unembed=unembed, either_stack=True, at=at)
+    opened = open_source(model, either_stack=True, at=at)
     if not opened.can_hook:
         raise LayersimError(
             "`model` must have modules that run in this process.",
-            given=type(model).__name__,
+            given=type(OpenedModel.of(model).model).__name__,
             expected="HookedTransformer, TransformerBridge or a Hugging Face model",
             do="lsim.analyze(model, data, analyzers)",
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from ..core.errors import LayersimError
 from ..core.results import Report, Result
-from ..models.untrained import refuse_changed
+from ..models.open import OpenedModel
+from ..models.untrained import refuse_changed, untrained
 from .model_grid import ModelGrid
 
 BaselineArgument: TypeAlias = Literal["untrained"] | None
@@ -27,10 +28,10 @@ def with_untrained(found: Any, data: Any, run: Callable[[int], Any]) -> Any:
     Raises:
         LayersimError: the data can be read once.
     """
-    if isinstance(data, Iterator):
+    if data.read_once:
         raise LayersimError(
             '`data` can be read only once, and `baseline="untrained"` needs it for each model.',
-            given=type(data).__name__,
+            given=type(data.source).__name__,
             expected="data that can be iterated over again",
             do="list(data)",
         )
@@ -47,24 +48,29 @@ def _joined(result: Result, twins: list[Any]) -> Result:
     return replace(result, untrained=tuple(twins))
 
 
-def refuse_no_twin(models: Iterable[Any], remote: Any, blocking: bool, shard: Any) -> None:
+def twin_of(opened: OpenedModel, seed: int) -> OpenedModel:
+    """An untrained twin that is opened as the model is.
+
+    Args:
+        opened: the trained model.
+        seed: of the weights.
+    """
+    return replace(opened, model=untrained(opened.model, seed), verify=None)
+
+
+def refuse_no_twin(models: Iterable[OpenedModel], blocking: bool, shard: Any) -> None:
     """Refuse runs in which no untrained model can be measured.
 
     Args:
         models: the trained ones.
-        remote: where the model or the models run.
         blocking: whether the run waits.
         shard: of the data, None for all.
 
     Raises:
         LayersimError: names the argument.
     """
-    places = remote if isinstance(remote, tuple) else (remote,)
-    idle = {
-        "remote": any(place not in (False, "local") for place in places),
-        "blocking": not blocking,
-        "shard": shard is not None,
-    }
+    models = list(models)
+    idle = {"remote": any(one.on_server for one in models), "blocking": not blocking, "shard": shard is not None}
     for name, wrong in idle.items():
         if wrong:
             raise LayersimError(
@@ -74,8 +80,8 @@ def refuse_no_twin(models: Iterable[Any], remote: Any, blocking: bool, shard: An
                 do="lsim.analyze(lsim.untrained(model), data, analyzers) of a model that is loaded here",
             )
 
-    for model in models:
-        refuse_changed(model)
+    for one in models:
+        refuse_changed(one.model)
 
 
 def seeds_of(seed: int, models: int) -> range:

@@ -156,7 +156,7 @@ class PassReader:
     first_block: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        held, digest, number, marked = self.state.tally, new_digest(), 0, self.batches.options.selection.marked
+        held, digest, number, marked = self.state.tally, new_digest(), 0, self.batches.data.selection.marked
         counted, taken = -1, 0 if self.within is None else self.within.start
         for number, batch in enumerate(self.batches, start=1):
             fingerprint(digest, batch, marked)
@@ -263,7 +263,7 @@ class DataPass:
             # The main pass reads the same data, and the digests of both are compared afterwards.
             return
         is_remote = any(source.is_remote for source in self.sources)
-        notice = LongRunNotice(self.total, rows_in_data(self.batches.data, self.batches.options.pack), self.sources)
+        notice = LongRunNotice(self.total, rows_in_data(self.batches.data), self.sources)
         with self.checkpoint.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
             for parts in self._partial_sums(bar.set_postfix_str):
                 self._refuse_not_finite(parts)
@@ -282,7 +282,7 @@ class DataPass:
 
     def _check_memory(self, sums: Mapping[str, Sums], leaf: int) -> None:
         """Refuse or warn of sums that do not fit into memory, by those of the first batches, of leaves of so many rows."""
-        rows = rows_in_data(self.batches.data, self.batches.options.pack)
+        rows = rows_in_data(self.batches.data)
         leaves = TYPICAL_LEAVES if rows is None else -(-rows // leaf)
         refuse_sums_over_limits(sums, self.analyzers, leaves, self.first_block is not None)
         if self.first_block is not None:

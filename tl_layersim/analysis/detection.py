@@ -16,7 +16,7 @@ from ..core.results import Report
 from ..core.sums import Sums
 from ..data.annotations import AnnotatedImages
 from ..data.batches import Batch, Batches
-from ..data.options import DataOptions
+from ..data.data import Data
 from ..models.detection_heads import DetectionHeads, detection_heads
 from ..models.hooked import HookedSource
 from ..models.model_info import Model
@@ -25,6 +25,7 @@ from ..models.view import Kernel
 from ..remote.open import open_source
 from .box_matching import DetectionWeights, detection_kernel
 from .detection_results import DetectionResult
+from .position_rules import refuse_selection
 from .run_analysis import run_analysis
 from .site_plan import plan_sites
 from .validation import with_tokenizer
@@ -33,9 +34,7 @@ NAME = "detection"
 
 
 @typed
-def detection_by_layer(
-    model: Any, data: Any, *, labels: Any = None, tokenizer: Any = None, batch_size: int = 16, column: str | None = None
-) -> DetectionResult:
+def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> DetectionResult:
     r"""Compare the objects that each decoder layer of a DETR predicts with those in the images.
 
     The output of each layer passes through the model's own decoder norm, class head and box head. For each image and layer,
@@ -48,14 +47,11 @@ def detection_by_layer(
 
     Args:
         model: `DetrForObjectDetection` of transformers; of a `DetrForSegmentation`, its part `model.detr`.
-        data: images as in `analyze`: a mapping with `pixel_values`, and `pixel_mask` where images of a batch differ in size, a
-            data set, a DataLoader, or an iterable of these; images themselves with the model's processor as `tokenizer`.
+        data: a `Data`, or raw data: a mapping with `pixel_values`, and `pixel_mask` where images of a batch differ in size, a
+            data set, a DataLoader, or an iterable of these; for images themselves, `Data(images, tokenizer=processor)`.
         labels: for each image a mapping with `class_labels`, a whole number for each object, and `boxes`, `object 4`: centre x,
             centre y, width and height as fractions of the image. Default: those in the column `labels` of the data, as
             transformers' detectors take them.
-        tokenizer: the model's processor, for images.
-        batch_size: images in a forward pass.
-        column: of the images in a data set.
 
     Returns:
         A `DetectionResult`: accuracy, box L1, generalised IoU and loss, each by layer.
@@ -88,11 +84,13 @@ def detection_by_layer(
         )
     heads = detection_heads(source)
     config: Any = source.module.config
-    images = AnnotatedImages(data, labels, config.num_labels)
+    data = Data.of(data)
+    refuse_selection(data, "every query is matched", "positions", "skip_first")
+    images = AnnotatedImages(data.source, labels, config.num_labels)
     analyzer = _Detection(source, heads, images, DetectionWeights.of(config))
     source.check_first_row(analyzer.check_heads)
-    reading = DataOptions(batch_size=batch_size, column=column)
-    batches = Batches(images.data, with_tokenizer(source.model, tokenizer), reading, False, source.count_positions)
+    described = with_tokenizer(source.model, data.tokenizer)
+    batches = Batches(data.like(images.data), described, count_positions=source.count_positions)
     analyzers: dict[str, Analyzer] = {NAME: analyzer}
     report = run_analysis([source], batches, analyzers, None, {}, plan_sites([source], analyzers))
     assert isinstance(report, Report)

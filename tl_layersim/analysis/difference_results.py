@@ -128,8 +128,9 @@ class Difference:
 
         Examples:
             >>> import tl_layersim as lsim
-            >>> texts, how = lsim.demo_text()[:16], {"batch_size": 1, "intervals": True}
-            >>> runs = [lsim.analyze(lsim.demo_model(aligned=own), texts, lsim.LogitLens(), **how) for own in (False, True)]
+            >>> data = lsim.Data(lsim.demo_text()[:16], batch_size=1)
+            >>> models = [lsim.demo_model(aligned=own) for own in (False, True)]
+            >>> runs = [lsim.analyze(model, data, lsim.LogitLens(), intervals=True) for model in models]
             >>> found = lsim.difference(*runs)["logit_lens"].p_values()
             >>> bool((found.query("field == 'accuracy'")["p_adjusted"] < 0.05).any())
             True
@@ -329,8 +330,9 @@ class ReportDifference(Mapping[str, Difference]):
 
         Examples:
             >>> import tl_layersim as lsim
-            >>> texts, how = lsim.demo_text()[:16], {"batch_size": 1, "intervals": True}
-            >>> runs = [lsim.analyze(lsim.demo_model(aligned=own), texts, lsim.LogitLens(), **how) for own in (False, True)]
+            >>> data = lsim.Data(lsim.demo_text()[:16], batch_size=1)
+            >>> models = [lsim.demo_model(aligned=own) for own in (False, True)]
+            >>> runs = [lsim.analyze(model, data, lsim.LogitLens(), intervals=True) for model in models]
             >>> found = lsim.difference(*runs).p_values("fdr_bh")
             >>> list(found.columns[:3]), list(found.columns[-2:])
             (['analyzer', 'field', 'layer'], ['p_value', 'p_adjusted'])

@@ -64,7 +64,8 @@ def difference(
     Examples:
         >>> import tl_layersim as lsim
         >>> model, texts = lsim.demo_model(), lsim.demo_text()[:16]
-        >>> runs = [lsim.analyze(model, texts, [lsim.LogitLens()], batch_size=1, skip_first=n, intervals=True) for n in (0, 8)]
+        >>> read = [lsim.Data(texts, batch_size=1, skip_first=n) for n in (0, 8)]
+        >>> runs = [lsim.analyze(model, data, [lsim.LogitLens()], intervals=True) for data in read]
         >>> import warnings; warnings.simplefilter("ignore")  # says that the runs differ in skip_first
         >>> found = lsim.difference(*runs)
         >>> found["logit_lens"].paired, list(found["logit_lens"].to_frame("accuracy").columns[-3:])

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveInt, RowCount
 from ..core.errors import LayersimError
 from ..data.batches import Batch, Batches
-from ..data.options import DataOptions, refuse_outside
-from ..models.open import is_nnsight
+from ..data.data import Data
+from ..models.open import OpenedModel, is_nnsight
 from ..models.source import Source
 from ..models.without_weights import WeightlessSource, has_no_weights, model_without_weights
 from ..remote.open import open_source
@@ -27,15 +28,13 @@ def estimate(
     model_or_config: Any,
     analyzers: AnalyzersArgument,
     *,
-    tokens: int = 1_000_000,
+    tokens: PositiveInt = 1_000_000,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
-    batch_size: int = 16,
-    seq_len: int = 256,
+    batch_size: RowCount = 16,
+    seq_len: PositiveInt = 256,
     intervals: bool = False,
     devices: str | Devices | None = None,
-    remote: bool = False,
-    tokens_per_request: int | None = None,
 ) -> CostEstimate:
     """Estimate FLOPs, memory, traffic and time of `analyze` on a model, before the run.
 
@@ -46,7 +45,9 @@ def estimate(
 
     Args:
         model_or_config: a model as in `analyze`; or a configuration of transformers, its fields as a dict with `model_type`,
-            or the folder or hub name of a model, of which only the configuration is read.
+            or the folder or hub name of a model, of which only the configuration is read. Of
+            `open_model(model_or_config, remote=True)`, requests and traffic are counted; the server is not asked, and requests
+            hold 8,192 positions without `tokens_per_request`, where a run chooses them by their time.
         analyzers: as in `analyze`.
         tokens: number of counted tokens of the run.
         at: the sites to read, see `analyze`.
@@ -56,8 +57,6 @@ def estimate(
         intervals: whether the run keeps sums of blocks for confidence intervals.
         devices: number and name of GPUs, such as "8xH100", or `Devices`: time follows from their stated speed, in place of a
             measurement.
-        remote: whether the model is on an NDIF server: requests and traffic are counted. The server is not asked.
-        tokens_per_request: see `analyze`. Default: 8,192; a run chooses requests by their time.
 
     Returns:
         The estimate, whose `repr` is a table.
@@ -71,16 +70,9 @@ def estimate(
         >>> cost.sites, cost.seconds > 0
         (9, True)
     """
-    for name, value in (
-        ("tokens", tokens),
-        ("batch_size", batch_size),
-        ("seq_len", seq_len),
-        ("tokens_per_request", tokens_per_request),
-    ):
-        refuse_outside(name, value, 1)
-    chosen = choose_analyzers(analyzers)
+    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config)
     devices = None if devices is None else devices_of(devices)
-    source, module = _opened(model_or_config, at)
+    source, module = _opened(opened, at)
     plan = plan_sites([source], chosen, at, per_head)
     chosen = plan.settled(chosen, source, None)
     for name, models in plan.models_by_analyzer([source.model], [source]).items():
@@ -90,7 +82,7 @@ def estimate(
     batch = _random_batch(source, batch_size, seq_len, labelled)
     for analyzer in chosen.values():
         analyzer.check_batch(batch, source.model)
-    weightless = isinstance(source, WeightlessSource)
+    weightless, remote = isinstance(source, WeightlessSource), opened.on_server
     try:
         workload = meter(
             source, module, batch, chosen, plan, timed=devices is None and not weightless and not remote, remote=remote
@@ -106,11 +98,12 @@ def estimate(
             expected="a model with weights, or other analyzers",
             do="lsim.estimate(AutoModelForCausalLM.from_pretrained(name), ...), or a smaller model of the same architecture",
         ) from error
-    return assemble(workload, tokens, devices, remote, intervals, tokens_per_request)
+    return assemble(workload, tokens, devices, remote, intervals, opened.tokens_per_request)
 
 
-def _opened(model: Any, at: AtArgument) -> tuple[Source, torch.nn.Module]:
+def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Module]:
     """The source of a model or of a configuration, and the module that it runs."""
+    model = opened.model
     if isinstance(model, Source):
         raise LayersimError(
             "`model_or_config` is a Source, whose weights and memory are not known.",
@@ -122,8 +115,8 @@ def _opened(model: Any, at: AtArgument) -> tuple[Source, torch.nn.Module]:
     if not isinstance(module, torch.nn.Module):
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
     if has_no_weights(module):
-        return WeightlessSource(module, None, None), module
-    return open_source(module, either_stack=True, at=at), module
+        return WeightlessSource(module, opened.layers, opened.unembed), module
+    return open_source(OpenedModel(module, opened.layers, opened.unembed), either_stack=True, at=at), module
 
 
 def _random_batch(source: Source, rows: int, length: int, labelled: bool) -> Batch:
@@ -150,4 +143,4 @@ def _random_batch(source: Source, rows: int, length: int, labelled: bool) -> Bat
     tokens = torch.randint(described.vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
     data: Any = {"input_ids": tokens, "label": torch.arange(rows) % 2} if labelled else {"input_ids": tokens}
     data["attention_mask"] = torch.ones_like(tokens)
-    return next(iter(Batches(data, described, DataOptions(batch_size=rows), labelled, source.count_positions)))
+    return next(iter(Batches(Data(data, batch_size=rows), described, labelled, source.count_positions)))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.missing_mask import mask_of, masked_warning
+from ..data.notes import Notes
 from ..data.positions import Positions
-from ..data.readers import Notes
 from ..models.hooked import HookedSource
 from ..models.reading import Call, Choice
 from ..models.transformer_lens import right_padding

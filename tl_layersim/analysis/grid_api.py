@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, Literal, Unpack, overload
-
-from torch import Tensor
+from typing import Any, Unpack, overload
 
 from ..analyzers.base import Analyzer
 from ..core.argument_checks import typed
@@ -16,22 +13,20 @@ from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.wording import brief
 from ..data.batches import Batches
-from ..data.options import Column, DataOptions
-from ..models.hugging_face_check import verify_on_first_row
+from ..data.data import Data
 from ..models.model_info import Model
 from ..models.model_inputs import shared_positions
-from ..models.untrained import untrained
+from ..models.open import OpenedModel, records_of
 from ..remote.open import open_source
 from .all_pairs import AllPairs
 from .api import SeveralAnalyzers, SharedKeywords
-from .baselines import BaselineArgument, refuse_no_twin, seeds_of, with_untrained
+from .baselines import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
 from .model_grid import ModelGrid
 from .model_groups import group_labels
 from .position_rules import chosen_rule
 from .run_analysis import run_analysis
 from .site_plan import DEFAULT, AtArgument, plan_sites
 from .validation import (
-    DataArgument,
     choose_analyzers,
     is_several,
     refuse_idle_options,
@@ -44,40 +39,22 @@ from .validation import (
 class _Grid(SharedKeywords, total=False):
     groups: Any
     distance: Callable[[Any], Any] | None
-    verify: Literal["hf"] | None
-    layers: dict[str, list[str]] | None
-    remote: bool | str | dict[str, bool | str]
-    checkpoint: str | os.PathLike[str] | None
 
 
 @overload
-def compare_grid(models: Any, data: DataArgument, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
+def compare_grid(models: Any, data: Any, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
 @overload
-def compare_grid(models: Any, data: DataArgument, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
+def compare_grid(models: Any, data: Any, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
 @typed
 def compare_grid(
     models: Any,
-    data: DataArgument,
+    data: Any,
     analyzer: Any,
     *,
     groups: Any = None,
     distance: Callable[[Any], Any] | None = None,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
-    verify: Literal["hf"] | None = None,
-    layers: dict[str, list[str]] | None = None,
-    remote: bool | str | dict[str, bool | str] = False,
-    tokenizer: Any = None,
-    batch_size: int = 16,
-    seq_len: int | None = None,
-    pack: bool = False,
-    max_tokens: int | None = None,
-    skip_first: int = 0,
-    prepend_bos: bool = True,
-    column: Column | None = None,
-    positions: str | slice | Callable[[Tensor], Any] | None = None,
-    chat_template: str | None = None,
-    add_generation_prompt: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -96,8 +73,9 @@ def compare_grid(
     over models of equal depth. Models of different depths, and analyzers without a distance, need `distance`.
 
     Args:
-        models: a mapping from names to models, kinds as in `analyze`.
-        data: as in `analyze`, tokenised once, by the tokenizer of the first model that has one.
+        models: a mapping from names to models, kinds as in `analyze`; statistics return from servers as in `compare`.
+        data: as in `analyze`, tokenised once, by the tokenizer of the first model that has one. One rule of positions holds for
+            all models.
         analyzer: an analyzer that compares two models, such as `CKA()`, or its name; or several: a list, or a mapping from
             names as in `analyze`.
         groups: a mapping from names of models to groups, or a list of groups in the order of the models, for
@@ -105,20 +83,6 @@ def compare_grid(
         distance: the number of a pair, from the result that `compare` gives; 0 for equal models.
         at: the sites to read in all models, see `analyze`.
         per_head: see `analyze`.
-        verify: see `analyze`, for all models.
-        layers: paths of the blocks by name of the model, for layouts that are not known.
-        remote: as in `analyze`, for all models or by name; statistics return from servers as in `compare`.
-        tokenizer: used in place of the models' own.
-        batch_size: see `analyze`, as for all further options.
-        seq_len: see `analyze`.
-        pack: see `analyze`.
-        max_tokens: see `analyze`.
-        skip_first: see `analyze`.
-        prepend_bos: see `analyze`.
-        column: see `analyze`.
-        positions: see `analyze`; one rule for all models.
-        chat_template: see `analyze`.
-        add_generation_prompt: see `analyze`.
         intervals: see `analyze`.
         baseline: see `compare`; distances of untrained twins of all models are those of the results' `untrained`.
         checkpoint: see `analyze`.
@@ -142,39 +106,32 @@ def compare_grid(
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
     given = locals()
-    names = model_names(models)
+    names, data = model_names(models), Data.of(data)
+    opened = {name: OpenedModel.of(models[name]) for name in names}
     if baseline is not None:
-        refuse_no_twin(models.values(), tuple(remote.values()) if isinstance(remote, dict) else (remote,), True, None)
+        refuse_no_twin(opened.values(), True, None)
 
         def twins(seed: int) -> Any:
-            own = {name: untrained(models[name], n) for name, n in zip(names, seeds_of(seed, len(names)), strict=True)}
-            more = {"models": own, "baseline": None, "intervals": False, "verify": None, "checkpoint": None}
+            own = {name: twin_of(opened[name], n) for name, n in zip(names, seeds_of(seed, len(names)), strict=True)}
+            more = {"models": own, "data": data, "baseline": None, "intervals": False, "checkpoint": None}
             return compare_grid(**given | more)
 
-        found: ModelGrid | Report = with_untrained(compare_grid(**given | {"baseline": None}), data, twins)
+        trained: ModelGrid | Report = compare_grid(**given | {"data": data, "baseline": None})
+        found: ModelGrid | Report = with_untrained(trained, data, twins)
         return found
     labels = () if groups is None else group_labels(groups, names)
     chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen, "compare_grid(models, data, {})")
     many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
-    places, paths = _by_name(remote, names, "remote"), _by_name(layers, names, "layers")
-    for place in places:
-        refuse_idle_options(place, True, checkpoint)
-    sources = [
-        open_source(models[name], layers=own, remote=place, either_stack=True)
-        for name, own, place in zip(names, paths, places, strict=True)
-    ]
-    for source in sources:
-        verify_on_first_row(source, verify)
+    for one in opened.values():
+        refuse_idle_options(one.remote, True, checkpoint)
+    sources = [open_source(one, either_stack=True) for one in opened.values()]
     plan = plan_sites(sources, chosen, at, per_head)
     described = [source.model for source in sources]
-    rule = chosen_rule(positions, described, chosen, skip_first)
-    reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
-    reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
-    shared = with_tokenizer(_tokens_of_all(described, tokenizer is not None), tokenizer)
-    batches = Batches(data, shared, reading, count_positions=partial(shared_positions, sources))
-    opened_with = {"layers": paths if layers else None, "verify": verify}
-    report = run_analysis(sources, batches, many, checkpoint, opened_with, plan, intervals=intervals)
+    rule = chosen_rule(data.positions, described, chosen, data.skip_first)
+    shared = with_tokenizer(_tokens_of_all(described, data.tokenizer is not None), data.tokenizer)
+    batches = Batches(data.counting(rule), shared, count_positions=partial(shared_positions, sources))
+    report = run_analysis(sources, batches, many, checkpoint, records_of(list(opened.values())), plan, intervals=intervals)
     assert isinstance(report, Report)
     if is_several(analyzer):
         return report
@@ -203,25 +160,6 @@ def model_names(models: Any) -> tuple[str, ...]:
             do='{"base": model_a, "tuned": model_b}',
         )
     return tuple(models)
-
-
-def _by_name(given: Any, names: tuple[str, ...], argument: str) -> list[Any]:
-    """An option for each model, from one for all or a mapping from some names.
-
-    Raises:
-        LayersimError: the mapping names another model.
-    """
-    if not isinstance(given, dict):
-        return [given] * len(names)
-    unknown = [name for name in given if name not in names]
-    if unknown:
-        raise LayersimError(
-            f"`{argument}` names a model that `models` does not hold.",
-            given=repr(unknown[0]),
-            expected=f"some of {', '.join(map(repr, names))}",
-            do=f"{argument}={{{names[0]!r}: ...}}",
-        )
-    return [given.get(name, False if argument == "remote" else None) for name in names]
 
 
 def _tokens_of_all(models: list[Model], given: bool) -> Model:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any, Literal
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,60 +16,46 @@ from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..data.batches import Batches
+from ..data.data import Data
 from ..data.labels import NO_LABEL, as_labels
-from ..data.options import DataOptions
+from ..models.open import OpenedModel
 from ..remote.open import open_source
 from .api import analyze
 from .logistic_probe import LogisticProbe
-from .site_plan import DEFAULT
-from .validation import DataArgument, with_tokenizer
+from .site_plan import DEFAULT, AtArgument
+from .validation import with_tokenizer
 
 
 @typed
 def linear_probe(
     model: Any,
-    data: DataArgument,
+    data: Any,
+    probe: ProbeAnalyzer | None = None,
     *,
-    labels: Any = "data",
     test_data: Any = None,
     test_labels: Any = None,
-    test_fraction: int | float | None = None,
-    method: Literal["ridge", "logistic"] = "ridge",
-    ridge: int | float | None = None,
-    C: int | float | None = None,
-    max_iter: int | None = None,
-    max_classes: int | None = None,
-    control: Literal["token", "row"] | None = None,
-    seed: int = 0,
-    max_memory_gb: int | float = 4.0,
-    **options: Any,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    intervals: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> LinearProbeResult:
     """Accuracy of a linear classifier on frozen activations at each site, on rows that it was not fitted on.
 
     The classifier of each site is fitted on its own. Nothing in the model changes. A sample is a counted position, see
-    `positions` of `analyze`: of a classifier the position that its head reads, of other models every position.
+    `positions` of `Data`: of a classifier the position that its head reads, of other models every position.
 
     Args:
         model: as in `analyze`.
         data: as in `analyze`. A part of its rows is held out, unless `test_data` is given.
-        labels: the classes, whole numbers from 0: "data" for the data's own column `labels` or `label`; labels `row` or `row
-            pos`; or "next_token". -100 marks a sample without class.
+        probe: `LinearProbe` fits in closed form from sums, in two passes over the data, and runs on servers. `LogisticProbe`
+            keeps the activations of training samples in memory, for models in this process. Default:
+            `LinearProbe(labels="data")`, the classes of the data's own column.
         test_data: held-out data of the same kind; the probes are then fitted on all of `data`.
-        test_labels: labels of `test_data`, where `labels` are not "data" or "next_token".
-        test_fraction: fraction of the rows of `data` that are held out, by their number alone; 0.2 by default.
-        method: "ridge" fits in closed form from sums (`LinearProbe`), in two passes over the data, and runs on servers.
-            "logistic" keeps the activations of training samples in memory, standardises each dimension by them, and fits
-            scikit-learn's `LogisticRegression`, in two passes too; for models in this process. Intervals of both hold the
-            fitted probes fixed and vary the held-out rows.
-        ridge: of "ridge", see `LinearProbe`; 0.1 by default.
-        C: of "logistic", the inverse strength of the L2 penalty; 1 by default.
-        max_iter: of "logistic", most iterations; 1000 by default. A fit that stops there is named in a warning.
-        max_classes: of "ridge", a number above every class of the data's own column; 100 by default.
-        control: also fit probes of control labels, which are random for each "token" type or for each "row", for
-            `selectivity`; see `LinearProbe`.
-        seed: of the choice of held-out rows and of control labels.
-        max_memory_gb: limit for the sums of "ridge", or for the activations that "logistic" keeps.
-        **options: further options of `analyze`: `at`, `per_head`, `positions`, `batch_size`, `remote`, `checkpoint`, ...
+        test_labels: labels of `test_data`, where the labels of the probe are not "data" or "next_token".
+        at: see `analyze`, as for all further options.
+        per_head: see `analyze`.
+        intervals: see `analyze`; they hold the fitted probes fixed and vary the held-out rows.
+        checkpoint: see `analyze`.
 
     Returns:
         A `LinearProbeResult`.
@@ -85,14 +72,14 @@ def linear_probe(
         >>> import tl_layersim as lsim
         >>> model, texts = lsim.demo_model(), lsim.demo_text()[:60]
         >>> ids = [model.tokenizer(text)["input_ids"][:16] for text in texts]
-        >>> probe = lsim.linear_probe(model, ids, labels=[row[-1] % 2 for row in ids], positions="last")
+        >>> even = lsim.LinearProbe(labels=[row[-1] % 2 for row in ids])
+        >>> probe = lsim.linear_probe(model, lsim.Data(ids, positions="last"), even)
         >>> probe.accuracy.shape, probe.labels
         (torch.Size([9]), (0, 1))
     """
-    _refuse_options(method, {"ridge": ridge, "max_classes": max_classes}, {"C": C, "max_iter": max_iter}, options)
-    given = {"ridge": ridge, "max_classes": max_classes, "C": C, "max_iter": max_iter, "test_fraction": test_fraction}
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    classes = as_labels(labels)
+    probe, data = probe or LinearProbe(labels="data"), Data.of(data)
+    if isinstance(probe, LogisticProbe):
+        _refuse_elsewhere(OpenedModel.of(model), checkpoint)
     if test_data is None:
         if test_labels is not None:
             raise LayersimError(
@@ -102,65 +89,37 @@ def linear_probe(
                 do="test_data=..., or leave out test_labels",
             )
     else:
-        if test_fraction is not None:
-            raise LayersimError(
-                "`test_fraction` cannot be combined with `test_data`.",
-                given=f"test_fraction={test_fraction} with test_data=",
-                expected="one of them",
-                do="leave out test_fraction: the probes are fitted on all of data",
-            )
+        parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
-        data, test_data = (list(part) if isinstance(part, Iterator) else part for part in (data, test_data))
-        count, test_count = _counts(model, (data, test_data), options)
-        classes = _labels_of_both(classes, test_labels, count, test_count)
-        data, settings["first_test_row"] = [data, test_data], count
-    kind: type[ProbeAnalyzer] = LinearProbe if method == "ridge" else LogisticProbe
-    probe = kind(labels=classes, seed=seed, max_memory_gb=max_memory_gb, control=control, **settings)
+        parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
+        count, test_count = _counts(model, parts, at)
+        probe = replace(probe, labels=_labels_of_both(probe.labels, test_labels, count, test_count), first_test_row=count)
+        data = replace(data, source=[part.source for part in parts])
+    options: dict[str, Any] = {"at": at, "per_head": per_head, "intervals": intervals, "checkpoint": checkpoint}
     result: LinearProbeResult = analyze(model, data, [probe], **options)["linear_probe"]
     return result
 
 
-def _refuse_options(method: str, of_ridge: dict[str, Any], of_logistic: dict[str, Any], options: dict[str, Any]) -> None:
-    """Refuse options of the other method, and runs that the method or this function cannot do."""
-    other = of_logistic if method == "ridge" else of_ridge
-    for name, value in other.items():
-        if value is not None:
-            raise LayersimError(
-                f"`{name}` is an option of the other method.",
-                given=f'{name}={value} with method="{method}"',
-                expected=f"options of {method}: {', '.join(of_ridge if method == 'ridge' else of_logistic)}",
-                do=f'method="{"logistic" if method == "ridge" else "ridge"}", or leave out {name}',
-            )
-    if options.get("blocking", True) is not True:
-        raise LayersimError(
-            "`blocking` must be True for linear_probe, which returns a result.",
-            given="blocking=False",
-            expected="True",
-            do="analyze(model, data, [LinearProbe(...)], blocking=False, remote=...)",
-        )
-    if method == "ridge":
-        return
+def _refuse_elsewhere(opened: OpenedModel, checkpoint: Any) -> None:
+    """Refuse logistic regression of a model that is elsewhere, or of a run that is resumed."""
     ranks = rank_and_size()[1]
-    if options.get("remote", False) is not False or options.get("checkpoint") is not None or ranks > 1:
-        place = f"remote={shown(options['remote'])}" if options.get("remote", False) is not False else f"{ranks} processes"
+    if opened.remote is not False or checkpoint is not None or ranks > 1:
+        place = f"remote={shown(opened.remote)}" if opened.remote is not False else f"{ranks} processes"
         raise LayersimError(
             "Logistic regression keeps activations in the memory of one process: no server, checkpoint or group of processes.",
-            given="checkpoint=" if options.get("checkpoint") is not None else place,
+            given="checkpoint=" if checkpoint is not None else place,
             expected="a model in this process, without checkpoint=",
-            do='method="ridge", which needs sums only',
+            do="LinearProbe(...), which needs sums only",
         )
 
 
-def _counts(model: Any, parts: tuple[Any, Any], options: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of rows of two data sets."""
-    opening = {name: options[name] for name in ("layers", "remote") if name in options}
-    source = open_source(model, either_stack=True, **opening)
+def _counts(model: Any, parts: Sequence[Data], at: Any) -> list[int]:
+    """Numbers of rows of data sets."""
+    source = open_source(model, either_stack=True)
     # An encoder and a decoder read different columns.
-    source.in_stack(options.get("at", DEFAULT))
-    described = with_tokenizer(source.model, options.get("tokenizer"))
-    reading = DataOptions(**{field.name: options[field.name] for field in fields(DataOptions) if field.name in options})
-    first, second = (Batches(part, described, reading, count_positions=source.count_positions).count_rows() for part in parts)
-    return first, second
+    source.in_stack(at)
+    described = with_tokenizer(source.model, parts[0].tokenizer)
+    return [Batches(part, described, count_positions=source.count_positions).count_rows() for part in parts]
 
 
 def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -13,6 +12,7 @@ from ..core.data_pass_progress import Tally
 from ..core.distributed import rank_and_size
 from ..core.errors import in_words
 from ..core.wording import duration_in_words
+from ..data.data import Data
 from ..models.source import Source
 
 # Seconds from which on a run is announced.
@@ -111,21 +111,21 @@ class LongRunNotice:
         return " and ".join(parts)
 
 
-def rows_in_data(data: Any, pack: bool) -> int | None:
+def rows_in_data(data: Data) -> int | None:
     """Number of rows in data that has a length; None for other data and where rows are joined.
 
     Args:
-        data: as a user passes it.
-        pack: whether rows are joined.
+        data: of the run.
 
     Examples:
-        >>> rows_in_data(["one", "two"], False), rows_in_data({"input_ids": [[1], [2], [3]]}, False)
+        >>> rows_in_data(Data(["one", "two"])), rows_in_data(Data({"input_ids": [[1], [2], [3]]}))
         (2, 3)
     """
-    if isinstance(data, Mapping):
-        data = next(iter(data.values()), None)
+    source = data.source
+    if isinstance(source, Mapping):
+        source = next(iter(source.values()), None)
     try:
-        return None if pack else len(data)
+        return None if data.pack else len(source)
     except (TypeError, RuntimeError):
         # Generators, and tensors without axes.
         return None

@@ -54,9 +54,9 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         >>> model, texts = lsim.demo_model(), lsim.demo_text()[:8]
         >>> for i in range(2):
         ...     path = os.path.join(folder, f"part-{i}.safetensors")
-        ...     _ = lsim.analyze(model, texts, ["cka"], batch_size=2, shard=(i, 2), save_to=path)
+        ...     _ = lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"], shard=(i, 2), save_to=path)
         >>> merged = lsim.merge(folder)
-        >>> bool((merged["cka"].values == lsim.analyze(model, texts, ["cka"], batch_size=2)["cka"].values).all())
+        >>> bool((merged["cka"].values == lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"])["cka"].values).all())
         True
     """
     parts = _in_order([_without_sums(read_part(path)) for path in listed(files, "files")], MAIN)

@@ -180,24 +180,14 @@ def prediction_grid(
     *,
     norm: Literal["final", "none"] = "final",
     lens_memory_mb: PositiveFloat = 128,
-    layers: list[str] | None = None,
-    unembed: list[str] | None = None,
-    remote: bool | str = False,
-    tokenizer: Any = None,
-    prepend_bos: bool = True,
 ) -> PredictionGrid:
     """The first choice (most likely next token) of each block after each token of one prompt, by the logit lens.
 
     Args:
         model: as in `analyze`.
-        prompt: a text, or token ids `pos`.
+        prompt: a `Data`, or a text or token ids `pos`. Without a tokenizer, words are shown as ids.
         norm: as in `LogitLens`.
         lens_memory_mb: as in `LogitLens`.
-        layers: as in `analyze`.
-        unembed: as in `analyze`.
-        remote: as in `analyze`.
-        tokenizer: as in `analyze`; without a tokenizer, words are shown as ids.
-        prepend_bos: as in `analyze`.
 
     Raises:
         LayersimError: the model has no head over a vocabulary, or the prompt is longer than its context.
@@ -216,9 +206,9 @@ def prediction_grid(
         need_head(described, "prediction_grid", targets=True)
 
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
-    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
+    source = open_source(model)
     needs = PromptKernel(make=lambda _: kernel, options={"norm": norm}, check=check, lens=True)
-    out, tokens, word, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
+    out, tokens, word, provenance = run_on_prompt(source, prompt, needs)
     refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(
         values=out["probability"].double().T.contiguous(),
@@ -234,26 +224,13 @@ def prediction_grid(
 
 
 @typed
-def trajectory_pca(
-    model: Any,
-    prompt: Any,
-    *,
-    layers: list[str] | None = None,
-    remote: bool | str = False,
-    tokenizer: Any = None,
-    prepend_bos: bool = True,
-    skip_first: int = 0,
-) -> TrajectoryPCA:
+def trajectory_pca(model: Any, prompt: Any) -> TrajectoryPCA:
     """The paths of one prompt's tokens through the layers, in the plane of the last layer's first two principal components.
 
     Args:
         model: as in `analyze`.
-        prompt: a text, or token ids `pos`.
-        layers: as in `analyze`.
-        remote: as in `analyze`.
-        tokenizer: as in `analyze`; without a tokenizer, tokens are shown as ids.
-        prepend_bos: as in `analyze`.
-        skip_first: leave out the first positions: in many models the path of the first token is far longer than all others.
+        prompt: a `Data`, or a text or token ids `pos`. `Data(prompt, skip_first=1)` leaves out the first position, whose path
+            is far longer than all others in many models. Without a tokenizer, tokens are shown as ids.
 
     Raises:
         LayersimError: there are fewer than three tokens.
@@ -263,13 +240,12 @@ def trajectory_pca(
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> path = lsim.trajectory_pca(lsim.demo_model(), "Once upon a time there was a little girl", skip_first=1)
+        >>> path = lsim.trajectory_pca(lsim.demo_model(), lsim.Data("Once upon a time there was a little girl", skip_first=1))
         >>> path.values.shape[1:], bool(path.explained[0] > path.explained[1])
         (torch.Size([9, 2]), True)
     """
-    source = open_source(model, layers=layers, remote=remote)
-    needs = PromptKernel(make=lambda _: pca_kernel, options={"skip_first": skip_first})
-    out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
+    source = open_source(model)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, PromptKernel(make=lambda _: pca_kernel, options={}))
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
             "The last layer has no principal plane: its residual is the same at every token.",

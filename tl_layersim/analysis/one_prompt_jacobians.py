@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from ..core.errors import LayersimError
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..models.model_info import Model
+from ..models.open import OpenedModel
+from ..models.source import Source
 from ..models.view import Kernel, View
 from ..remote.open import open_source
 from .one_prompt_arguments import connections_of, different, numbers_of, pair_of
@@ -34,9 +37,6 @@ def block_jacobians(
     positions: Any = "last",
     method: Literal["dense", "finite-difference"] = "dense",
     memory_mb: PositiveFloat = 1024,
-    remote: bool | str = False,
-    tokenizer: Any = None,
-    prepend_bos: bool = True,
 ) -> BlockJacobians:
     r"""Compute the Jacobians of blocks, without their skip connection, between tokens of one prompt.
 
@@ -45,16 +45,13 @@ def block_jacobians(
     Computed in float64 for a model in float64, else in float32.
 
     Args:
-        model: as in `analyze`.
-        prompt: a text, or token ids `pos`.
-        layers: numbers of blocks, negative numbers from the end; or as in `analyze`, paths of all blocks. Default: all.
+        model: as in `analyze`. A server returns whole Jacobians of 4 d_model^2 bytes each.
+        prompt: a `Data`, or a text or token ids `pos`.
+        layers: numbers of blocks, negative numbers from the end; or as in `open_model`, paths of all blocks. Default: all.
         positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative numbers from the
             end.
         method: "dense", or "finite-difference" for blocks that cannot be differentiated.
         memory_mb: megabytes for products with many directions at once.
-        remote: as in `analyze`. The server returns whole Jacobians of 4 d_model^2 bytes each.
-        tokenizer: as in `analyze`.
-        prepend_bos: as in `analyze`.
 
     Raises:
         LayersimError: a block or token does not exist, or blocks cannot be differentiated.
@@ -68,7 +65,7 @@ def block_jacobians(
         >>> found.values.shape, found.pairs
         (torch.Size([2, 2, 128, 128]), ('0 > 2', '4 > 4'))
     """
-    source = _open_layers(model, layers, remote)
+    source = _open_layers(model, layers)
     chosen = numbers_of(layers, len(source.model.layers) - 1)
     if isinstance(positions, np.ndarray | torch.Tensor):
         # An array of tokens, or of pairs of them.
@@ -83,7 +80,7 @@ def block_jacobians(
     options = {"blocks": list(chosen), "positions": requested, "method": method}
     check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
     needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
     values = out["jacobians"].double()
@@ -113,9 +110,6 @@ def coupling_matrices(
     diagonal: Literal["signed", "positive"] = "signed",
     memory_mb: PositiveFloat = 1024,
     seed: Seed = 0,
-    remote: bool | str = False,
-    tokenizer: Any = None,
-    prepend_bos: bool = True,
 ) -> CouplingMatrices:
     r"""Compute the coupling of Jacobians on one prompt, across blocks at one token or across tokens.
 
@@ -125,11 +119,11 @@ def coupling_matrices(
 
     Args:
         model: as in `analyze`.
-        prompt: a text, or token ids `pos`.
+        prompt: a `Data`, or a text or token ids `pos`.
         along: "depth" compares the chosen blocks at one token; "self" the effects of tokens on themselves (t > t);
             "fixed-input" the effects of one token on later tokens (token > t); "fixed-output" the effects of earlier tokens on
             one token (t > token).
-        layers: numbers of blocks, negative numbers from the end; or as in `analyze`, paths of all blocks. Default: all for
+        layers: numbers of blocks, negative numbers from the end; or as in `open_model`, paths of all blocks. Default: all for
             "depth", the middle block otherwise. Several blocks are compared across tokens as well.
         token: the fixed token; the last by default, the first for "fixed-input". Not for "self".
         positions: the other tokens; by default all possible tokens. Not for "depth".
@@ -138,9 +132,6 @@ def coupling_matrices(
         diagonal: as in `BlockCoupling`.
         memory_mb: as in `BlockCoupling`.
         seed: as in `BlockCoupling`.
-        remote: as in `analyze`.
-        tokenizer: as in `analyze`.
-        prepend_bos: as in `analyze`.
 
     Raises:
         LayersimError: a block or token does not exist, or blocks cannot be differentiated.
@@ -155,7 +146,7 @@ def coupling_matrices(
         (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
     """
     _refuse_unused(along, token, positions)
-    source = _open_layers(model, layers, remote)
+    source = _open_layers(model, layers)
     blocks = len(source.model.layers) - 1
     chosen = numbers_of(layers, blocks) if along == "depth" or layers is not None else ((blocks - 1) // 2,)
     where: list[tuple[int, int, int]] = []
@@ -180,7 +171,7 @@ def coupling_matrices(
     options |= {"diagonal": diagonal, "seed": seed}
     check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
     needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
     of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
     values, null = out["values"].double(), out["null"].double()
@@ -214,10 +205,10 @@ def _refuse_unused(along: str, token: int | None, positions: list[int] | None) -
         )
 
 
-def _open_layers(model: Any, layers: Sequence[Any] | None, remote: bool | str) -> Any:
+def _open_layers(model: Any, layers: Sequence[Any] | None) -> Source:
     """The source of a model, with the modules that `layers` names by path."""
-    paths = [path for path in layers or [] if isinstance(path, str)]
-    return open_source(model, layers=paths or None, remote=remote)
+    opened, paths = OpenedModel.of(model), [path for path in layers or [] if isinstance(path, str)]
+    return open_source(replace(opened, layers=paths) if paths else opened)
 
 
 def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
+from ..data.data import Data
 from ..data.positions import PositionRule, Positions
 from ..models.model_info import Model
 
@@ -54,6 +55,27 @@ def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[s
             do="probe.mask = mask, before the forward pass",
         )
     return positions
+
+
+def refuse_selection(data: Data, reads: str, *names: str) -> None:
+    """Refuse a selection of positions in a function that reads those of its own.
+
+    Args:
+        data: of the call.
+        reads: what the function reads, in words.
+        *names: of the options of `Data` that it cannot follow.
+
+    Raises:
+        LayersimError: one of them is given.
+    """
+    for name in names:
+        if getattr(data, name):
+            raise LayersimError(
+                f"`{name}` of `Data` cannot be chosen here: {reads}.",
+                given=f"{name}={getattr(data, name)!r}",
+                expected=f"Data(...) without {name}=",
+                do=f"leave out {name}=",
+            )
 
 
 def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:

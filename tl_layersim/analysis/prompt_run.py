@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..data.batches import Batch, Batches
+from ..data.data import Data
 from ..data.digest import fingerprint, new_digest
-from ..data.options import DataOptions
 from ..models.activation_checks import lens_gap, need_stream, refuse_not_finite, refuse_other_logits
 from ..models.model_info import Model
 from ..models.source import Source
 from ..models.view import Kernel
+from .position_rules import refuse_selection
 from .report_assembly import record
 from .validation import with_tokenizer
 
@@ -34,9 +35,9 @@ class PromptKernel:
     Attributes:
         make: returns the kernel for a number of tokens, or refuses that number.
         check: refuses a model that the kernel does not fit.
-        options: for the provenance; `skip_first` is also an option of the data.
+        options: for the provenance.
         lens: whether the kernel reads logits, which are then checked against the model's own.
-        calls: whether the kernel calls blocks again.
+        calls: whether the kernel calls blocks again, between any tokens of the prompt.
         least: the fewest tokens that it needs.
     """
 
@@ -64,27 +65,25 @@ class PromptOutput(NamedTuple):
     provenance: Provenance
 
 
-def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel, tokenizer: Any, prepend_bos: bool) -> PromptOutput:
+def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel) -> PromptOutput:
     """Run a kernel on one prompt.
 
     Args:
         source: the model.
-        prompt: a text, or token ids.
+        prompt: a `Data`, or a text or token ids.
         kernel: with its needs.
-        tokenizer: used in place of the model's own.
-        prepend_bos: as in `analyze`.
 
     Raises:
         LayersimError: the prompt or the model is refused, or activations are not finite.
     """
     start = time.perf_counter()
-    model = with_tokenizer(source.model, tokenizer)
+    data = Data.of(prompt)
+    refuse_selection(data, "every token is read", "positions", *(("skip_first",) if kernel.calls else ()))
+    model = with_tokenizer(source.model, data.tokenizer)
     need_stream(model, CALLER, parts=True)
     if kernel.check is not None:
         kernel.check(model)
-    skip_first = kernel.options.get("skip_first", 0)
-    reading = DataOptions(batch_size=1, seq_len=model.context, skip_first=skip_first, prepend_bos=prepend_bos)
-    batches = Batches(prompt, model, reading)
+    batches = Batches(replace(data, batch_size=1, seq_len=data.seq_len or model.context), model)
     batch = _single_batch(batches, kernel.least)
     made = kernel.make(int(batch.counted.sum()))
     with source.evaluating(), source.with_calls() if kernel.calls else nullcontext():

@@ -22,7 +22,6 @@ from ..core.results import Report
 from ..core.sums import Sums
 from ..core.wording import duration_in_words
 from ..data.batches import Batches, BatchSize, batch_sizes
-from ..data.cached_batches import CachedBatches
 from ..models.source import Source
 from ..models.view import Kernel
 from ..remote.open import on_server
@@ -67,7 +66,7 @@ def run_analysis(
     deal = agree([source.peers() for source in sources])
     identity = {} if path is None else identity_of(sources, analyzers, settings, "checkpoint")
     checkpoint, tallies = open_checkpoint(path, identity, deal)
-    batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
+    _read_ahead(sources, batches, {name: analyzers[name] for name in first_kernels})
     sizes = _known_sizes(sources, batches)
     total = announce(sources, batches, analyzers, plan, len(first_kernels) > 0, sizes)
     # In this process blocks need not be chosen before.
@@ -132,7 +131,7 @@ def check_arguments(
         analyzer.check(*models[name])
         if any(source.is_remote for source in sources):
             refuse_large_heads(analyzer)
-        if analyzer.prompts and batches.options.pack:
+        if analyzer.prompts and batches.data.pack:
             raise LayersimError(
                 f"`pack` must be False for {type(analyzer).__name__}, which takes each row for a prompt.",
                 given="pack=True",
@@ -166,28 +165,21 @@ def identity_of(
     }
 
 
-def _read_once(sources: list[Source], batches: Batches, with_first: Mapping[str, Analyzer]) -> Batches:
-    """The batches, cached in memory where the run reads the data more than once and the batches fit.
+def _read_ahead(sources: list[Source], batches: Batches, with_first: Mapping[str, Analyzer]) -> None:
+    """Read and keep the rows of an iterator that the run needs more than once.
 
     Raises:
-        LayersimError: the data is an iterator, needed more than once, and too large to be kept.
+        LayersimError: its rows are too large to be kept.
     """
-    remote = any(source.is_remote for source in sources)
-    if not with_first and not remote:
-        return batches
-    cached = CachedBatches.of(batches)
-    if not cached.one_shot:
-        return cached
+    if not batches.one_shot:
+        return
     if with_first:
         analyzer = next(iter(with_first.values()))
         do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
-        cached.read_ahead(type(analyzer).__name__, do)
-    elif len(sources) > 1:
+        batches.read_ahead(type(analyzer).__name__, do)
+    elif len(sources) > 1 and any(source.is_remote for source in sources):
         # What crosses between models is stated before it does.
-        cached.read_ahead("a comparison with a model on a server", "list(data)")
-    else:
-        return batches
-    return cached
+        batches.read_ahead("a comparison with a model on a server", "list(data)")
 
 
 def refuse_other_rows(first: Tally, main: Tally) -> None:
@@ -216,7 +208,7 @@ def announce(
 ) -> int | None:
     """Print the cost of a run on servers before it starts; return the number of counted tokens, None if it is not known."""
     if sizes is None:
-        return batches.options.max_tokens
+        return batches.data.max_tokens
     remote_sources = [source for source in sources if source.is_remote]
     tokens = sum(size.tokens for size in sizes)
     if len(sources) > 1:

@@ -11,6 +11,7 @@ from ..analyzers import find_analyzers
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..models.model_info import ServerOffer
+from ..models.open import OpenedModel
 from ..remote.open import on_server, open_source
 
 
@@ -53,24 +54,21 @@ class Capabilities:
 
 
 @typed
-def capabilities(
-    model: Any, *, remote: bool | str = True, layers: list[str] | None = None, unembed: list[str] | None = None
-) -> Capabilities:
+def capabilities(model: Any) -> Capabilities:
     """List the features of an NDIF server for one model, by three queries and a request of one token.
 
     Args:
-        model: an nnsight model, for example `TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`.
-        remote: True for the server that nnsight is set to, or the address of another one.
-        layers: as in `analyze`.
-        unembed: as in `analyze`.
+        model: an nnsight model, for example `TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`, on
+            the server that nnsight is set to; or `open_model(model, remote=...)` with the address of another one.
 
     Raises:
         LayersimError: the server cannot be reached, refuses the key, or does not run the model.
 
     Examples:
-        >>> print(lsim.capabilities(model, remote="http://127.0.0.1:8001"))  # doctest: +SKIP
+        >>> print(lsim.capabilities(lsim.open_model(model, remote="http://127.0.0.1:8001")))  # doctest: +SKIP
     """
-    source = on_server(open_source(model, layers=layers, unembed=unembed, remote=remote, either_stack=True))
+    opened = model if isinstance(model, OpenedModel) else OpenedModel(model, remote=True)
+    source = on_server(open_source(opened, either_stack=True))
     reasons = {}
     for name, cls in sorted(find_analyzers().items()):
         try:

@@ -19,7 +19,6 @@ from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
 from ..core.sums import Sums
 from ..data.batches import Batches, batch_sizes
-from ..data.cached_batches import CachedBatches
 from ..models.pools import AnyKernel
 from ..models.source import Source
 from ..models.view import Kernel
@@ -64,7 +63,7 @@ def run_shard(
     batches = in_pools(batches, analyzers)
     settings = batches.record() | opened_with | plan.record() | ({"intervals": True} if intervals else {})
     check_arguments([source], batches, analyzers, plan, intervals)
-    run = ShardRun(source, CachedBatches.of(batches), analyzers, plan, shard, settings, intervals)
+    run = ShardRun(source, batches, analyzers, plan, shard, settings, intervals)
     run.run()
     return shard.save_to
 

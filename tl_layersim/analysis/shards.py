@@ -158,7 +158,7 @@ def refuse_one_shot(batches: Batches) -> None:
     if batches.one_shot:
         raise LayersimError(
             "`data` can be read only once, and a shard reads it twice: to count its batches, and to run on its own part.",
-            given=type(batches.data).__name__,
+            given=type(batches.data.source).__name__,
             expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset or IterableDataset",
             do="list(data), or datasets.Dataset.from_generator(...)",
         )
@@ -170,7 +170,7 @@ def count_data(batches: Batches) -> DataCounts:
     Args:
         batches: the data.
     """
-    digest, marked = new_digest(), batches.options.selection.marked
+    digest, marked = new_digest(), batches.data.selection.marked
     number = measured = sequences = tokens = rows = capacity = 0
     bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
     with bar:

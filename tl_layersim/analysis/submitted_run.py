@@ -26,6 +26,7 @@ from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 from ..data.batches import Batches, batch_sizes
 from ..models.activation_checks import refuse_not_finite
+from ..models.open import OpenedModel
 from ..models.pools import AnyKernel
 from ..remote.client import NdifClient
 from ..remote.failures import TransientFailure
@@ -60,7 +61,7 @@ KIND = "remote_run"
 
 
 class RemoteRun:
-    """An analysis that runs on an NDIF server; `analyze(..., remote=True, blocking=False)` returns one.
+    """An analysis that runs on an NDIF server; `analyze(open_model(model, remote=True), ..., blocking=False)` returns one.
 
     It holds no API key: the process that collects it uses the key that nnsight is set to there.
 
@@ -69,7 +70,7 @@ class RemoteRun:
         analyzers: by name.
 
     Examples:
-        >>> run = lsim.analyze(model, texts, [lsim.CKA()], remote=True, blocking=False)  # doctest: +SKIP
+        >>> run = lsim.analyze(lsim.open_model(model, remote=True), texts, [lsim.CKA()], blocking=False)  # doctest: +SKIP
         >>> run.save("cka.run")  # doctest: +SKIP
         >>> report = lsim.load_run("cka.run").result()  # doctest: +SKIP
     """
@@ -308,7 +309,7 @@ def start(
     if digest and jobs[-1].steps[-1].digest != digest:
         raise LayersimError(
             "`data` gave different rows on the second data pass.",
-            given=type(batches.data).__name__,
+            given=type(batches.data.source).__name__,
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",
         )
@@ -327,7 +328,7 @@ def load_run(
 
     Args:
         path: the file.
-        model: the nnsight model, which is needed only to send a failed job again.
+        model: the nnsight model, which is needed only to send a failed job again; it is opened as in the run.
         analyzers: as they were given to `analyze`; needed where they are not those of this package or hold tensors.
         remote: the server's address with a login, where it needs one: files keep no login.
 
@@ -361,8 +362,8 @@ def load_run(
     kernels: dict[str, AnyKernel] = {}
     source: RemoteSource | None = None
     if model is not None:
-        settled = {"layers": settings["layers"], "unembed": settings["unembed"]}
-        opened = on_server(open_source(model, remote=server, either_stack=True, **settled))
+        recorded = OpenedModel(OpenedModel.of(model).model, settings["layers"], settings["unembed"], server)
+        opened = on_server(open_source(recorded, either_stack=True))
         if sites != opened.sites:
             opened.read_at(opened.hook_points(opened.in_stack(list(sites)), False))
         choices = {name: (SiteChoice(tuple(map(sites.index, models[name].layers))),) for name in chosen}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from inspect import signature
-from typing import Any, Unpack
+from collections.abc import Mapping
+from typing import Any
 
 from torch.nn import Module
 from tqdm.auto import tqdm
@@ -18,22 +17,28 @@ from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, warn
 from ..core.results import Report
 from ..core.wording import brief, counted
+from ..data.data import Data
 from ..models.open import is_nnsight
 from ..models.out_of_memory import release_memory
-from .api import OneModelOptions, analyze
+from .api import analyze
+from .baselines import BaselineArgument
+from .site_plan import DEFAULT, AtArgument
 from .sweep_folder import SweepFolder
 from .sweep_results import Sweep, SweepError, sweep_keys
-from .validation import AnalyzersArgument, DataArgument, choose_analyzers
+from .validation import AnalyzersArgument, choose_analyzers
 
 
 @typed
 def sweep(
     models: Any,
-    data: DataArgument,
+    data: Any,
     analyzers: AnalyzersArgument,
     *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    intervals: bool = False,
+    baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    **options: Unpack[OneModelOptions],
 ) -> Sweep:
     """Run the same analysis on many models or checkpoints, one after another: a training run, model sizes, fine-tunes.
 
@@ -45,10 +50,13 @@ def sweep(
             such as `functools.partial(load, step)`. In a loop, write no `lambda: load(step)`: each would load the last step.
         data: as in `analyze`; it is read once for each model, so that a generator must be made a list.
         analyzers: as in `analyze`.
+        at: see `analyze`, as for the next three.
+        per_head: see `analyze`.
+        intervals: see `analyze`.
+        baseline: see `analyze`.
         checkpoint: a folder for the report of each model that was measured, as a file that `load_report` reads. The same call
             continues with the next model, within a model from its partial sums. Models may be added. The model behind a key is
             taken to be the same.
-        **options: of `analyze`, for all models: `seq_len`, `max_tokens`, `batch_size`, `at`, `intervals`, ...
 
     Returns:
         A `Sweep`: a mapping from keys to reports, with `to_frame`, `numbers`, `headlines` and `save`.
@@ -64,23 +72,22 @@ def sweep(
         >>> from functools import partial
         >>> import tl_layersim as lsim
         >>> loaders = {"plain": partial(lsim.demo_model, False), "aligned": partial(lsim.demo_model, True)}
-        >>> found = lsim.sweep(loaders, lsim.demo_text()[:4], lsim.LogitLens(), seq_len=32)
+        >>> found = lsim.sweep(loaders, lsim.Data(lsim.demo_text()[:4], seq_len=32), lsim.LogitLens())
         >>> losses = found.numbers("logit_lens", "cross_entropy", layer=0)
         >>> bool(losses["aligned"] < losses["plain"])
         True
     """
-    # Before models are loaded, which takes long.
-    signature(analyze).bind(None, data, analyzers, blocking=True, **options)
-    chosen = choose_analyzers(analyzers)
+    chosen, data = choose_analyzers(analyzers), Data.of(data)
+    options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
     keys = sweep_keys(models, "models")
     if not keys:
         raise LayersimError("`models` is empty.", given="{}", expected="one model or more", do="{0: model_a, 1000: model_b}")
     for key, model in models.items():
         _refuse_path(key, model)
-    if isinstance(data, Iterator):
+    if data.read_once:
         raise LayersimError(
             "`data` can be read only once, and a sweep reads it for each model.",
-            given=brief(data),
+            given=brief(data.source),
             expected="data that can be iterated over again",
             do="list(data)",
         )
@@ -117,7 +124,7 @@ def is_loader(model: Any) -> bool:
 
 
 def _measure_model(
-    model: Any, data: Any, analyzers: Mapping[str, Analyzer], partial: Any, options: Mapping[str, Any]
+    model: Any, data: Data, analyzers: Mapping[str, Analyzer], partial: Any, options: Mapping[str, Any]
 ) -> Report:
     """Load a model where it is not loaded, and measure it; one that was loaded here is freed at the end."""
     loads = is_loader(model)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..core.function_code import digest_of_code
 from ..core.results import Report, load_report
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
+from ..data.data import Data
 
 # Rows of the data that identify it, with its length: all of a large data set would have to be read.
 CHECKED_ROWS = 1000
@@ -44,7 +46,7 @@ class SweepFolder:
         self,
         path: str | os.PathLike[str] | None,
         analyzers: Mapping[str, Analyzer],
-        data: Any,
+        data: Data,
         options: Mapping[str, Any],
     ) -> None:
         self.path = None if path is None else Path(path)
@@ -58,8 +60,8 @@ class SweepFolder:
                 name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)]
                 for name, analyzer in analyzers.items()
             },
-            "options": {name: _option_text(value) for name, value in sorted(options.items())},
-            "data": data_digest(data),
+            "options": {name: _option_text(value) for name, value in sorted({**options, **_reading(data)}.items())},
+            "data": data_digest(data.source),
             "version": version("tl_layersim"),
         }
         record = ResumableFile(self.path / "sweep.safetensors", "sweep_folder", identity)
@@ -104,6 +106,11 @@ class SweepFolder:
         # The digest tells keys apart that differ in signs which file names cannot have.
         name = re.sub(r"[^\w.-]", "_", str(key))[:60]
         return self.path / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
+
+
+def _reading(data: Data) -> dict[str, Any]:
+    """The options of reading, with the tokenizer."""
+    return {f.name: getattr(data, f.name) for f in fields(data) if f.init and f.name != "source"}
 
 
 def data_digest(data: Any) -> str:

@@ -20,19 +20,23 @@ from ..core.results import Report
 from ..core.sums import Sums
 from ..data.batches import Batches
 from ..data.columns import is_floats, is_image
+from ..data.data import Data
 from ..data.inputs import PIXELS
 from ..data.labels import LABELS
-from ..data.options import Column, DataOptions
+from ..models.open import OpenedModel
 from ..models.pools import PoolKernel
 from ..models.tower_source import TowerSource, open_towers, pair_model, unit, verify_projections
 from ..models.towers import refuse_no_projection, text_position
 from ..models.unembed import Unembed
 from ..models.view import Kernel, View
+from .position_rules import refuse_selection
 from .run_analysis import run_analysis
 from .site_plan import plan_sites
 from .tower_similarity_result import TowerSimilarity
-from .validation import DataArgument, with_tokenizer
+from .validation import with_tokenizer
 
+# Rows in a forward pass of raw data.
+BATCH_SIZE = 64
 COMPARISONS = ("last layer of the same tower", "last layer of the other tower", "other tower, mismatched pairs")
 
 
@@ -158,14 +162,11 @@ def _refuse_zeros(sums: Sums, run: Run) -> None:
 @typed
 def tower_similarity(
     clip: Any,
-    data: DataArgument,
+    data: Any,
     *,
     projected: bool = True,
     minibatch: int = 256,
     seed: int = 0,
-    tokenizer: Any = None,
-    batch_size: int = 64,
-    column: Column | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> TowerSimilarity:
     r"""Similarity between every layer of the vision tower and every layer of the text tower of a CLIP, in one pass over pairs.
@@ -182,15 +183,12 @@ def tower_similarity(
 
     Args:
         clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
-        data: pairs of an image and a text, one in each row: a mapping with `pixel_values`, `input_ids` and `attention_mask`;
-            batches of these; or rows with a column of images and one of texts, with the model's processor. Columns are read as
-            by `analyze`.
+        data: a `Data`, or raw data, which is read in batches of 64: pairs of an image and a text, one in each row. A mapping
+            with `pixel_values`, `input_ids` and `attention_mask`; batches of these; or rows with a column of images and one of
+            texts, with the model's processor as `Data(rows, tokenizer=processor)`.
         projected: False compares residuals as they are, without norms and projections, in models whose towers have one width.
         minibatch: samples in a minibatch of CKA, see `CKA`.
         seed: of the shuffle into minibatches.
-        tokenizer: the model's processor, where images and texts are given.
-        batch_size: rows in a forward pass.
-        column: the column of texts, where it is not clear.
         checkpoint: a file for partial sums, see `analyze`.
 
     Returns:
@@ -216,15 +214,16 @@ def tower_similarity(
         >>> found.values.shape, found.pairs
         (torch.Size([3, 3]), 8)
     """
+    clip, data = OpenedModel.of(clip).model, Data.of(data, batch_size=BATCH_SIZE)
     sources = open_towers(clip)
-    _refuse_images_alone(data)
+    _refuse_images_alone(data.source)
+    refuse_selection(data, "each tower is read where the model reads it", "positions", "skip_first")
     projections = _projections(clip, sources, projected)
     chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections)}
     if projected:
         sources[0].check_first_row(partial(verify_projections, sources))
-    described = with_tokenizer(pair_model(sources[0].model, sources[1].model), tokenizer)
-    reading = DataOptions(batch_size=batch_size, column=column, positions=text_position(clip, sources[1].tower))
-    batches = Batches(data, described, reading)
+    described = with_tokenizer(pair_model(sources[0].model, sources[1].model), data.tokenizer)
+    batches = Batches(data.counting(text_position(clip, sources[1].tower)), described)
     report = run_analysis(list(sources), batches, chosen, checkpoint, {}, plan_sites(list(sources), chosen))
     assert isinstance(report, Report)
     found: TowerSimilarity = report[TowerComparison.name]

@@ -19,8 +19,8 @@ from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, LayersimWarning, in_words
 from ..core.server_addresses import shown
 from ..core.wording import brief
+from ..data.data import DATA_OPTIONS
 from ..data.inputs import PIXELS
-from ..data.options import DATA_OPTIONS
 from ..models.exit_heads import ExitHeads
 from ..models.model_info import Model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from ..core.results import Report
 from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.columns import is_text
-from ..data.options import Column, DataOptions
+from ..data.data import Data
 from ..models.hooks import eval_mode
+from ..models.open import OpenedModel
 from ..models.tower_source import TowerSource, open_towers, unit
 from ..models.towers import refuse_no_projection, text_position
 from ..models.unembed import rounding
 from ..models.zero_shot_classifier import ZeroShotClassifier
 from .api import analyze
-from .validation import DataArgument, with_tokenizer
+from .validation import with_tokenizer
 
 TEMPLATE = "a photo of a {}."
 
@@ -31,16 +33,13 @@ TEMPLATE = "a photo of a {}."
 @typed
 def zero_shot(
     clip: Any,
-    images: DataArgument,
+    images: Any,
     class_names: Sequence[str] | None = None,
     *,
     template: str | Sequence[str] = TEMPLATE,
     prompts: Any = None,
     labels: Any = "data",
     top_k: int | tuple[int, ...] | list[int] | None = None,
-    tokenizer: Any = None,
-    batch_size: int = 16,
-    column: Column | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> LogitLensResult:
     """Zero-shot accuracy of every layer of a CLIP's vision tower, from prompts of the classes.
@@ -51,16 +50,14 @@ def zero_shot(
 
     Args:
         clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
-        images: images or `pixel_values`, as `analyze` takes them, with a column `label` where `labels="data"`.
+        images: a `Data`, or raw data: images or `pixel_values`, with a column `label` where `labels="data"`. Its `tokenizer` is
+            the model's processor, or the tokenizer of the prompts where images come as pixels.
         class_names: names of the classes, in the order of their labels.
         template: the prompt of a class, with {} for its name; or several.
         prompts: in place of names and a template, one prompt or a list of prompts for each class, as texts or as token ids.
         labels: the true classes, as in `LogitLens`: "data" for the column `label` or `labels`, or a tensor with one for each
             row.
         top_k: the k of top-k accuracy. Default: 1, and 5 where there are more than five classes.
-        tokenizer: the model's processor, or its tokenizer where images come as pixels.
-        batch_size: images in a forward pass.
-        column: the column of images, where there are several.
         checkpoint: a file for partial sums, see `analyze`.
 
     Returns:
@@ -89,20 +86,22 @@ def zero_shot(
         >>> found.accuracy.shape, float(found.agreement[-1])
         (torch.Size([2]), 1.0)
     """
-    model = zero_shot_classifier(clip, class_names, template=template, prompts=prompts, tokenizer=tokenizer)
-    first = images[0] if isinstance(images, list | tuple) and images else images
+    data = Data.of(images)
+    model = zero_shot_classifier(clip, class_names, template=template, prompts=prompts, tokenizer=data.tokenizer)
+    first = data.source[0] if isinstance(data.source, list | tuple) and data.source else data.source
     if is_text(first):
         raise LayersimError(
             "`images` must be images, not texts.",
             given=brief(first),
-            expected="images with tokenizer=processor, or `pixel_values`",
+            expected="Data(images, tokenizer=processor), or `pixel_values`",
             do="zero_shot(clip, images, class_names), where prompts are made of class_names",
         )
     if top_k is None:
         top_k = (1, 5) if len(model.class_names) > 5 else (1,)
     lens = LogitLens(labels=labels, top_k=top_k)
-    reading: dict[str, Any] = {"batch_size": batch_size, "column": column, "checkpoint": checkpoint}
-    report = analyze(model, images, lens, tokenizer=getattr(tokenizer, "image_processor", None), **reading)
+    # A tokenizer alone reads the prompts only.
+    pictures = replace(data, tokenizer=getattr(data.tokenizer, "image_processor", None))
+    report = analyze(model, pictures, lens, checkpoint=checkpoint)
     assert isinstance(report, Report)
     found: LogitLensResult = report["logit_lens"]
     return found
@@ -148,6 +147,7 @@ def zero_shot_classifier(
         >>> list(lsim.analyze(model, data, [lsim.Saturation(), lsim.ExitCurve(labels="data")]))
         ['saturation', 'exit_curve']
     """
+    clip = OpenedModel.of(clip).model
     vision, text = open_towers(clip)
     from_hub = "CLIPModel.from_pretrained(name), which has both projections"
     refuse_no_projection(clip, (vision.tower, text.tower), from_hub)
@@ -223,10 +223,10 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
         LayersimError: a prompt is longer than the context of the text tower, or has no end-of-text token.
     """
     model = with_tokenizer(text.model, getattr(tokenizer, "tokenizer", tokenizer))
-    reading = DataOptions(batch_size=64, positions=text_position(text.clip, text.tower))
+    reading = Data(prompts, batch_size=64, positions=text_position(text.clip, text.tower))
     tokens, vectors, project = [], [], text.projected()
     with torch.no_grad(), text.evaluating():
-        for batch in Batches(prompts, model, reading):
+        for batch in Batches(reading, model):
             tokens += [row[mask] for row, mask in zip(batch.tokens, batch.attention, strict=True)]
             vectors.append(unit(project(text.collect(batch).activations[-1])))
     found = torch.cat(vectors) if vectors else torch.zeros(0, 0)

@@ -226,7 +226,7 @@ class BlockCoupling(Analyzer):
         A block has no mis-coupling with itself, and neighbouring blocks have less than random vectors.
 
         >>> import tl_layersim as lsim
-        >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.BlockCoupling(), seq_len=16)
+        >>> report = lsim.analyze(lsim.demo_model(), lsim.Data(lsim.demo_text()[:2], seq_len=16), lsim.BlockCoupling())
         >>> coupling = report["block_coupling"]
         >>> bool(coupling.values.diagonal().max() < 1e-4), coupling.mean("values") < coupling.mean("null")
         (True, True)

@@ -308,7 +308,7 @@ class LinearProbe(ProbeAnalyzer):
         >>> import tl_layersim as lsim
         >>> tokens = lsim.demo_model().tokenizer(lsim.demo_text()[:40], truncation=True, max_length=16)["input_ids"]
         >>> labels = [row[0] % 2 for row in tokens]
-        >>> report = lsim.analyze(lsim.demo_model(), tokens, [lsim.LinearProbe(labels=labels)], positions="last")
+        >>> report = lsim.analyze(lsim.demo_model(), lsim.Data(tokens, positions="last"), [lsim.LinearProbe(labels=labels)])
         >>> report["linear_probe"].accuracy.shape
         torch.Size([9])
     """

@@ -133,7 +133,8 @@ class SkipEffect(Analyzer):
         The first block of the demo model matters to every later block, the last but one to the last block alone.
 
         >>> import tl_layersim as lsim
-        >>> effect = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.SkipEffect(), seq_len=32)["skip_effect"]
+        >>> data = lsim.Data(lsim.demo_text()[:2], seq_len=32)
+        >>> effect = lsim.analyze(lsim.demo_model(), data, lsim.SkipEffect())["skip_effect"]
         >>> effect.values.shape, int(effect.values[0].isfinite().sum()), int(effect.values[-2].isfinite().sum())
         (torch.Size([8, 8]), 7, 1)
         >>> bool(effect.values[0].nanmean() > effect.values[4].nanmean())

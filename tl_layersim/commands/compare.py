@@ -8,7 +8,7 @@ import typer
 
 from ..core.errors import LayersimError
 from . import options as o
-from .inputs import chosen_analyzers, measuring, open_data, open_model, reading_options, server_of
+from .inputs import as_data, chosen_analyzers, measuring, named_data, named_model, server_of
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
 
 
@@ -52,10 +52,10 @@ def compare_models(
     chosen = chosen_analyzers(context)
     _refuse_no_comparison(chosen)
     make_folder(out)
-    read = open_data(data, split)
-    models = [open_model(name, context.params, place, option) for name, option in ((model_a, "MODEL_A"), (model_b, "MODEL_B"))]
-    arguments = measuring(context.params) | reading_options(context.params, read)
-    result: Any = compare(models[0], models[1], read, chosen, remote=place, **arguments)
+    source = named_data(data, split)
+    named = ((model_a, "MODEL_A"), (model_b, "MODEL_B"))
+    a, b = (named_model(name, context.params, place, option) for name, option in named)
+    result: Any = compare(a, b, as_data(source, context.params), chosen, **measuring(context.params))
     print_run(next(iter(result.values())))
     write_report(context, noted(result, trust_remote_code=trust_remote_code), settled_options(result, chosen))
 

@@ -9,7 +9,7 @@ import typer
 from ..core.errors import LayersimError
 from . import options as o
 from .command import in_options
-from .inputs import ALIGNED, chosen_analyzers, is_demo, names_of, open_model
+from .inputs import ALIGNED, chosen_analyzers, is_demo, loaded_model, names_of
 from .run_file import is_set
 from .tables import print_table
 
@@ -47,6 +47,7 @@ def estimate_cost(
     from .. import estimate
     from ..analysis.site_plan import DEFAULT
     from ..models.named_model import refuse_missing_device
+    from ..models.open import OpenedModel
 
     for name in ("device", "dtype", "trust_remote_code") if not time else ():
         if is_set(context, name):
@@ -58,11 +59,12 @@ def estimate_cost(
             )
     refuse_missing_device(device)
     chosen = chosen_analyzers(context)
-    loaded = open_model(model, context.params, option="MODEL") if time else _without_weights(model)
+    given = loaded_model(model, context.params, option="MODEL") if time else _without_weights(model)
+    opened = OpenedModel(given, remote=remote, tokens_per_request=tokens_per_request)
     keywords: dict[str, Any] = {"tokens": tokens, "seq_len": seq_len, "batch_size": batch_size, "intervals": intervals}
-    keywords |= {"at": names_of(at) if at else DEFAULT, "per_head": per_head, "devices": devices, "remote": remote}
+    keywords |= {"at": names_of(at) if at else DEFAULT, "per_head": per_head, "devices": devices}
     try:
-        cost = estimate(loaded, chosen, tokens_per_request=tokens_per_request, **keywords)
+        cost = estimate(opened, chosen, **keywords)
     except LayersimError as error:
         raise in_options(error, {"model_or_config": "MODEL"}) from error
     typer.echo(cost.title)

@@ -12,7 +12,7 @@ from ..core.errors import LayersimError
 from ..core.intervals import margin_text
 from ..core.wording import MEANING_OF_MARGINS
 from . import options as o
-from .inputs import names_of, open_data, open_model, reading_options, server_of
+from .inputs import as_data, named_data, named_model, names_of, server_of
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
 from .tables import print_table
 
@@ -84,10 +84,10 @@ def measure_exits(
     settings: dict[str, Any] = {"heads": heads} | ({} if thresholds is None else {"thresholds": _threshold_list(thresholds)})
     curve = ExitCurve(**settings)
     make_folder(out)
-    read = open_data(data, split)
-    loaded = open_model(model, context.params, place, "MODEL")
-    arguments = reading_options(context.params, read) | {"intervals": intervals, "checkpoint": checkpoint, "remote": place}
-    report: Any = analyze(loaded, read, [curve], tokenizer=getattr(loaded, "tokenizer", None), **arguments)
+    source = named_data(data, split)
+    opened = named_model(model, context.params, place, "MODEL")
+    read = as_data(source, context.params, opened)
+    report: Any = analyze(opened, read, [curve], intervals=intervals, checkpoint=checkpoint)
     print_run(report["exit_curve"])
     _print_curve(report["exit_curve"], agreement)
     settled = settled_options(report) | {"thresholds": ",".join(map(str, report["exit_curve"].thresholds))}

@@ -1,18 +1,21 @@
-"""Models and data that commands name, and the options of reading, as the functions of this package take them."""
+"""Models and data that commands name, with the options of opening and reading, as the functions of this package take them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..core.errors import LayersimError
 from .run_file import is_set, merged_analyzer_options
 
+if TYPE_CHECKING:
+    from ..data.data import Data
+    from ..models.open import OpenedModel
+
 # Models that ship with the package, by the names that commands take.
 DEMO, ALIGNED = "demo", "demo-aligned"
-# Rows in a forward pass. Intervals need 16 batches at least.
 
 
 def server_of(context: typer.Context) -> bool | str:
@@ -37,14 +40,32 @@ def server_of(context: typer.Context) -> bool | str:
     return server
 
 
-def open_model(name: str | None, options: dict[str, Any], server: bool | str = False, option: str = "--model") -> Any:
-    """A model by its name, with its tokenizer as `.tokenizer`.
+def named_model(name: str | None, options: dict[str, Any], server: bool | str = False, option: str = "--model") -> OpenedModel:
+    """A model by its name, with its tokenizer as `.model.tokenizer`, opened in this process or on a server.
 
     Args:
         name: folder, hub name, or name of a demo model; None for the demo model.
-        options: of the command, with `device`, `dtype` and `trust_remote_code`.
+        options: of the command, with `device`, `dtype`, `trust_remote_code`, and `tokens_per_request` where it has it.
         server: as `server_of` returns it.
         option: that names the model, for messages.
+
+    Raises:
+        LayersimError: the model cannot be loaded or opened.
+    """
+    from .. import open_model
+
+    model = loaded_model(name, options, server, option)
+    return open_model(model, remote=server, tokens_per_request=options.get("tokens_per_request"))
+
+
+def loaded_model(name: str | None, options: dict[str, Any], server: bool | str = False, option: str = "--model") -> Any:
+    """A model by its name, not yet opened.
+
+    Args:
+        name: see `named_model`.
+        options: of the command, with `device`, `dtype` and `trust_remote_code`.
+        server: see `named_model`.
+        option: see `named_model`.
 
     Raises:
         LayersimError: the model cannot be loaded.
@@ -81,7 +102,7 @@ def is_demo(name: str | None) -> bool:
     return name is None or (name in (DEMO, ALIGNED) and not Path(name).exists())
 
 
-def open_data(name: str | None, split: str, option: str = "--data") -> Any:
+def named_data(name: str | None, split: str, option: str = "--data") -> Any:
     """Data by its name; None for the demo text.
 
     Args:
@@ -104,40 +125,45 @@ def open_data(name: str | None, split: str, option: str = "--data") -> Any:
         raise LayersimError(what, given=given, expected=error.expected, do=error.do) from error
 
 
-def reading_options(options: dict[str, Any], data: Any, of_prompts: bool = False) -> dict[str, Any]:
-    """The options of reading, which `analyze`, `compare`, `stitch` and `finetune_aligned` share.
+def as_data(source: Any, options: dict[str, Any], model: OpenedModel | None = None, of_prompts: bool = False) -> Data:
+    """Data with the options of reading.
 
     Args:
+        source: as `named_data` returns it.
         options: of the command.
-        data: as it was opened.
+        model: whose tokenizer makes the tokens; None for that of the first of two models.
         of_prompts: whether an analyzer takes each row for a prompt.
+
+    Raises:
+        LayersimError: as `Data`.
     """
+    from .. import Data
+    from ..data.positions import as_rule
+
     first, comma, second = (options["column"] or "").partition(",")
     pack = options["pack"]
-    return {
-        "column": (first.strip(), second.strip()) if comma else options["column"],
-        "max_tokens": options["max_tokens"],
-        "seq_len": options["seq_len"],
-        "batch_size": options["batch_size"],
-        "skip_first": options["skip_first"],
+    return Data(
+        source,
+        column=(first.strip(), second.strip()) if comma else options["column"],
+        tokenizer=None if model is None else getattr(model.model, "tokenizer", None),
         # Some analyzers take each row for a prompt.
-        "pack": isinstance(data, list) and not of_prompts if pack is None else pack,
-    }
+        pack=isinstance(source, list) and not of_prompts if pack is None else pack,
+        positions=as_rule(options.get("positions")),
+        **{name: options[name] for name in ("max_tokens", "seq_len", "batch_size", "skip_first")},
+    )
 
 
 def measuring(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `analyze` and `compare` on sites, positions, intervals, baseline and checkpoint.
+    """The options of `analyze` and `compare` on sites, intervals, baseline and checkpoint.
 
     Args:
         options: of the command.
     """
     from ..analysis.site_plan import DEFAULT
-    from ..data.positions import as_rule
 
     return {
         "at": names_of(options["at"]) if options["at"] else DEFAULT,
         "per_head": options["per_head"],
-        "positions": as_rule(options["positions"]),
         "intervals": options["intervals"],
         "baseline": options["baseline"],
         "checkpoint": options["checkpoint"],

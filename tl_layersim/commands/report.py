@@ -9,7 +9,7 @@ import typer
 
 from ..core.errors import LayersimError
 from . import options as o
-from .inputs import chosen_analyzers, is_demo, measuring, open_data, open_model, reading_options, server_of, shard_files
+from .inputs import as_data, chosen_analyzers, is_demo, measuring, named_data, named_model, server_of, shard_files
 from .output import (
     analyzer_settings,
     chosen_formats,
@@ -78,13 +78,12 @@ def report_on_model(
     part = _shard_arguments(context)
     if not part:
         make_folder(out)
-    read = open_data(data, split)
-    loaded = open_model(model, context.params, place)
-    arguments = measuring(context.params) | reading_options(context.params, read, any(one.prompts for one in chosen)) | part
-    arguments |= {"tokenizer": getattr(loaded, "tokenizer", None), "remote": place, "tokens_per_request": tokens_per_request}
-    result: Any = analyze(loaded, read, chosen, **arguments)
+    source = named_data(data, split)
+    opened = named_model(model, context.params, place)
+    read = as_data(source, context.params, opened, any(one.prompts for one in chosen))
+    result: Any = analyze(opened, read, chosen, **measuring(context.params), **part)
     if isinstance(result, Path):
-        settled = {"pack": arguments["pack"], "batch_size": arguments["batch_size"], "option": analyzer_settings(chosen)}
+        settled = {"pack": read.pack, "batch_size": read.batch_size, "option": analyzer_settings(chosen)}
         print_files({"Shard": result, "Config": write_run_file(result.parent, f"{result.stem}.yaml", context, settled)})
         return
     print_run(next(iter(result.values())))
@@ -124,7 +123,6 @@ def _shard_arguments(context: typer.Context) -> dict[str, Any]:
 def _report_demo_pair(context: typer.Context) -> None:
     """Compare the demo model with its fine-tune by aligned training, layer by layer."""
     from .. import demo_model, evaluate_layers
-    from ..data.positions import as_rule
 
     options = context.params
     if not is_demo(options["model"]):
@@ -145,9 +143,8 @@ def _report_demo_pair(context: typer.Context) -> None:
                 do="tl-layersim report without --demo-pair, which measures one model",
             )
     make_folder(options["out"])
-    read = open_data(options["data"], options["split"])
-    arguments = reading_options(options, read) | {"pack": isinstance(read, list), "positions": as_rule(options["positions"])}
-    result = evaluate_layers(demo_model(), demo_model(aligned=True), read, names=("demo", "aligned"), **arguments)
+    read = as_data(named_data(options["data"], options["split"]), options | {"pack": None})
+    result = evaluate_layers(demo_model(), demo_model(aligned=True), read, names=("demo", "aligned"))
     print_run(next(iter(result.values())))
     for name in FIXED:
         # Not a part of the run, so not of its run file.

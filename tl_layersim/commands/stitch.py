@@ -10,7 +10,7 @@ import typer
 
 from ..core.errors import LayersimError
 from . import options as o
-from .inputs import open_data, open_model, reading_options
+from .inputs import as_data, named_data, named_model
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
 from .run_file import is_set
 
@@ -98,19 +98,13 @@ def stitch_models(
     trained = fit is not None and "sgd" in fit
     if not trained:
         _refuse_settings_of_sgd(context, f"--fit {fit}" if fit else f"--adapter {adapter}")
-    training = replace(StitchTraining.paper() if paper else StitchTraining(), steps=steps, lr=lr)
-    read = open_data(data, split)
-    models = [open_model(name, options, option=option) for name, option in ((front, "FRONT"), (back, "BACK"))]
-    arguments: dict[str, Any] = reading_options(options, read) | {
-        "adapter": adapter,
-        "fit": fit,
-        "ridge": ridge,
-        "seed": seed,
-        "cache": cache,
-    }
-    arguments |= {"checkpoint": checkpoint, "training": training if trained else None}
-    arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split, "--eval-data")}
-    result = _stitched((front, back), models, read, points, arguments)
+    training = replace(StitchTraining.paper() if paper else StitchTraining(), steps=steps, lr=lr, seed=seed)
+    source = named_data(data, split)
+    models = [named_model(name, options, option=option) for name, option in ((front, "FRONT"), (back, "BACK"))]
+    arguments: dict[str, Any] = {"adapter": adapter, "fit": fit, "ridge": ridge, "cache": cache, "checkpoint": checkpoint}
+    arguments |= {"training": training if trained else None}
+    arguments |= {"eval_data": None if eval_data is None else named_data(eval_data, split, "--eval-data")}
+    result = _stitched((front, back), models, as_data(source, options), points, arguments)
     report = noted({"stitch": result}, trust_remote_code=trust_remote_code)
     print_run(result)
     write_report(context, report, settled_options(report) | {"adapter": adapter, "fit": fit})

@@ -10,7 +10,7 @@ import typer
 
 from ..core.errors import LayersimError
 from . import options as o
-from .inputs import open_data, open_model, reading_options
+from .inputs import as_data, named_data, named_model
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
 from .run_file import is_set
 
@@ -115,11 +115,11 @@ def train_model(
     training.check_folder()
     refuse_missing_device(device)
     make_folder(out)
-    read = open_data(data, split)
-    loaded = open_model(model, context.params, option="MODEL")
-    arguments = reading_options(context.params, read) | {"checkpoint": checkpoint}
-    arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split, "--eval-data")}
-    result: Any = finetune_aligned(loaded, read, training, tokenizer=getattr(loaded, "tokenizer", None), **arguments)
+    source = named_data(data, split)
+    opened = named_model(model, context.params, option="MODEL")
+    held_out = None if eval_data is None else named_data(eval_data, split, "--eval-data")
+    read = as_data(source, context.params, opened)
+    result: Any = finetune_aligned(opened, read, training, eval_data=held_out, checkpoint=checkpoint)
     report = noted({"training": result}, trust_remote_code=trust_remote_code)
     print_run(result)
     write_report(context, report, settled_options(report) | {name: getattr(training, name) for name in SETTINGS})

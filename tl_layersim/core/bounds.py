@@ -1,7 +1,7 @@
 """Numbers within bounds, as types of settings and arguments: `typed` checks them and names the bound in the error.
 
-`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `Seed`, `PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`,
-`OpenFraction`.
+`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `RowCount`, `Seed`, `PositiveFloat`, `NonNegativeFloat`, `Limit`,
+`Fraction`, `OpenFraction`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: 1 <= n 
 NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: 0 <= n < 2**63)]]
 TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: 2 <= n < 2**63)]]
 Bins = Annotated[int, Is[_Within("an int from 2 to 100,000", lambda n: 2 <= n <= 100_000)]]
+RowCount = Annotated[int, Is[_Within("an int from 1 to 2^20", lambda n: 1 <= n <= 2**20)]]
 Seed = Annotated[int, Is[_Within("an int from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)]]
 PositiveFloat = Annotated[int | float, Is[_Within("a finite float above 0", lambda x: 0 < x < math.inf)]]
 NonNegativeFloat = Annotated[int | float, Is[_Within("a finite float of 0 or more", lambda x: 0 <= x < math.inf)]]

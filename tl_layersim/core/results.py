@@ -249,8 +249,8 @@ class Result(ABC):
 
         Examples:
             >>> import tl_layersim as lsim
-            >>> analyzers = [lsim.Cosine(center="none")]
-            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:16], analyzers, batch_size=1, intervals=True)
+            >>> data, analyzers = lsim.Data(lsim.demo_text()[:16], batch_size=1), [lsim.Cosine(center="none")]
+            >>> report = lsim.analyze(lsim.demo_model(), data, analyzers, intervals=True)
             >>> value, low, high, error = report["cosine"].interval("values")
             >>> bool(low[0, -1] < value[0, -1] < high[0, -1])
             True

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, in_words
 from .chat import Chat, ChatEncoder
+from .data import Data
 from .inputs import TOKEN_IDS, collated
+from .kept_rows import MOST_KEPT, KeptRows
 from .labels import NO_LABEL
 from .model_properties import ModelInputs
-from .options import DataOptions
+from .notes import Notes
 from .other_stack import cut_to_longest, decoder_alone, reads_decoder
 from .positions import Positions
-from .readers import Notes, Reader, refuse_path, unknown
+from .readers import Reader, refuse_path, unknown
 from .row import Row
 from .text_encoding import Encoded, Text
 from .text_rows import TextRows, row_too_long
@@ -183,9 +185,8 @@ class Batches:
     """Batches of any accepted data, in the same order each time they are iterated over.
 
     Args:
-        data: see `tl_layersim.analyze`.
+        data: with the options of reading.
         model: the model whose tokenizer, vocabulary and context apply.
-        options: how the data is read.
         labelled: whether an analyzer needs the data's own labels.
         count_positions: gives the number of positions that rows without token ids have in the model, see
             `Source.count_positions`; None where such rows are refused.
@@ -193,9 +194,8 @@ class Batches:
             whole pools, and as many rows as its forward passes; None for batches of `batch_size` rows.
     """
 
-    data: Any
+    data: Data
     model: ModelInputs
-    options: DataOptions = DataOptions()
     labelled: bool = False
     count_positions: Callable[[Batch], int] | None = field(default=None, repr=False, compare=False)
     pool_rows: Callable[[float], int] | None = field(default=None, repr=False, compare=False)
@@ -204,16 +204,16 @@ class Batches:
     _counts: dict[Any, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.data, str | Path):
-            refuse_path(self.data)
-        if self.options.seq_len and self.model.context and self.options.seq_len > self.model.context:
+        if isinstance(self.data.source, str | Path):
+            refuse_path(self.data.source)
+        if self.data.seq_len and self.model.context and self.data.seq_len > self.model.context:
             raise LayersimError(
                 "`seq_len` is longer than the model's context.",
-                given=f"seq_len={self.options.seq_len}",
+                given=f"seq_len={self.data.seq_len}",
                 expected=f"at most {self.model.context}, the context of {self.model.name}",
                 do=f"seq_len={self.model.context}",
             )
-        if self.options.pack and self.model.reads_rows:
+        if self.data.pack and self.model.reads_rows:
             raise LayersimError(
                 f"`pack` joins texts, and the head of {self.model.name} reads a row as one.",
                 given="pack=True",
@@ -223,8 +223,37 @@ class Batches:
 
     @property
     def one_shot(self) -> bool:
-        """Whether the data is an iterator, gone after one pass."""
-        return isinstance(self.data, Iterator)
+        """Whether the data can be read only once: an iterator whose rows are not all kept."""
+        return self.data.read_once and not self._kept.complete
+
+    def read_ahead(self, reader: str, do: str) -> None:
+        """Read an iterator before the first pass over it.
+
+        Args:
+            reader: what needs several passes, for the refusal.
+            do: what to do instead, for the refusal.
+
+        Raises:
+            LayersimError: its rows take more than `MOST_KEPT` bytes.
+        """
+        for _ in self.rows():
+            if not self._kept.fits:
+                raise LayersimError(
+                    f"`data` can be read only once, and {reader} needs several passes over it.",
+                    given=f"{type(self.data.source).__name__} of more than {in_words(MOST_KEPT)} of rows, too many to keep",
+                    expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
+                    do=do,
+                )
+
+    @property
+    def _kept(self) -> KeptRows:
+        """The rows of the data as this model reads them."""
+        own = self.model
+        tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
+        sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
+        names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
+        rule = self.data.positions
+        return self.data.kept((tools, sizes, names, repr(rule) if isinstance(rule, slice) else rule), own.tokenizer)
 
     def record(self) -> dict[str, Any]:
         """The options, the tokenizer, and the main input of a model of other inputs than tokens, for a result's provenance."""
@@ -233,7 +262,7 @@ class Batches:
         processor = self.model.processor
         more = {} if processor is None else {"processor": type(processor).__name__}
         more |= {} if self.model.main_input == TOKEN_IDS else {"main_input": self.model.main_input}
-        return self.options.record() | {"tokenizer": known} | more
+        return self.data.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
         """Numbers of rows that the last pass over the data treated specially, for a result's provenance.
@@ -244,7 +273,7 @@ class Batches:
         return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
 
     def __iter__(self) -> Iterator[Batch]:
-        rows, size, first = self.rows(), self.options.batch_size, 0
+        rows, size, first = self.rows(), self.data.batch_size, 0
         if self.pool_rows is None:
             while chunk := list(itertools.islice(rows, size)):
                 yield self.batch(chunk, first)
@@ -265,10 +294,19 @@ class Batches:
 
     def rows(self) -> Iterator[Row]:
         """Rows without padding, up to `max_tokens`."""
-        texts = TextRows(self.model, self.options, self.notes)
-        yield from self._limited(self._rows(texts))
+        kept = self._kept
+        if kept.complete and kept.notes is not None:
+            self.notes.repeat(kept.notes)
+            yield from kept.rows
+            return
+        kept.begin()
+        texts = TextRows(self.model, self.data, self.notes)
+        for row in self._limited(self._rows(texts)):
+            kept.add(row)
+            yield row
         texts.warn_of_cut()
         self.notes.once(self.notes.runs.warning(self.model))
+        kept.finish(replace(self.notes))
 
     def batch(self, rows: list[Row], first: int) -> Batch:
         """A batch of rows, padded on the right to the longest.
@@ -293,9 +331,9 @@ class Batches:
         inputs, positional = collated(rows, length, self.model)
         origins, has_tokens = tuple((row.source, row.start) for row in rows), rows[0].has_tokens
         batch = Batch(
-            tokens, attention, counted, first, labels, origins, self.options.selection.pooled, inputs, positional, has_tokens
+            tokens, attention, counted, first, labels, origins, self.data.selection.pooled, inputs, positional, has_tokens
         )
-        return batch if batch.has_positions else batch.with_positions(self._count(batch), self.options.selection)
+        return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
 
     def _count(self, batch: Batch) -> int:
         """The number of positions of rows without token ids, from one forward pass for each shape of the inputs."""
@@ -311,7 +349,7 @@ class Batches:
 
         It stays whole for a head that reads a row as one, which would read something else of a part of it.
         """
-        left, selection = self.options.max_tokens, self.options.selection
+        left, selection = self.data.max_tokens, self.data.selection
         for row in rows:
             if not row.has_positions:
                 # Their positions are selected when their number is known.
@@ -335,7 +373,7 @@ class Batches:
         """Rows of at most `seq_len` tokens, checked against the model."""
         self.notes.begin()
         pieces: Iterator[Row]
-        if self.options.pack:
+        if self.data.pack:
             pieces = texts.packed(self._encoded(texts))
         else:
             pieces = itertools.chain.from_iterable(
@@ -367,7 +405,7 @@ class Batches:
                 expected="texts or token ids",
                 do="analyze(), compare(), stitch() and finetune_aligned() take every input of a model",
             )
-        given = {name: getattr(self.options, name) for name in ("seq_len", "max_tokens")}
+        given = {name: getattr(self.data, name) for name in ("seq_len", "max_tokens")}
         if named := [f"{name}={value}" for name, value in given.items() if value is not None]:
             raise LayersimError(
                 f"`{named[0].partition('=')[0]}` applies to tokens, and the rows have none.",
@@ -377,7 +415,7 @@ class Batches:
             )
 
     def _split(self, row: Row) -> Iterator[Row]:
-        parts = [part for part in row.split(self.options.seq_len or len(row.tokens)) if part.attention.any()]
+        parts = [part for part in row.split(self.data.seq_len or len(row.tokens)) if part.attention.any()]
         if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
             raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
         return iter(parts)
@@ -388,16 +426,16 @@ class Batches:
 
     def _items(self) -> Iterator[Text | Chat | Row]:
         """Texts, chats and rows of the data; their numbers are the rows of the data."""
-        reader = Reader(self.options.column, self.labelled, self.model, self.notes, self.options.selection.column)
+        reader = Reader(self.data.column, self.labelled, self.model, self.notes, self.data.selection.column)
         try:
-            yield from reader.items(self.data)
+            yield from reader.items(self.data.source)
         except RecursionError as error:
             raise unknown("lists or mappings that contain themselves", "lists of texts or of token ids") from error
 
     def _encoded(self, texts: TextRows) -> Iterator[Encoded | Row]:
         """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""
         waiting: list[tuple[int, Text]] = []
-        chats = ChatEncoder(self.model, self.options)
+        chats = ChatEncoder(self.model, self.data)
         for number, item in enumerate(self._items()):
             if not isinstance(item, Chat):
                 chats.refuse_idle_options()

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .columns import ATTACH, as_plain, innermost
+from .data import Data
 from .model_properties import ModelInputs
-from .options import DataOptions
 
 # How a template marks the tokens of the assistant.
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -84,11 +84,11 @@ class ChatEncoder:
 
     Args:
         model: its tokenizer is used.
-        options: `chat_template`, `add_generation_prompt`, and whether `positions` needs the assistant's tokens.
+        data: with `chat_template`, `add_generation_prompt`, and whether `positions` needs the assistant's tokens.
     """
 
     model: ModelInputs
-    options: DataOptions
+    data: Data
 
     def encode(self, chat: Chat, number: int) -> EncodedChat:
         """The tokens of a chat.
@@ -102,10 +102,10 @@ class ChatEncoder:
         """
         tokenizer, template = self.model.tokenizer, self._template()
         messages = _text_messages(chat.messages, number)
-        given = {"chat_template": template, "add_generation_prompt": self.options.add_generation_prompt}
+        given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
-            if self.options.selection.rule != "assistant":
+            if self.data.selection.rule != "assistant":
                 return EncodedChat(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], None)
             spans = _assistant_spans(tokenizer, messages, text, given)
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -124,8 +124,8 @@ class ChatEncoder:
 
     def refuse_idle_options(self) -> None:
         """Refuse options of chats for data that are none."""
-        if self.options.chat_template is not None or self.options.add_generation_prompt:
-            name = "add_generation_prompt" if self.options.chat_template is None else "chat_template"
+        if self.data.chat_template is not None or self.data.add_generation_prompt:
+            name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
             raise LayersimError(
                 f"`{name}` applies to chat messages only.",
                 given=f"{name}= with texts or tokens",
@@ -144,7 +144,7 @@ class ChatEncoder:
                 do="pass tokenizer=...",
             )
         try:
-            template: str = tokenizer.get_chat_template(self.options.chat_template)
+            template: str = tokenizer.get_chat_template(self.data.chat_template)
         except (AttributeError, ValueError) as error:
             raise LayersimError(
                 f"`data` contains chat messages, and the tokenizer of {self.model.name} has no chat template for them.",
@@ -152,7 +152,7 @@ class ChatEncoder:
                 expected="a tokenizer with a chat template, as those of instruction-tuned models have",
                 do="chat_template=other.chat_template, of the tokenizer that the chats are meant for; or texts",
             ) from None
-        if self.options.selection.rule == "assistant" and not (GENERATION.search(template) and tokenizer.is_fast):
+        if self.data.selection.rule == "assistant" and not (GENERATION.search(template) and tokenizer.is_fast):
             raise LayersimError(
                 "`positions='assistant'` needs a chat template that marks the assistant's tokens, and a fast tokenizer.",
                 given="a tokenizer without positions of its tokens in the text"

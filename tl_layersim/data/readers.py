@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import LOG, LayersimError, warn
+from ..core.errors import LayersimError
 from ..core.wording import brief
 from .chat import Chat, chats_in, is_chat, ungrouped_messages
 from .columns import (
@@ -26,12 +26,13 @@ from .columns import (
     is_text,
     unclear_columns,
 )
+from .data import Column
 from .input_rows import image_column, processed, rows_without_tokens, several_things
 from .inputs import PIXELS, ROW_AXES, TOKEN_IDS, Level, accepted, main_column, positional, rows_of
 from .labels import LABELS, labels_in, whole_numbers
-from .missing_mask import RunsAtEnds, as_mask, mask_of, masked_warning
+from .missing_mask import as_mask, mask_of, masked_warning
 from .model_properties import ModelInputs
-from .options import Column
+from .notes import Notes
 from .other_stack import decoder_alone, decoder_mask, reads_decoder, without_padding
 from .positions import as_marks
 from .row import NOTHING, Row, misfit
@@ -43,46 +44,6 @@ ACCEPTED_DATA = (
     "IterableDataset with a text, token or image column, or an iterable of these"
 )
 FILES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".npy", ".pt", ".safetensors", ".zip", ".gz")
-
-
-@dataclass
-class Notes:
-    """Counts of rows that a pass over the data treated specially, for the provenance.
-
-    Attributes:
-        own_bos: rows of texts that began with a BOS of their own, so that none was added.
-        masked: rows of tokens without a mask, whose mask was derived from the padding id.
-        texts: texts.
-        cut: texts that were cut to one row.
-        warned: warnings of earlier passes, which are not repeated.
-        unread: whether columns that are not read were named.
-        runs: of one token id at the ends of rows of tokens without a mask.
-    """
-
-    own_bos: int = 0
-    masked: int = 0
-    texts: int = 0
-    cut: int = 0
-    warned: set[str] = field(default_factory=set)
-    unread: bool = False
-    runs: RunsAtEnds = field(default_factory=RunsAtEnds)
-
-    def begin(self) -> None:
-        """Begin to count anew, for another pass over the data."""
-        self.own_bos = self.masked = self.texts = self.cut = 0
-        self.runs = RunsAtEnds()
-
-    def name_unread(self, names: list[str]) -> None:
-        """Name the columns that are not read, once."""
-        if names and not self.unread:
-            self.unread = True
-            LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
-
-    def once(self, text: str) -> None:
-        """Warn, unless the text is empty or the same warning was given before."""
-        if text and text not in self.warned:
-            self.warned.add(text)
-            warn(text)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,12 @@ class Row:
         """Whether the positions of the row are known, which those of an image are after a forward pass."""
         return self.has_tokens or bool(self.positional)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        held = (self.tokens, self.attention, self.labels, self.marks, self.counted, *self.inputs.values())
+        return sum(values.nbytes for values in held if values is not None)
+
     def __getitem__(self, span: slice) -> Row:
         def cut(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[span]

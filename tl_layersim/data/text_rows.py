@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from .data import Data
 from .model_properties import ModelInputs
-from .options import DataOptions
-from .readers import Notes
+from .notes import Notes
 from .row import Row
 from .text_encoding import SEGMENTS, Encoded, Text, adds_specials, encode
 
@@ -24,24 +24,24 @@ class TextRows:
 
     Args:
         model: its tokenizer and context apply.
-        options: how the data is read.
+        data: says how it is read.
         notes: counts the rows that began with a BOS of their own, and the texts that were cut.
     """
 
     model: ModelInputs
-    options: DataOptions
+    data: Data
     notes: Notes
 
     @property
     def length(self) -> int:
         """Most tokens of a row."""
-        return self.options.seq_len or min(DEFAULT_SEQ_LEN, self.model.context or DEFAULT_SEQ_LEN)
+        return self.data.seq_len or min(DEFAULT_SEQ_LEN, self.model.context or DEFAULT_SEQ_LEN)
 
     @property
     def bos(self) -> list[int]:
         """The BOS that a row starts with, [] where this package adds none."""
         bos = self.model.tokenizer.bos_token_id
-        return [bos] if self.options.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
+        return [bos] if self.data.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
 
     def encoded(self, items: Sequence[tuple[int, Text]]) -> list[Encoded]:
         """Texts, each with its number in the data, as token ids; cut to one row where the model's head reads a row as one."""

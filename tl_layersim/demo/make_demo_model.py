@@ -195,10 +195,9 @@ def align(paths: list[Path], out: Path, steps: int, lr: float, seed: int) -> Non
     training = lsim.AlignedTraining(steps=steps, lr=lr, warmup=steps // 20, eval_every=max(1, steps // 6), seed=seed)
     result = lsim.finetune_aligned(
         model,
-        train_rows,
+        lsim.Data(train_rows, batch_size=BATCH // 2),
         training,
         eval_data=torch.cat([rows[:16] for rows in test_rows.values()]),
-        batch_size=BATCH // 2,
         checkpoint=out / "unfinished.safetensors",
     )
     (out / "unfinished.safetensors").unlink()

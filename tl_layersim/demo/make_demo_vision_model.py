@@ -67,7 +67,7 @@ def make_pair() -> None:
             eval_every=options.steps // 3,
             seed=options.seed,
         )
-        result = lsim.finetune_aligned(model, data, training, eval_data=test, batch_size=64)
+        result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=64), training, eval_data=test)
         result.to_frame("accuracy").to_csv(folder / "accuracy.csv", index=False)
         model.half().save_pretrained(folder)
         print(objective, [round(value, 3) for value in result.accuracy[-1].tolist()])

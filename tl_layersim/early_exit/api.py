@@ -15,6 +15,7 @@ from ..core.errors import LayersimError, warn
 from ..models.cross_entropy import need_classes
 from ..models.exit_heads import ExitHeads, as_heads
 from ..models.layout import refusing_failed_forward
+from ..models.open import OpenedModel
 from .arguments import check_curve_heads, check_curve_rule, check_layers, sequence_rows, shortlist_ids
 from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
 from .decoding import Decoding
@@ -38,7 +39,7 @@ class EarlyExit:
     full model, and the exits are those that `ExitCurve` measures on the same text.
 
     Args:
-        model: a Hugging Face language model or classifier, in this process and on one device.
+        model: a Hugging Face language model or classifier, in this process and on one device; or what `open_model` returns.
         threshold: the value that the rule's statistic must exceed. At 1, for all rules but `"patience"`, every token runs
             through all layers and no check is made.
         at: layers of the checks: numbers of blocks that have run, 1 to L - 1, or `"all"`. Default: the cheapest set by `costs`
@@ -53,8 +54,6 @@ class EarlyExit:
         costs: of the parts of a decoding step; default `ExitCosts.count(model)`. `ExitCosts.measure(model)` times them here.
         shortlist: token ids over which checks compute probabilities, in place of the whole vocabulary; these probabilities are
             too large. Tokens are always chosen from the whole vocabulary.
-        layers: paths of the blocks, for layouts that are not known.
-        unembed: paths of the final norm and head, where they are not found.
         heads: `ExitHeads` of the layers below the last, or their file: checks after a layer, and tokens that exit there, are
             read by its own head. The last layer keeps the model's. A curve must be measured with the same heads.
 
@@ -90,8 +89,6 @@ class EarlyExit:
         curve: Any = None,
         costs: ExitCosts | None = None,
         shortlist: Any = None,
-        layers: list[str] | None = None,
-        unembed: list[str] | None = None,
         heads: ExitHeads | str | os.PathLike[str] | None = None,
     ) -> None:
         if min_layer < 1:
@@ -102,8 +99,8 @@ class EarlyExit:
                 do="min_layer=1",
             )
         rule_class = exit_rule(rule)
-        self.split_model, self.unembed = open_for_early_exit(model, layers, unembed)
-        self.model = model
+        self.split_model, self.unembed = open_for_early_exit(model)
+        self.model = OpenedModel.of(model).model
         self._head = self._head_weights()
         ids = None if shortlist is None else shortlist_ids(shortlist, rule_class, self.split_model, self.unembed)
         self.rule = rule_class(float(threshold), ids)
@@ -113,7 +110,7 @@ class EarlyExit:
         if curve is not None:
             check_curve_rule(rule_class)
             check_curve_heads(curve, self.heads)
-        costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids, layers=layers, unembed=unembed)
+        costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids)
         given = check_layers(at, min_layer, blocks)
         self.plan: ExitPlan | None = None
         if curve is not None:

@@ -70,22 +70,18 @@ class ExitCosts:
         rule: str = "max-prob",
         shortlist: Any = None,
         batch: PositiveInt = 1,
-        layers: list[str] | None = None,
-        unembed: list[str] | None = None,
     ) -> ExitCosts:
         """Costs as numbers of parameters read: proportional to time where reading weights is the bottleneck (small batches).
 
         Args:
-            model: a Hugging Face model.
+            model: as in `EarlyExit`.
             rule: of the checks, see `EarlyExit`.
             shortlist: of the checks, see `EarlyExit`.
             batch: number of rows.
-            layers: see `EarlyExit`.
-            unembed: see `EarlyExit`.
         """
         rule_class = exit_rule(rule)
         _check_shortlist(shortlist)
-        split_model, _ = open_for_early_exit(model, layers, unembed)
+        split_model, _ = open_for_early_exit(model)
         sizes = [sum(p.numel() for p in block.parameters()) for block in split_model.blocks]
         known = split_model.model.head
         paths = known.modules if known is not None else ()
@@ -115,28 +111,24 @@ class ExitCosts:
         shortlist: Any = None,
         context: int = 64,
         repeats: int = 15,
-        layers: list[str] | None = None,
-        unembed: list[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> ExitCosts:
         """Costs in seconds on this machine, measured through the code that generates.
 
         Args:
-            model: a Hugging Face language model.
+            model: a Hugging Face language model, or what `open_model` returns.
             batch: number of rows.
             rule: of the checks, see `EarlyExit`.
             shortlist: of the checks, see `EarlyExit`.
             context: number of tokens before those that are timed.
             repeats: number of times that each part is timed; the fastest counts, since other work on the machine only adds.
-            layers: see `EarlyExit`.
-            unembed: see `EarlyExit`.
             clock: returns the time in seconds. On a CPU that is shared with other programs, with one thread,
                 `time.thread_time` leaves out their time.
         """
         rule_class = exit_rule(rule)
         _check_shortlist(shortlist)
         ids = None if shortlist is None else torch.as_tensor(shortlist)
-        split_model, lens = open_for_early_exit(model, layers, unembed)
+        split_model, lens = open_for_early_exit(model)
         timed_rule = rule_class(rule_class.unreachable, ids)
         return ExitCosts(**timed_costs(split_model, lens, timed_rule, batch, context, repeats, clock))
 

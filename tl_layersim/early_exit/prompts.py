@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..core.errors import LayersimError, warn
 from ..data.batches import Batches, refuse_other_ids
+from ..data.data import Data
 from ..data.missing_mask import RunsAtEnds, mask_of, masked_warning
-from ..data.options import DataOptions
 from ..models.model_info import Model
 
 
@@ -80,7 +80,8 @@ def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: An
     # Without its head the texts are not cut: one that exceeds the context is refused below.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
     length = model.context or 1 << 20
-    rows = list(Batches(texts, described, DataOptions(batch_size=len(texts) + 1, seq_len=length)).rows())
+    batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=length), described)
+    rows = list(batches.rows())
     if len(rows) != len(texts):
         raise LayersimError(
             "`prompt` has a text that is empty or exceeds the model's context.",
@@ -88,5 +89,5 @@ def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: An
             expected=f"texts of 1 to {length} tokens",
             do="a shorter prompt",
         )
-    batch = Batches(texts, described, DataOptions(batch_size=len(texts) + 1, seq_len=length)).batch(rows, 0)
+    batch = batches.batch(rows, 0)
     return batch.tokens, batch.attention

@@ -13,30 +13,29 @@ from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.hooks import on_leave
 from ..models.layout import classes_with_head
+from ..models.open import OpenedModel
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
 from ..models.unembed import Unembed
 from ..remote.open import open_source
 
 
-def open_for_early_exit(
-    model: Any, layers: list[str] | None, unembed: list[str] | None, either_stack: bool = False
-) -> tuple[LocalSplitModel, Unembed]:
+def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
     """The blocks of a model, as a split model, and its final norm and head.
 
     Args:
-        model: the model.
-        layers: paths of its blocks, None to find them by the layout.
-        unembed: paths of its final norm and head, None to find them.
+        model: the model, or an `OpenedModel`.
         either_stack: whether the decoder of an encoder-decoder is taken, too.
 
     Raises:
         LayersimError: early exit does not support the model.
     """
+    opened = OpenedModel.of(model)
+    model = opened.model
     _refuse_other_libraries(model)
     if isinstance(model, torch.nn.Module) and not hasattr(model, "config") and not hasattr(model, "open_source"):
         raise not_hugging_face(model)
-    source = open_source(model, layers=layers, unembed=unembed, either_stack=either_stack)
+    source = open_source(opened, either_stack=either_stack)
     if type(source) is not HookedSource:
         raise LayersimError(
             "`model` must be a Hugging Face model: early exit runs the model's blocks one after the other.",

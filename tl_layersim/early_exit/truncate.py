@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..core.errors import LayersimError
 from ..core.storage import replacing_model, resolved
 from ..models.block_lists import lists_by_stage, stack_of
 from ..models.layout import nearest_config
+from ..models.open import OpenedModel
 from ..models.quantised import refuse_quantised
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
@@ -36,7 +38,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     like any other.
 
     Args:
-        model: a Hugging Face model, in this process.
+        model: a Hugging Face model, in this process; or what `open_model` returns.
         n_layers: number of blocks that are kept.
         save_to: a folder for `from_pretrained`; the tokenizer is saved with it, where the model has one as `.tokenizer`.
 
@@ -55,7 +57,9 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
         >>> lsim.truncate(lsim.demo_model(), 5).config.num_hidden_layers
         5
     """
-    split_model, unembed = open_for_early_exit(model, None, None, either_stack=True)
+    opened = OpenedModel.of(model)
+    model = opened.model
+    split_model, unembed = open_for_early_exit(opened, either_stack=True)
     if not hasattr(type(model), "_from_config"):
         raise not_hugging_face(model)
     _refuse_other_weights(model)
@@ -73,7 +77,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
         )
     # Weights that are made under torch.inference_mode() could never be trained.
     with torch.inference_mode(False):
-        short = _short_copy(model, split_model, unembed, n_layers)
+        short = _short_copy(opened, split_model, unembed, n_layers)
     if save_to is not None:
         with replacing_model(save_to) as folder:
             short.save_pretrained(folder)
@@ -104,8 +108,9 @@ def _refuse_other_weights(model: Any) -> None:
         )
 
 
-def _short_copy(model: Any, split_model: Any, unembed: Any, n_layers: int) -> Any:
+def _short_copy(opened: OpenedModel, split_model: Any, unembed: Any, n_layers: int) -> Any:
     """Build the copy and verify it."""
+    model = opened.model
     config = shortened(model, split_model.source.paths, n_layers)
     # Building draws random weights, which are then replaced.
     with torch.random.fork_rng(devices=[]):
@@ -117,7 +122,8 @@ def _short_copy(model: Any, split_model: Any, unembed: Any, n_layers: int) -> An
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is not None:
         short.tokenizer = tokenizer
-    _verify(split_model, unembed, short, n_layers)
+    paths = None if opened.layers is None else opened.layers[:n_layers]
+    _verify(split_model, unembed, replace(opened, model=short, layers=paths), n_layers)
     return short
 
 
@@ -166,7 +172,7 @@ def _copy_weights(model: Any, short: Any) -> None:
             x.requires_grad_(original[name].requires_grad)
 
 
-def _verify(split_model: Any, unembed: Any, short: Any, n_layers: int) -> None:
+def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -> None:
     """Check that the logits of the copy are those of the logit lens after that block of the model."""
     inputs = synthetic_inputs(split_model, 2, 6)
     every = unembed.reads == "every"
@@ -175,9 +181,9 @@ def _verify(split_model: Any, unembed: Any, short: Any, n_layers: int) -> None:
         if every
         else classified_positions(split_model, unembed.reads, inputs)
     )
-    short_split, _ = open_for_early_exit(short, None, None, either_stack=True)
+    short_split, _ = open_for_early_exit(short, either_stack=True)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
-        logits = logits_of(short(**inputs))
+        logits = logits_of(short.model(**inputs))
         lens, _ = FullSequence(split_model, ExitLens(unembed, n_layers), (n_layers,))(Rows(inputs, positions, False))
         lens = lens if every else lens[positions]
     gap = relative_gap(logits, lens)

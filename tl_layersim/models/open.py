@@ -2,16 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
+from ..core.wording import brief
 from .source import Source
 
 ACCEPTED_MODELS = (
     "a TransformerLens HookedTransformer or TransformerBridge, an nnsight TransformersModel or NNsight(module), "
     "a Hugging Face model or another torch module with layers=[...]"
 )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OpenedModel:
+    """A model and how it is opened, which all functions take in place of the model; `open_model` makes it.
+
+    Attributes:
+        model: the model.
+        layers: paths of its blocks; None to find them.
+        unembed: paths of its final norm and head; None to find them.
+        remote: where it runs, see `open_model`.
+        verify: what its residual stream is compared with, see `open_model`.
+        tokens_per_request: number of positions that one request may hold.
+    """
+
+    model: Any
+    layers: list[str] | None = None
+    unembed: list[str] | None = None
+    remote: bool | str = False
+    verify: Any = None
+    tokens_per_request: int | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> OpenedModel:
+        """The opened model that a call was given; a model is opened by the defaults.
+
+        Args:
+            model: an `OpenedModel`, or a model.
+        """
+        return model if isinstance(model, cls) else cls(model)
+
+    @property
+    def on_server(self) -> bool:
+        """Whether the model is on a server."""
+        return self.remote not in (False, "local")
+
+    def record(self) -> dict[str, Any]:
+        """The options by which blocks and head were found and checked, for a result's provenance."""
+        return {"layers": self.layers, "unembed": self.unembed, "verify": None if self.verify is None else "hf"}
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        options = [f"{name}={brief(value)}" for name, value in given.items() if value not in (None, False)]
+        return f"OpenedModel({', '.join([type(self.model).__name__, *options])})"
+
+
+def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
+    """The options by which several models were opened, for a result's provenance; None for one that no model was given.
+
+    Args:
+        opened: the models.
+    """
+    records = [one.record() for one in opened]
+    values = {name: [record[name] for record in records] for name in ("layers", "verify")}
+    return {name: own if any(one is not None for one in own) else None for name, own in values.items()}
 
 
 def open_local(

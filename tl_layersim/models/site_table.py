@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError
 from .hook_points import site_map
 from .module_sites import find_stacks
-from .open import is_nnsight, unsupported_model
+from .open import OpenedModel, is_nnsight, unsupported_model
 from .site_map import Site
 from .transformer_lens import is_transformer_lens
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @typed
-def sites(model: Any, *, layers: list[str] | None = None) -> pandas.DataFrame:
+def sites(model: Any) -> pandas.DataFrame:
     """List the sites of a model, in the order in which it computes them.
 
     A site is a place at which activations are read, and `at=` selects sites: `at="attn_out"` all sites of a family, and
@@ -27,8 +26,7 @@ def sites(model: Any, *, layers: list[str] | None = None) -> pandas.DataFrame:
     modules of any model (`model.named_modules()`) can be named in `at=` too; they are not in the table.
 
     Args:
-        model: a TransformerLens, Hugging Face, nnsight or other torch model. It is not run.
-        layers: paths of its blocks, None to find them by the layout.
+        model: a TransformerLens, Hugging Face, nnsight or other torch model; or what `open_model` returns. It is not run.
 
     Returns:
         A pandas table with the columns `name`; `family`; `block`, the number of the block; `module`, which is read, with its
@@ -48,17 +46,12 @@ def sites(model: Any, *, layers: list[str] | None = None) -> pandas.DataFrame:
     """
     import pandas
 
+    opened = OpenedModel.of(model)
+    model = opened.model
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
         raise unsupported_model(model)
-    if layers is not None and is_transformer_lens(module):
-        raise LayersimError(
-            "`layers` cannot be given for TransformerLens models, whose blocks are known.",
-            given=f"layers={layers}",
-            expected="layers=None for HookedTransformer and TransformerBridge",
-            do="leave it out, or pass the Hugging Face model",
-        )
-    known = site_map(module, [] if is_transformer_lens(module) else find_stacks(module, layers))
+    known = site_map(module, [] if is_transformer_lens(module) else find_stacks(module, opened.layers))
     rows = [(site.point.name, site.family, site.block, _module(site), len(site.heads)) for site in known.sites]
     table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])
     return table.astype({"block": "Int64"})

@@ -39,7 +39,18 @@ def targets(view: View, labels: str | Tensor) -> Tensor:
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
-    """The targets of a batch: `batch pos`, or `batch` of a classifier; NO_LABEL where there is none."""
+    """The targets of a batch: `batch pos`, or `batch` of a classifier; NO_LABEL where there is none.
+
+    Raises:
+        LayersimError: a row is one sample, the mean of its positions.
+    """
+    if batch.pooled:
+        raise LayersimError(
+            "`positions` is 'mean', but each target belongs to one position.",
+            given="positions='mean'",
+            expected="positions that are read one by one",
+            do="positions='all'",
+        )
     ids = torch.full_like(batch.tokens, NO_LABEL)
     ids[batch.counted] = targets(tokens_alone(batch), labels).cpu()
     if model.head is None or model.head.reads == "every":

@@ -11,7 +11,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import Seed
 from ..core.errors import LayersimError
 from .model_changes import edits_of, hooks_on
-from .open import is_nnsight
+from .open import OpenedModel, is_nnsight
 from .transformer_lens import is_transformer_lens
 
 
@@ -23,7 +23,8 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
     architecture. Untrained models show the second part alone.
 
     Args:
-        model: a Hugging Face model, a HookedTransformer, a TransformerBridge, or an nnsight model in this process.
+        model: a Hugging Face model, a HookedTransformer, a TransformerBridge, or an nnsight model in this process; or what
+            `open_model` returns.
         seed: of the weights. The state of torch's random numbers is left as it is.
 
     Returns:
@@ -41,6 +42,7 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
         >>> twin.config.hidden_size == model.config.hidden_size, lsim.untrained(model, seed=1) is twin
         (True, False)
     """
+    model = OpenedModel.of(model).model
     refuse_changed(model)
     if is_nnsight(model):
         made = untrained(model._module, seed)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,15 +15,23 @@ from ..analysis.data_pass import sums_of
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import push
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..models.hook_point import HookPoint
 from ..models.model_info import Model
+from ..models.open import OpenedModel
 from ..models.pools import AnyKernel
 from ..models.source import PartialSums, Source
 from ..remote.open import open_source
 
 # The fields of a description that are equal in all copies of one model.
 EQUAL_FIELDS = ("name", "config_hash", "weights_hash", "changes", "source", "basis", "dtype", "layers")
+
+# Options of `open_model` that workers refuse.
+NOT_IN_WORKERS = {
+    "remote": "leave it out: the model runs in the workers",
+    "verify": "lsim.analyze(lsim.open_model(model, verify='hf'), lsim.Data(data, max_tokens=1), analyzers) once, here",
+}
 
 
 @dataclass(frozen=True)
@@ -94,12 +102,13 @@ class ModelCopy:
     """A copy of the model in a worker process.
 
     Args:
-        load_model: returns the model.
-        opening: further arguments of `open_source`.
+        load_model: returns the model, or an `OpenedModel`.
+        at: the sites of the run.
     """
 
-    def __init__(self, load_model: Callable[[], Any], opening: Mapping[str, Any]) -> None:
-        self._load_model, self._opening = load_model, dict(opening)
+    def __init__(self, load_model: Callable[[], Any], at: Any) -> None:
+        self._load_model, self._at = load_model, at
+        self._opened: OpenedModel | None = None
         self._source: Source | None = None
         self._settings = Settings()
         self._contexts, self._calls = ExitStack(), ExitStack()
@@ -108,10 +117,17 @@ class ModelCopy:
     def open(self) -> int:
         """Load the model, if it is not loaded, and return the number of the process."""
         if self._source is None:
-            source = open_source(self._load_model(), **self._opening)
+            self._opened = loaded(self._load_model)
+            source = open_source(self._opened, either_stack=True, at=self._at)
             self._contexts.enter_context(source.evaluating())
             self._source = source
         return os.getpid()
+
+    def opened(self) -> OpenedModel:
+        """How the model was opened, without the model."""
+        self.open()
+        assert self._opened is not None
+        return replace(self._opened, model=None)
 
     def ask(self, settings: Settings, name: str, *arguments: Any) -> Any:
         """The property of this name of the source, or what its method returns.
@@ -205,6 +221,28 @@ def _other_model(expected: Any, own: Any) -> LayersimError:
         expected="the same weights on every worker",
         do="load a checkpoint, or call torch.manual_seed(0) in load_model before weights are drawn",
     )
+
+
+def loaded(load_model: Callable[[], Any]) -> OpenedModel:
+    """The model of this process, as `load_model` opens it.
+
+    Args:
+        load_model: returns the model, or an `OpenedModel`.
+
+    Raises:
+        LayersimError: the model is opened on a server, or to be compared with another one.
+    """
+    opened = OpenedModel.of(load_model())
+    for name, do in NOT_IN_WORKERS.items():
+        value = getattr(opened, name)
+        if value not in (None, False):
+            raise LayersimError(
+                f"`load_model` returns a model opened with `{name}`, which workers do not take.",
+                given=f"{name}={brief(value)}",
+                expected="open_model(model) with `layers` and `unembed` alone",
+                do=do,
+            )
+    return opened
 
 
 def refuse_model(load_model: Any) -> None:

@@ -8,43 +8,37 @@ import os
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
-from ..analysis.api import OneModelOptions, analyze
+from ..analysis.api import analyze
 from ..analysis.merging import merged_report
 from ..analysis.shard_files import MAIN, DataCounts, ShardPart, read_part
-from ..analysis.validation import AnalyzersArgument, DataArgument, choose_analyzers
+from ..analysis.site_plan import DEFAULT, AtArgument
+from ..analysis.validation import AnalyzersArgument, choose_analyzers
 from ..core.argument_checks import typed
 from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.sum_tree import SumTree
-from ..core.wording import brief
+from ..data.data import Data
+from ..models.open import OpenedModel
 from ..models.source import Source
 from ..remote.open import open_source
-from .model_copy import refuse_model
+from .model_copy import loaded, refuse_model
 
 # What a call of a worker returns, or the path of a file that holds it.
 PartArgument: TypeAlias = bytes | str | os.PathLike[str]
-# Options of `analyze` that concern all data, or a model elsewhere.
-NOT_BY_ROWS = {
-    "max_tokens": "pass fewer rows",
-    "checkpoint": "write what each call returns to a file, Path(path).write_bytes(sums), and call it for the other rows",
-    "remote": "leave it out: the model of `load_model` runs in the process that the worker is called in",
-    "tokens_per_request": "leave it out",
-    "verify": "lsim.analyze(model, data, analyzers, max_tokens=1, verify='hf') once",
-}
 # Models of this process by worker, because engines copy a worker for each call.
-_sources: dict[str, Source] = {}
+_models: dict[str, OpenedModel] = {}
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class OpenModel:
+class KeptSource:
     """A model that was opened before.
 
     Attributes:
@@ -81,38 +75,41 @@ class Worker:
     process and keeps it there; its calls in several threads of a process run one after another.
 
     Args:
-        load_model: a function without arguments that returns the model, of any kind that `analyze` takes.
+        load_model: a function without arguments that returns the model, of any kind that `analyze` takes, or what `open_model`
+            returns with `layers` and `unembed`.
         analyzers: as in `analyze`, without those that read all data twice.
-        **options: of `analyze`: `seq_len`, `batch_size`, `at`, `intervals`, `column`, ...
+        at: see `analyze`.
+        per_head: see `analyze`.
+        intervals: see `analyze`.
 
     Raises:
-        LayersimError: an analyzer needs two passes, or an option concerns all data.
+        LayersimError: an analyzer needs two passes.
 
     Examples:
         >>> import tl_layersim as lsim
         >>> from tl_layersim.ray import Worker
         >>> texts = lsim.demo_text()[:48]
-        >>> worker = Worker(lsim.demo_model, ["cka"], batch_size=4)
-        >>> report = worker.report(worker(texts[i : i + 16]) for i in (0, 16, 32))
-        >>> whole = lsim.analyze(lsim.demo_model(), texts, ["cka"], batch_size=4)
+        >>> worker = Worker(lsim.demo_model, ["cka"])
+        >>> report = worker.report(worker(lsim.Data(texts[i : i + 16], batch_size=4)) for i in (0, 16, 32))
+        >>> whole = lsim.analyze(lsim.demo_model(), lsim.Data(texts, batch_size=4), ["cka"])
         >>> bool((report["cka"].values == whole["cka"].values).all())
         True
     """
 
     @typed
-    def __init__(self, load_model: Callable[[], Any], analyzers: AnalyzersArgument, **options: Unpack[OneModelOptions]) -> None:
+    def __init__(
+        self,
+        load_model: Callable[[], Any],
+        analyzers: AnalyzersArgument,
+        *,
+        at: AtArgument = DEFAULT,
+        per_head: bool = False,
+        intervals: bool = False,
+    ) -> None:
         self._load_model, self._analyzers = load_model, choose_analyzers(analyzers)
-        self._options: dict[str, Any] = dict(options)
+        self._at, self._per_head, self._intervals = at, per_head, intervals
         self._key = uuid.uuid4().hex
         refuse_model(load_model)
-        for name, do in NOT_BY_ROWS.items():
-            if name in options:
-                raise LayersimError(
-                    f"`{name}` cannot be given to a Worker, which sees some of the rows.",
-                    given=f"{name}={brief(self._options[name])}",
-                    expected="other options",
-                    do=do,
-                )
         for analyzer in self._analyzers.values():
             if analyzer.first_kernel() is not None:
                 kind = type(analyzer).__name__
@@ -123,33 +120,44 @@ class Worker:
                     do=(f"{analyzer.one_pass}; or " if analyzer.one_pass else "") + "analyze_on_ray, which makes both passes",
                 )
 
-    def __call__(self, rows: DataArgument) -> bytes:
+    def __call__(self, rows: Any) -> bytes:
         """Run the model on rows and return the sums.
 
         Args:
-            rows: any data that `analyze` takes: a list of texts or of mappings, a pandas DataFrame, token ids, ...
+            rows: a `Data`, with the same options in each call, or raw data: a list of texts or of mappings, a pandas DataFrame,
+                token ids, ...
 
         Raises:
-            LayersimError: as `analyze`.
+            LayersimError: as `analyze`; or `max_tokens` is given, which concerns all data.
         """
+        data = Data.of(rows)
+        if data.max_tokens is not None:
+            raise LayersimError(
+                "`max_tokens` cannot be given to a Worker, which sees some of the rows.",
+                given=f"max_tokens={data.max_tokens}",
+                expected="max_tokens=None",
+                do="pass fewer rows",
+            )
+        if data.read_once:
+            # Read twice: to count the rows, and to run them.
+            data = replace(data, source=list(data.source))
         with _lock, tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "sums.safetensors")
-            model: Any = OpenModel(self._source())
-            data = rows if hasattr(rows, "columns") or isinstance(rows, Sequence | Mapping) else _list_of(rows)
+            how: dict[str, Any] = {"at": self._at, "per_head": self._per_head, "intervals": self._intervals}
             try:
-                analyze(model, data, self._analyzers, shard=(0, 1), save_to=path, **self._options)
+                analyze(self._model(), data, self._analyzers, shard=(0, 1), save_to=path, **how)
             except BaseException as error:
                 # A note says that the file of this call, which will be gone, holds sums.
                 error.__notes__ = [note for note in getattr(error, "__notes__", ()) if folder not in note]
                 raise
             return path.read_bytes()
 
-    def _source(self) -> Source:
+    def _model(self) -> OpenedModel:
         """The model of this process, which is loaded with the first call."""
-        if self._key not in _sources:
-            paths: dict[str, Any] = {name: self._options.get(name) for name in ("layers", "unembed", "at")}
-            _sources[self._key] = open_source(self._load_model(), either_stack=True, **paths)
-        return _sources[self._key]
+        if self._key not in _models:
+            opened = loaded(self._load_model)
+            _models[self._key] = replace(opened, model=KeptSource(open_source(opened, either_stack=True, at=self._at)))
+        return _models[self._key]
 
     def report(self, sums: Iterable[PartArgument]) -> Report:
         """The report over the rows of all calls; no model is loaded.
@@ -177,11 +185,6 @@ class Worker:
                 "`sums` is empty.", given="[]", expected="what calls of the worker returned", do="report(map(worker, chunks))"
             )
         return merged_report([_one_part(parts)], self._analyzers)
-
-
-def _list_of(rows: Any) -> Any:
-    """Rows that can be read twice: to count them, and to run them."""
-    return list(rows) if iter(rows) is rows else rows
 
 
 def _read_sums(number: int, sums: PartArgument) -> tuple[ShardPart, str]:

@@ -60,14 +60,12 @@ class Workers:
 
     Args:
         load_model: returns the model.
-        opening: further arguments with which the model is opened.
+        at: the sites of the run.
         count: number of workers.
         resources: options of `ray.remote` for each.
     """
 
-    def __init__(
-        self, load_model: Callable[[], Any], opening: Mapping[str, Any], count: int, resources: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, load_model: Callable[[], Any], at: Any, count: int, resources: Mapping[str, Any]) -> None:
         self._ray = import_ray()
         self._tell: Callable[[str], None] = _quiet
         options = {**DEFAULTS, **resources}
@@ -82,7 +80,7 @@ class Workers:
             ) from error
         self._warn_of_scarce(options)
         # Loaders and analyzers may be large, or closures: Ray sends them once.
-        self._actors = [kind.remote(load_model, opening) for _ in range(count)]
+        self._actors = [kind.remote(load_model, at) for _ in range(count)]
         self._starting: dict[Any, int] = {}
         self._busy: dict[int, int] = {}
         for number in range(count):

@@ -19,6 +19,7 @@ from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..models.nnsight import NNsightSource
+from ..models.open import OpenedModel, is_nnsight
 from ..models.unembed import Unembed
 from .client import quiet
 from .failures import JobTooLong
@@ -258,14 +259,17 @@ def _session(
     return answer
 
 
-def open_traced(model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> NNsightSource | None:
+def open_traced(opened: OpenedModel) -> NNsightSource | None:
     """The source of an nnsight model or of an `NNsightSource`; None for any other model, which is not opened.
+
+    Args:
+        opened: the model.
 
     Raises:
         LayersimError: as `open_source`.
     """
-    traced = isinstance(model, NNsightSource) or any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
-    source = open_source(model, layers=layers, unembed=unembed, remote=remote) if traced else None
+    traced = isinstance(opened.model, NNsightSource) or is_nnsight(opened.model)
+    source = open_source(opened) if traced else None
     assert source is None or isinstance(source, NNsightSource)
     return source
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from ..core.argument_checks import typed
+from ..core.bounds import PositiveInt
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
+from ..models.hugging_face_check import verify_on_first_row
 from ..models.layout import modules_in_place_of_blocks
 from ..models.model_changes import refuse_edits
 from ..models.nnsight import NNsightSource
-from ..models.open import ACCEPTED_MODELS, is_nnsight, open_local
+from ..models.open import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
 from ..models.source import Source
 from ..models.split_model import LocalSplitModel, SplitModel
 from ..models.transformer_lens import is_transformer_lens
@@ -22,53 +25,88 @@ from .source import RemoteSource
 from .split_model import RemoteSplitModel
 
 
-def open_source(
+@typed
+def open_model(
     model: Any,
     *,
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
     remote: bool | str = False,
-    tokens_per_request: int | None = None,
-    either_stack: bool = False,
-    at: Any = None,
-) -> Source:
+    verify: Literal["hf"] | torch.nn.Module | None = None,
+    tokens_per_request: PositiveInt | None = None,
+) -> OpenedModel:
+    """Say once how a model is reached; the result is passed to all functions in place of the model.
+
+    Args:
+        model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
+            or any torch module with `layers`.
+        layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
+        unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
+            first, if there is one.
+        remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
+            for nnsight's simulation of a server. Only sums return from the server.
+        verify: "hf" compares the residual stream of a TransformerBridge or a HookedTransformer with the `hidden_states` of the
+            Hugging Face model on the first row, site by site, and refuses a model that differs by more than rounding. The
+            checkpoint that the model was booted from is loaded a second time, from its folder or the hub's cache. The Hugging
+            Face model itself, untouched by a bridge, is compared instead where it is given.
+        tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
+            as run in about 10 s, or in a quarter of the operator's time limit; fewer after the server ended a job for its time.
+
+    Returns:
+        An `OpenedModel`.
+
+    Raises:
+        LayersimError: the type of the model is not supported, or does not fit the other arguments.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> model = lsim.open_model(lsim.demo_model(), layers=[f"model.layers.{i}" for i in (0, 1, 2, 3)])
+        >>> lsim.analyze(model, lsim.demo_text()[:4], lsim.CKA())["cka"].values.shape
+        torch.Size([5, 5])
+    """
+    opened = OpenedModel(model, layers, unembed, remote, verify, tokens_per_request)
+    if layers is not None and not opened.on_server:
+        # Refused here, before data is read. A server is asked when a call needs it, and `at` of a call may name the blocks.
+        open_source(replace(opened, verify=None), either_stack=True)
+    return opened
+
+
+def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> Source:
     """The source for a model.
 
     Args:
-        model: the model, or a source.
-        layers: paths of its blocks, None to find them by the layout.
-        unembed: paths of its final norm and head, None to find them.
-        remote: False for this process, "local" for nnsight's simulation of a server, True or an address for an NDIF server.
-        tokens_per_request: number of positions that one request may hold; None to choose it by time.
+        model: the model, an `OpenedModel`, or a source.
         either_stack: whether the caller reads encoder-decoders too, whose decoder is read where `layers` names no blocks.
         at: the sites that the caller reads; modules among them take the place of blocks that are not known.
 
     Raises:
         LayersimError: the type of the model is not supported, or does not fit the other arguments.
     """
+    opened = OpenedModel.of(model)
+    model, layers = opened.model, opened.layers
     module = model._module if is_nnsight(model) else model
     if layers is None and at is not None and isinstance(module, torch.nn.Module) and not is_transformer_lens(module):
         layers = modules_in_place_of_blocks(module, at)
-    if tokens_per_request is not None and remote in (False, "local"):
+    if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
             "`tokens_per_request` applies only to a model on a server.",
-            given=f"tokens_per_request={tokens_per_request} with remote={shown(remote)}",
+            given=f"tokens_per_request={opened.tokens_per_request} with remote={shown(opened.remote)}",
             expected="remote=True, or the address of an NDIF server",
             do="batch_size= for the rows of a forward pass in this process",
         )
-    on_server = remote not in (False, "local")
     source: Source
-    if on_server and is_nnsight(model):
-        source = RemoteSource(model, layers, unembed, remote, tokens_per_request)
+    if opened.on_server and is_nnsight(model):
+        source = RemoteSource(model, layers, opened.unembed, opened.remote, opened.tokens_per_request)
     else:
-        source = open_local(model, layers=layers, unembed=unembed, remote=remote)
+        source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
     if not either_stack and layers is None and source.has_two_stacks:
         raise LayersimError(
             f"{source.model.name} is an encoder-decoder, of which this function cannot choose one of the two stacks.",
             given=source.model.source,
             expected="a model with one residual stream, or `layers` with the blocks of one stack",
-            do="lsim.analyze(model, data, analyzers, at='encoder.resid_post'); or layers=[...] with the encoder's blocks",
+            do="lsim.analyze(model, data, analyzers, at='encoder.resid_post'); or open_model(model, layers=[...])",
         )
+    verify_on_first_row(source, opened.verify)
     return source
 
 
@@ -83,23 +121,22 @@ def on_server(source: Source) -> RemoteSource:
             "`remote` must be an NDIF server: the model runs in this process.",
             given=f"{source.model.name}, {source.model.source}",
             expected="True, or the address of an NDIF server",
-            do="remote=True; without a server, analyze(model, data, analyzers) runs every analyzer",
+            do="open_model(model, remote=True); without a server, analyze(model, data, analyzers) runs every analyzer",
         )
     return source
 
 
-def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -> SplitModel:
+def open_split_model(model: Any) -> SplitModel:
     """The split model of a model: `LocalSplitModel` where its modules run in this process, else `RemoteSplitModel`.
 
     Args:
-        model: the model.
-        layers: paths of its blocks, None to find them by the layout.
-        remote: as in `open_source`.
+        model: the model, or an `OpenedModel`.
 
     Raises:
         LayersimError: as `open_source`; or the source cannot run parts of its model.
     """
-    source = open_source(model, layers=layers, remote=remote, either_stack=not remote)
+    opened = OpenedModel.of(model)
+    source = open_source(opened, either_stack=not opened.remote)
     need_stream(source.model, "Stitching")
     refuse_edits(source.model.changes, "Stitching")
     if isinstance(source, HookedSource):
@@ -111,8 +148,8 @@ def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -
             expected=ACCEPTED_MODELS,
             do="pass the model itself",
         )
-    if remote:
+    if opened.remote:
         return RemoteSplitModel(source)
     # A model that nnsight runs in this process has its modules in this process.
-    hooked = HookedSource(source.module, source.paths if layers else None)
+    hooked = HookedSource(source.module, source.paths if opened.layers else None)
     return LocalSplitModel(hooked, replace(source.model, calls=hooked.model.calls))

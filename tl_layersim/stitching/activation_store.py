@@ -62,12 +62,13 @@ class StitchData:
             LayersimError: the data has no targets, or too few rows to split.
         """
         own = _batches_with_targets(batches, "data", labels, model)
-        size = batches.options.batch_size
+        size = batches.data.batch_size
         if held_out is not None:
             other = _batches_with_targets(held_out, "eval_data", labels, model)
             if fitted:
                 _warn_of_common_rows(own, other)
-            return StitchData(tuple(own) if fitted else (), _in_small_batches(other, size, labels, model), labels)
+            judged = _in_small_batches(other, held_out.data.batch_size, labels, model)
+            return StitchData(tuple(own) if fitted else (), judged, labels)
         if not fitted:
             return StitchData((), _in_small_batches(own, size, labels, model), labels)
         tokenizer = batches.model.tokenizer
@@ -79,7 +80,7 @@ class StitchData:
                 "`data` has too few rows with targets to hold some of them out for evaluation.",
                 given=f"{sum(len(batch.tokens) for batch in own)} rows",
                 expected="two rows or more with targets, the last fifth of which is held out; or eval_data=",
-                do="more data, a smaller seq_len= that cuts it into more rows, or eval_data=other_data",
+                do="more data, Data(data, seq_len=...) that cuts it into more rows, or eval_data=other_data",
             )
         return StitchData(tuple(fit), evaluation, labels)
 
@@ -104,7 +105,7 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
             f"`{argument}` has no targets: there is nothing to predict.",
             given=f"no position with a {'label' if labels != 'next_token' else 'next token'}",
             expected="rows of two or more tokens" if labels == "next_token" else "rows with labels",
-            do="check the data, its mask and skip_first=",
+            do="check the data, its mask, and positions= and skip_first= of Data",
         )
     return batches
 

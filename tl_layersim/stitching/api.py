@@ -14,7 +14,8 @@ from ..analysis.model_groups import group_labels
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable
-from ..data.options import Column, DataOptions
+from ..data.data import Data
+from ..models.open import OpenedModel, records_of
 from ..models.split_model import SplitModel
 from ..remote.open import open_split_model
 from .activation_store import ActivationStore
@@ -26,7 +27,6 @@ from .result_assembly import Cells, grid_of, joining, result_of
 from .results import StitchGrid, StitchResult
 from .spec import StitchSpec, kind_of_adapter, layer_number, stitch_point_label, stitch_points_of
 
-Place = bool | str
 Layer = int | str
 
 
@@ -41,32 +41,23 @@ def stitch(
     fit: Fit | None = None,
     training: StitchTraining | None = None,
     ridge: int | float = 0.0,
-    seed: int = 0,
     eval_data: Any = None,
     labels: Any = None,
-    layers: tuple[list[str] | None, list[str] | None] = (None, None),
-    remote: Place | tuple[Place, Place] = False,
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    tokenizer: Any = None,
-    batch_size: int = 16,
-    seq_len: int | None = None,
-    pack: bool = False,
-    max_tokens: int | None = None,
-    skip_first: int = 0,
-    prepend_bos: bool = True,
-    column: Column | None = None,
 ) -> StitchResult:
     """Stitch two models: replace the back's layer m by the front's layer l through an adapter, and measure the back's loss.
 
     Neither model is changed: only the adapter learns. The front's activations are computed once; in training only the back's
-    blocks above the stitch point run. Adapters are fitted on all attended positions, also those that `skip_first` does not
-    count: the back attends to them too.
+    blocks above the stitch point run. Adapters are fitted on all attended positions, also on those that `Data(skip_first=...,
+    positions=...)` leaves out: the back attends to them too.
 
     Args:
-        front: the model whose lower blocks are used; kinds as in `analyze`.
+        front: the model whose lower blocks are used; as in `analyze`. A request to a server is of one model: the front's
+            activations at the one layer cross, and their size is printed first; training needs a trusted server for the back.
         back: the model whose upper blocks are used. Widths and depths may differ, tokenizers may not.
-        data: as in `analyze`, read by the front's tokenizer, or the back's where the front carries none.
+        data: a `Data`, or raw data; read by the front's tokenizer, or the back's where the front carries none. A training step
+            is one batch.
         at: the stitch point (l, m): the layer of the front that is read, and the layer of the back that is replaced. Layer i is
             the output of the i-th block, 0 the input of block 0 (l blocks of the front run, and all of the back's but the
             first m); or names, such as `blocks.2.hook_resid_post`.
@@ -77,24 +68,12 @@ def stitch(
         training: of `"sgd"`; default `StitchTraining()`. The paper's stitching is `adapter="affine-norm"`, `fit="sgd"` and
             `training=StitchTraining.paper()`.
         ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
-        seed: of the order of batches in training.
-        eval_data: the data that the penalty is measured on, at most `max_tokens` of it too. Default: about the last fifth of
-            the rows of `data`, of documents that are not in the fit; all of them where nothing is fitted.
+        eval_data: the data that the penalty is measured on: a `Data`, or raw data, which is read as `data` is. Default: about
+            the last fifth of the rows of `data`, of documents that are not in the fit; all of them where nothing is fitted.
         labels: the targets of the back: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
             classifier, and for rows without tokens that have labels, `"data"`.
-        layers: paths of the blocks of each model, for unknown layouts.
-        remote: for nnsight models, as in `analyze`, for both or for each. One request is one model: the front's activations at
-            the one layer cross, and their size is printed first; training needs a trusted server for the back.
         cache: a folder for the front's activations, which are then mapped from a file in it; default: in memory.
         checkpoint: a file that keeps an interrupted training; the same call resumes from it, with the same numbers.
-        tokenizer: in place of theirs; the two models are then taken to share it.
-        batch_size: see `analyze`, as for all further options. A training step is one batch.
-        seq_len: see `analyze`.
-        pack: see `analyze`.
-        max_tokens: see `analyze`.
-        skip_first: see `analyze`.
-        prepend_bos: see `analyze`.
-        column: see `analyze`.
 
     Returns:
         A `StitchResult`: losses, penalty with its interval, learning curve, adapter, and the stitched model.
@@ -116,16 +95,13 @@ def stitch(
     refuse_unwritable(checkpoint, "checkpoint")
     # A name that no kind has is refused before models are opened.
     kind_of_adapter(adapter)
-    places = remote if isinstance(remote, tuple) else (remote, remote)
-    models = [
-        open_split_model(m, layers=paths, remote=place) for m, paths, place in zip((front, back), layers, places, strict=True)
-    ]
+    opened = OpenedModel.of(front), OpenedModel.of(back)
+    models = [open_split_model(each) for each in opened]
     numbers = (layer_number(models[0].model, at[0]), layer_number(models[1].model, at[1]))
-    spec = StitchSpec.of(adapter, fit, training, ridge, seed, [models[1]])
+    spec = StitchSpec.of(adapter, fit, training, ridge, [models[1]])
     spec.refuse(models[0], models[1])
-    options = {"eval_data": eval_data, "labels": labels, "tokenizer": tokenizer}
-    reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    experiment = StitchExperiment(models, models[1:], data, spec, options, reading, cache, list(layers))
+    paths = [each.layers for each in opened]
+    experiment = StitchExperiment(models, models[1:], Data.of(data), spec, eval_data, labels, cache, paths)
     identity = {} if checkpoint is None else experiment.identity() | {"at": list(numbers)}
     progress = Progress(checkpoint, identity)
     start = time.perf_counter()
@@ -149,20 +125,10 @@ def stitch_grid(
     fit: Fit | None = None,
     training: StitchTraining | None = None,
     ridge: int | float = 0.0,
-    seed: int = 0,
     eval_data: Any = None,
     labels: Any = None,
-    remote: Place = False,
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    tokenizer: Any = None,
-    batch_size: int = 16,
-    seq_len: int | None = None,
-    pack: bool = False,
-    max_tokens: int | None = None,
-    skip_first: int = 0,
-    prepend_bos: bool = True,
-    column: Column | None = None,
 ) -> StitchGrid:
     """Stitch some models in all directions at some stitch points, each with itself included: figures 1 and 2 of Brown et al.
 
@@ -170,7 +136,7 @@ def stitch_grid(
     With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `StitchGrid.between_models`.
 
     Args:
-        models: a mapping from names to models.
+        models: a mapping from names to models, each as in `analyze`.
         data: as in `stitch`.
         layers: the layers that are joined, as in `at` of `stitch`: one list for all models, or one for each by name, of one
             length: the i-th stitch point joins the i-th layers. Default: the output of each block, for models of equal depth.
@@ -180,20 +146,10 @@ def stitch_grid(
         fit: see `stitch`.
         training: see `stitch`.
         ridge: see `stitch`.
-        seed: see `stitch`.
         eval_data: see `stitch`.
         labels: see `stitch`.
-        remote: see `stitch`, for all models.
         cache: a folder for the front's activations, see `stitch`; here those of the evaluation and of all fits are kept.
         checkpoint: a file that keeps finished stitches and the training under way; the same call resumes from it.
-        tokenizer: see `stitch`.
-        batch_size: see `stitch`.
-        seq_len: see `stitch`.
-        pack: see `stitch`.
-        max_tokens: see `stitch`.
-        skip_first: see `stitch`.
-        prepend_bos: see `stitch`.
-        column: see `stitch`.
 
     Returns:
         A `StitchGrid`: penalties with intervals, a tidy table, a plot.
@@ -221,22 +177,22 @@ def stitch_grid(
             do='stitch_grid({"base": model_a, "tuned": model_b}, data)',
         )
     labels_of_models = () if groups is None else group_labels(groups, tuple(models))
-    opened = {name: open_split_model(model, layers=None, remote=remote) for name, model in models.items()}
-    points = stitch_points_of(opened, layers)
-    every = list(opened.values())
-    spec = StitchSpec.of(adapter, fit, training, ridge, seed, every)
+    opened = {name: OpenedModel.of(model) for name, model in models.items()}
+    split = {name: open_split_model(each) for name, each in opened.items()}
+    points = stitch_points_of(split, layers)
+    every = list(split.values())
+    spec = StitchSpec.of(adapter, fit, training, ridge, every)
     for front in every:
         for back in every:
             spec.refuse(front, back)
-    options = {"eval_data": eval_data, "labels": labels, "tokenizer": tokenizer}
-    reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    experiment = StitchExperiment(every, every, data, spec, options, reading, cache)
+    paths = records_of(list(opened.values()))["layers"]
+    experiment = StitchExperiment(every, every, Data.of(data), spec, eval_data, labels, cache, paths)
     identity = {} if checkpoint is None else experiment.identity() | {"names": list(opened), "seams": points}
     progress = Progress(checkpoint, identity)
     start = time.perf_counter()
-    cells = _run_grid(experiment, opened, points, progress)
+    cells = _run_grid(experiment, split, points, progress)
     count = len(next(iter(points.values())))
-    labels_of_points = tuple(stitch_point_label(opened, points, s) for s in range(count))
+    labels_of_points = tuple(stitch_point_label(split, points, s) for s in range(count))
     provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": points})
     return grid_of(cells, (tuple(opened), labels_of_models), labels_of_points, spec, experiment.unit, provenance)
 

@@ -24,9 +24,9 @@ from ..core.errors import LayersimError, in_words, warn
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable_folder
 from ..data.batches import Batches, found_in
+from ..data.data import Data
 from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..data.options import DataOptions
 from ..models.model_inputs import shared_positions
 from ..models.split_model import SplitModel
 from ..models.targets import answers, usual_labels
@@ -72,10 +72,10 @@ class StitchExperiment:
     Args:
         models: every model.
         backs: those that are used as backs.
-        data: see `stitch`.
+        data: of the fit, and of the evaluation if `eval_data` is None.
         spec: the adapter and its fit.
-        options: `eval_data`, `labels` and `tokenizer` of the call.
-        reading: options of reading the data.
+        eval_data: see `stitch`.
+        labels: see `stitch`.
         cache: folder for the front's activations, None for memory.
         layers: paths of the blocks that the call names.
     """
@@ -84,10 +84,10 @@ class StitchExperiment:
         self,
         models: list[SplitModel],
         backs: list[SplitModel],
-        data: Any,
+        data: Data,
         spec: StitchSpec,
-        options: Mapping[str, Any],
-        reading: DataOptions,
+        eval_data: Any,
+        labels: Any,
         cache: str | os.PathLike[str] | None,
         layers: Any = None,
     ) -> None:
@@ -105,11 +105,11 @@ class StitchExperiment:
             refuse_unwritable_folder(self.cache, "cache")
         shared = models[0].model
         for other in models[1:]:
-            shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
+            shared = shared_tokens(shared, other.model, given=data.tokenizer is not None)
         known = next((each.model.tokenizer for each in models if each.model.tokenizer is not None), None)
-        shared = with_tokenizer(replace(shared, tokenizer=known), options["tokenizer"])
-        self.labels = usual_labels(options["labels"], [(back.model, back.module) for back in backs], data)
-        if isinstance(self.labels, Tensor) and options["eval_data"] is not None:
+        shared = with_tokenizer(replace(shared, tokenizer=known), data.tokenizer)
+        self.labels = usual_labels(labels, [(back.model, back.module) for back in backs], data.source)
+        if isinstance(self.labels, Tensor) and eval_data is not None:
             raise LayersimError(
                 "`labels` cannot be a table where `eval_data` is given: a table belongs to one data set.",
                 given="labels= as a table, with eval_data=",
@@ -117,8 +117,11 @@ class StitchExperiment:
                 do="labels='data' and a column `labels` in data and eval_data",
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
-        self.batches = Batches(data, shared, reading, labelled, partial(shared_positions, [each.source for each in models]))
-        held_out = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
+        self.batches = Batches(data, shared, labelled, partial(shared_positions, [each.source for each in models]))
+        held_out = None
+        if eval_data is not None:
+            judged = data.like(eval_data)
+            held_out = replace(self.batches, data=judged, model=with_tokenizer(shared, judged.tokenizer))
         self.tokenizer = shared.tokenizer
         head = backs[0].model.head
         self.unit = "token" if head is None or head.reads == "every" else "row"
@@ -145,7 +148,7 @@ class StitchExperiment:
         return {
             "models": [each.model.identity("checkpoint") for each in self.models],
             "blocks": self.layers,
-            "task": self.spec.options() | {"seed": self.spec.seed},
+            "task": self.spec.options() | {"seed": self.spec.training.seed},
             "data": self.batches.record() | {"digest": self._digest(with_targets=True)},
             "version": version("tl_layersim"),
         }
@@ -170,7 +173,7 @@ class StitchExperiment:
         options = self.batches.record() | self._columns | self.spec.options() | dict(more)
         options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
         options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}
-        seed = self.spec.seed if "sgd" in self.spec.fit else None
+        seed = self.spec.training.seed if "sgd" in self.spec.fit else None
         provenance = record([each.model for each in models], tally, options, seed)
         warn_of_unused(self.labels, replace(provenance, sequences=sum(len(b.tokens) for b in (*fit, *held_out))))
         return provenance
@@ -210,7 +213,7 @@ class StitchExperiment:
 
                 targets = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
                 data = BackLoss(acts[0], back, at[1], targets)
-                adapter, state = descend(start, data, self.spec.training, self.spec.seed, state, record, keep)
+                adapter, state = descend(start, data, self.spec.training, state, record, keep)
         with keep.saved_on_interrupt():
             judged = self._evaluate(back, at[1], acts[1], adapter)
         cell = StitchRun(judged, state.curve, adapter, explained, state.stopped)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt
+from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.resumable_file import Snapshot
 from ..core.shuffle import Shuffle
@@ -49,6 +49,7 @@ class StitchTraining:
             divided by the front's features; sizes are geometric means over tokens of root mean squares). Residual streams of
             models differ in size a hundredfold, and steps in plain numbers are then a hundredfold too small or too large. False
             for plain numbers.
+        seed: of the order of batches.
     """
 
     steps: PositiveInt = 2000
@@ -57,6 +58,7 @@ class StitchTraining:
     warmup: NonNegativeInt | None = None
     clip: Limit = 1.0
     relative: bool = True
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup >= self.steps:
@@ -205,7 +207,6 @@ class _Descent(TrainingSteps):
         start: the adapter to which it is added.
         data: the back's loss.
         training: settings.
-        seed: of the order of the batches.
         state: of an earlier attempt.
         record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
@@ -218,7 +219,6 @@ class _Descent(TrainingSteps):
         start: Adapter,
         data: BackLoss,
         training: StitchTraining,
-        seed: int,
         state: Trained,
         record: Callable[[Trained], None],
         progress: Progress,
@@ -240,7 +240,7 @@ class _Descent(TrainingSteps):
             if f"{name} momentum" in state.tensors:
                 momentum = state.tensors[f"{name} momentum"].to(device, self.dtype)
                 self.optimiser.state[parameter]["momentum_buffer"] = momentum
-        self._shuffle = Shuffle(len(data.acts), seed)
+        self._shuffle = Shuffle(len(data.acts), training.seed)
         self._loss, self._status = math.nan, ""
 
     @property
@@ -304,7 +304,6 @@ def descend(
     start: Adapter,
     data: BackLoss,
     training: StitchTraining,
-    seed: int,
     state: Trained,
     record: Callable[[Trained], None],
     progress: Progress,
@@ -317,12 +316,11 @@ def descend(
         start: the adapter that training begins with.
         data: the back's loss.
         training: settings.
-        seed: of the order of the batches.
         state: of an earlier attempt.
         record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
     """
-    descent = _Descent(start, data, training, seed, state, record, progress)
+    descent = _Descent(start, data, training, state, record, progress)
     if state.stopped < 0:
         run_steps(descent, progress.file)
     state = descent.state

@@ -27,7 +27,6 @@ class StitchSpec:
         fit: `"lstsq"`, `"sgd"`, `"lstsq+sgd"`, or "" where nothing is fitted.
         training: settings of `"sgd"`.
         ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
-        seed: of the order of batches in training.
     """
 
     kind: AdapterKind
@@ -35,7 +34,6 @@ class StitchSpec:
     fit: str
     training: StitchTraining
     ridge: float
-    seed: int
 
     @staticmethod
     def of(
@@ -43,7 +41,6 @@ class StitchSpec:
         fit: str | None,
         training: StitchTraining | None,
         ridge: float,
-        seed: int,
         backs: list[SplitModel],
     ) -> StitchSpec:
         """The specification of a call with these arguments.
@@ -76,14 +73,16 @@ class StitchSpec:
                 expected="0 or more, with fit='lstsq' or 'lstsq+sgd'",
                 do="ridge=1e-4",
             )
-        return StitchSpec(kind, given, chosen if fitted else "", training or StitchTraining(), float(ridge), seed)
+        return StitchSpec(kind, given, chosen if fitted else "", training or StitchTraining(), float(ridge))
 
     def options(self) -> dict[str, Any]:
         """The options that provenance records."""
         which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
         recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
         recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
-        return recorded | ({"training": asdict(self.training)} if "sgd" in self.fit else {})
+        # Provenance and checkpoints have the seed under a name of their own.
+        training = {name: value for name, value in asdict(self.training).items() if name != "seed"}
+        return recorded | ({"training": training} if "sgd" in self.fit else {})
 
     def refuse(self, front: SplitModel, back: SplitModel) -> None:
         """Refuse two models that this adapter and fit cannot join, before anything runs.

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..data.batches import Batches
+from ..data.data import Data
 from ..data.inputs import TOKEN_IDS
-from ..data.options import DataOptions
 from ..models.hook_point import HookPoint, residual_points
 from ..models.hooked import HookedSource
 from ..models.model_changes import hooks_on
@@ -125,7 +125,7 @@ class StitchedModel(nn.Module):
 
     @staticmethod
     def _ids(prompt: str, described: Model) -> Tensor:
-        [batch] = Batches(prompt, described, DataOptions(batch_size=1, seq_len=described.context))
+        [batch] = Batches(Data(prompt, batch_size=1, seq_len=described.context), described)
         return batch.tokens
 
     @staticmethod
@@ -231,7 +231,7 @@ class StitchedSource(HookedSource):
                 "`layers` and `unembed` cannot be given for a stitched model, which has its own.",
                 given=f"layers={layers}, unembed={unembed}",
                 expected="neither",
-                do="leave them out; stitch(layers=...) names the blocks of its two models",
+                do="leave them out; stitch(open_model(front, layers=[...]), back, ...) names the blocks of a model",
             )
         front, back = stitched._split_models
         above = stitched.at[1]

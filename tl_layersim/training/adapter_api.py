@@ -17,10 +17,11 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
+from ..data.data import Data
 from ..data.labels import warn_of_unused
-from ..data.options import Column, DataOptions
 from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
 from ..models.nnsight import NNsightSource
+from ..models.open import OpenedModel
 from ..models.source import refuse_inference_weights
 from ..models.targets import usual_labels
 from ..remote.adapter_training import RemoteDescent, open_traced
@@ -45,32 +46,21 @@ def train_adapters(
     seed: int = 0,
     eval_data: Any = None,
     labels: Any = None,
-    layers: list[str] | None = None,
-    unembed: list[str] | None = None,
-    remote: bool | str = False,
     checkpoint: str | os.PathLike[str] | None = None,
-    tokenizer: Any = None,
-    batch_size: int = 16,
-    seq_len: int | None = None,
-    pack: bool = False,
-    max_tokens: int | None = None,
-    skip_first: int = 0,
-    prepend_bos: bool = True,
-    column: Column | None = None,
 ) -> AlignedAdapters:
     r"""Train low-rank adapters in the residual stream of a frozen nnsight model, so that every layer predicts the targets.
 
     The output h of block l is changed to $x^l = h + (h A_l^T) B_l^T$, the input of the next block. A and B are trained with the
     aligned loss $\sum_l w_l \, CE(W \, \mathrm{norm}(x^l), y)$ over all layers, with the model's own final norm and head. All
-    other weights are frozen. With `remote`, the server makes the steps: requests carry tokens, A and B, and no activations.
+    other weights are frozen. A server makes the steps of a model that it holds: requests carry tokens, A and B, no activations.
 
     A starts as normal numbers of variance 1 / d_model and B as zeros, so that the model is unchanged at the start. The change
     is a product with h, and AdamW's steps do not depend on the size of gradients: one learning rate fits residual streams of
     any size. It falls linearly to 0.
 
     Args:
-        model: an nnsight model.
-        data: as in `analyze`.
+        model: an nnsight model, or what `open_model` returns. A server must be a trusted one.
+        data: a `Data`, whose `batch_size` is the rows of a step, or raw data. Positions that are not counted have no targets.
         at: the blocks that get an adapter, by number from 0 or by the name of their output (`blocks.2.hook_resid_post`);
             default: all.
         rank: of each adapter.
@@ -78,23 +68,11 @@ def train_adapters(
         lr: the learning rate of the first step.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
         seed: of A and of the order of batches.
-        eval_data: held-out data of the losses by layer. Default: the last tenth of the rows of `data`, which are then not
-            trained on.
+        eval_data: held-out data of the losses by layer; raw data is read as `data` is. Default: the last tenth of the rows of
+            `data`, which are then not trained on.
         labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for
             a classifier `"data"`.
-        layers: see `analyze`.
-        unembed: see `analyze`.
-        remote: False to run here, "local" for nnsight's simulation of a server, True or an address for a server, which must be
-            a trusted one.
         checkpoint: a file that keeps an interrupted training; the same call continues from it, with the same numbers.
-        tokenizer: in place of the model's own.
-        batch_size: see `analyze`, as for all further options.
-        seq_len: see `analyze`.
-        pack: see `analyze`.
-        max_tokens: see `analyze`.
-        skip_first: see `analyze`.
-        prepend_bos: see `analyze`.
-        column: see `analyze`.
 
     Returns:
         The adapters, with their learning curve and held-out losses by layer.
@@ -114,24 +92,24 @@ def train_adapters(
         torch.Size([2, 8])
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    settings = AdapterSettings(rank, steps, float(lr), batch_size, seed)
-    source = open_traced(model, layers, unembed, remote)
+    data, opened = Data.of(data), OpenedModel.of(model)
+    settings = AdapterSettings(rank, steps, float(lr), data.batch_size, seed)
+    source = open_traced(opened)
     if source is None:
-        raise no_traced_model(model)
-    known = with_tokenizer(source.model, tokenizer)
+        raise no_traced_model(opened.model)
+    known = with_tokenizer(source.model, data.tokenizer)
     refuse_untrainable(known, rank)
     refuse_inference_weights(source.module)
     blocks = block_numbers(known, at)
     weights_by_layer = layer_weights(weights, len(known.layers) - 1)
-    reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    usual = usual_labels(labels, [(known, source.module)], data)
-    rows = open_training_data(data, eval_data, labels, reading, known, source.module, usual, None)
+    usual = usual_labels(labels, [(known, source.module)], data.source)
+    rows = open_training_data(data, eval_data, labels, known, source.module, usual, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
-    options |= {"layers": layers, "unembed": unembed}
+    options |= {"layers": opened.layers, "unembed": opened.unembed}
     digests = {"trained_on": rows[0].digest(), "judged_on": rows[1].digest()}
     identity = {
         "model": () if checkpoint is None else known.identity("checkpoint"),
-        "task": options | {"seed": seed, "batch_size": batch_size},
+        "task": options | {"seed": seed, "batch_size": data.batch_size},
         "pad": known.tokenizer.pad_token_id if known.tokenizer is not None else None,
         "version": version("tl_layersim"),
         **digests,
@@ -141,7 +119,7 @@ def train_adapters(
     training.restore(file)
     _report_traffic(training)
     fields = _trained(training, source, file)
-    options = reading.record() | found_in_data(*rows) | options
+    options = data.record() | found_in_data(*rows) | options
     options |= {"trained_on": digests["trained_on"], "train_rows": len(rows[0])}
     options |= {"remote": [place]} if (place := source.record()) else {}
     run = record([known], training.tally(time.perf_counter() - began), options, seed)

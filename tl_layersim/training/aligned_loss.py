@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL, as_labels
+from ..models.open import OpenedModel
 from .losses import Weights, attended_count, layer_weights
 from .residual_stream import TrainingBatch, check_once, open_residual_stream
 
@@ -29,8 +31,6 @@ def aligned_loss(
     norm: Norm = "final",
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    layers: list[str] | None = None,
-    unembed: list[str] | None = None,
 ) -> Tensor:
     r"""The aligned loss of a batch, for a custom training loop: the weighted cross-entropies of all layers.
 
@@ -40,7 +40,8 @@ def aligned_loss(
     logits are not computed.
 
     Args:
-        model: HookedTransformer, TransformerBridge or Hugging Face model, in training or evaluation mode.
+        model: HookedTransformer, TransformerBridge or Hugging Face model, in training or evaluation mode, or what `open_model`
+            returns, whose `verify` has no effect here.
         tokens: `batch pos`, token ids; of a vision model its `pixel_values`, `batch channel height width`.
         labels: the target of each position, `batch pos`, or `batch` for a classifier; -100 where a position has none. They are
             not shifted. Default: the next token, where both positions are attended to.
@@ -48,8 +49,6 @@ def aligned_loss(
         norm: "final" applies the model's final norm at every layer, "none" at the last alone.
         attention_mask: `batch pos`, 0 at padding.
         inputs: further arguments of the model's forward pass, by name.
-        layers: paths of the blocks, for unknown layouts.
-        unembed: paths of the final norm and the head, for unknown layouts.
 
     Returns:
         A scalar in nats, with its gradient.
@@ -67,13 +66,14 @@ def aligned_loss(
         >>> loss = lsim.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)
         >>> loss.backward()
     """
-    stream = open_residual_stream(model, layers, unembed)
+    opened = replace(OpenedModel.of(model), verify=None)
+    stream = open_residual_stream(opened)
     attended = None if attention_mask is None else attention_mask.bool()
     targets = _targets(stream.reads, tokens, labels, attended)
     options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
     batch = TrainingBatch(tokens, options, targets, attended)
     terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
-    check_once(stream, batch, (tuple(layers or ()), tuple(unembed or ())))
+    check_once(stream, batch, (tuple(opened.layers or ()), tuple(opened.unembed or ())))
     total, count = stream.loss(batch, terms, norm == "final")
     if not count:
         raise LayersimError(

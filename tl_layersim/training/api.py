@@ -19,9 +19,10 @@ from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable
+from ..data.data import Data
 from ..data.labels import warn_of_unused
-from ..data.options import Column, DataOptions
 from ..models.model_info import Model
+from ..models.open import OpenedModel
 from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
 from .fine_tuning_steps import FineTuning
@@ -43,16 +44,6 @@ def finetune_aligned(
     eval_data: Any = None,
     labels: Any = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    layers: list[str] | None = None,
-    unembed: list[str] | None = None,
-    tokenizer: Any = None,
-    batch_size: int = 8,
-    seq_len: int | None = None,
-    pack: bool = False,
-    max_tokens: int | None = None,
-    skip_first: int = 0,
-    prepend_bos: bool = True,
-    column: Column | None = None,
 ) -> AlignedResult:
     """Fine-tune a model so that every layer, read by the model's own head, predicts the targets.
 
@@ -61,26 +52,17 @@ def finetune_aligned(
 
     Args:
         model: HookedTransformer, TransformerBridge or Hugging Face model: language models, token and row classifiers, vision
-            classifiers.
-        data: as in `analyze`; for a vision model a mapping or data set with `pixel_values` and `labels`.
+            classifiers; or what `open_model` returns.
+        data: a `Data`, whose `batch_size` is the rows of a forward pass, or raw data, which is read with `batch_size=8`; for a
+            vision model with `pixel_values` and `labels`. Positions that are not counted have no targets.
         training: the settings; default `AlignedTraining()`. Those of the paper are `AlignedTraining.paper_gpt2()` and
             `AlignedTraining.paper_bert(rows)`.
-        eval_data: held-out data of the curves by layer. Default: the last tenth of the rows of `data`, which are then not
-            trained on.
+        eval_data: held-out data of the curves by layer; raw data is read as `data` is. Default: the last tenth of the rows of
+            `data`, which are then not trained on.
         labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
             classifier, and for rows without tokens that have labels, `"data"`.
         checkpoint: a file that keeps the state of an interrupted run; the same call, on the model as it was before the run,
             continues with the same numbers.
-        layers: paths of the blocks, for unknown layouts.
-        unembed: paths of the final norm and the head, for unknown layouts.
-        tokenizer: in place of the model's own.
-        batch_size: rows in a forward pass.
-        seq_len: see `analyze`, as for all further options.
-        pack: see `analyze`.
-        max_tokens: see `analyze`; of the data to train on and of `eval_data`.
-        skip_first: see `analyze`; these positions have no targets.
-        prepend_bos: see `analyze`.
-        column: see `analyze`.
 
     Returns:
         An `AlignedResult`: the training loss, and held-out loss and accuracy by layer before, during and after; with
@@ -96,11 +78,12 @@ def finetune_aligned(
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
         >>> training = lsim.AlignedTraining(steps=2, lr=1e-4)
-        >>> result = lsim.finetune_aligned(model, lsim.demo_text()[:8], training, batch_size=2, seq_len=32)
+        >>> result = lsim.finetune_aligned(model, lsim.Data(lsim.demo_text()[:8], batch_size=2, seq_len=32), training)
         >>> result.looks
         (0, 2)
     """
-    training = training or AlignedTraining()
+    training, data, opened = training or AlignedTraining(), Data.of(data, batch_size=8), OpenedModel.of(model)
+    model = opened.model
     training.check_folder()
     refuse_unwritable(checkpoint, "checkpoint")
     if training.save_to is not None:
@@ -112,7 +95,7 @@ def finetune_aligned(
         # A notebook or service may run under torch.no_grad() or torch.inference_mode(), which compute no gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        known = open_residual_stream(model, layers, unembed, either_stack=True).source.model
+        known = open_residual_stream(opened, either_stack=True).source.model
         _refuse_float16(known)
         # Of the weights before the training.
         known = replace(known, weights=known.weights_hash)
@@ -120,26 +103,27 @@ def finetune_aligned(
         finish = stack.enter_context(_with_lora(model, training))
         stack.enter_context(_gradient_checkpointing(model, training))
         stack.enter_context(without_additions(model))
-        stream = open_residual_stream(model, layers, unembed, either_stack=True)
-        described = with_tokenizer(known, tokenizer)
-        usual = usual_labels(labels, [(described, model)], data)
-        reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
+        stream = open_residual_stream(opened, either_stack=True)
+        described = with_tokenizer(known, data.tokenizer)
+        usual = usual_labels(labels, [(described, model)], data.source)
         count = stream.source.count_positions
-        training_rows, eval_rows = open_training_data(data, eval_data, labels, reading, described, model, usual, count)
+        training_rows, eval_rows = open_training_data(data, eval_data, labels, described, model, usual, count)
+        if opened.verify is not None:
+            stream.source.settle(training_rows.batch([0]))
         refuse_labels(training_rows, eval_rows, stream.check(training_rows.take([0]).to(stream.device)))
         objective = objective_named(training.objective)(stream, training)
         digests = {"data": training_rows.digest(), "judged": eval_rows.digest()}
         identity = {
             "model": own,
-            "blocks": layers,
-            "unembed": unembed,
+            "blocks": opened.layers,
+            "unembed": opened.unembed,
             "training": training.options(),
-            "batch_size": batch_size,
+            "batch_size": data.batch_size,
             "pad": described.tokenizer.pad_token_id if described.tokenizer is not None else None,
             "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
             **digests,
         }
-        tuning = FineTuning(objective, training_rows, eval_rows, training, batch_size)
+        tuning = FineTuning(objective, training_rows, eval_rows, training, data.batch_size)
         trained = sum(parameter.numel() for parameter in objective.trained_parameters().values())
         state = tuning.run(open_training_file(checkpoint, identity))
         finish()
@@ -148,7 +132,7 @@ def finetune_aligned(
         save_or_warn(model, training.save_to, described.tokenizer, heads, training_rows.take([0]))
     tuning.accelerator.wait_for_everyone()
     counts = found_in_data(training_rows, eval_rows) | {"parameters": trained}
-    run = _record(known, training_rows, eval_rows, training, reading.record() | counts, digests, time.perf_counter() - start)
+    run = _record(known, training_rows, eval_rows, training, data.record() | counts, digests, time.perf_counter() - start)
     if not isinstance(usual, str):
         warn_of_unused(usual, replace(run, sequences=len(training_rows) + len(eval_rows)))
     return AlignedResult.of(state, run, stream.reads, known.layers, heads)

@@ -15,6 +15,7 @@ from ..core.errors import LayersimError, warn
 from ..data.inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..data.labels import NO_LABEL
 from ..models.hooks import eval_mode
+from ..models.open import OpenedModel
 from ..models.unembed import rounding
 from .objectives import objective_named
 from .residual_stream import TrainingBatch, open_residual_stream
@@ -30,10 +31,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     `aligned`. Evaluation is the model's own.
 
     Args:
+        model: as of `Trainer`, or what `open_model` returns; so too what `model_init` returns.
         *args: as of `Trainer`.
         aligned: objective, schedule, weights, norm, beta, kl, layers_per_step; default `AlignedTraining()`.
-        layers: paths of the blocks, for unknown layouts.
-        unembed: paths of the final norm and the head, for unknown layouts.
         **options: as of `Trainer`.
 
     Raises:
@@ -54,15 +54,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         1
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        aligned: AlignedTraining | None = None,
-        layers: list[str] | None = None,
-        unembed: list[str] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, model: Any = None, *args: Any, aligned: AlignedTraining | None = None, **options: Any) -> None:
+        self._given = OpenedModel.of(model)
+        super().__init__(self._given.model, *args, **options)
         settings = aligned or AlignedTraining()
         objective = objective_named(settings.objective)
         refused = {
@@ -80,10 +74,15 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 expected="in `aligned` the loss and its schedule alone; other settings belong to TrainingArguments",
                 do="finetune_aligned(model, data, AlignedTraining(...)), or TrainingArguments and peft.get_peft_model",
             )
-        self._settings, self._paths = settings, (layers, unembed)
+        self._settings = settings
         self._open()
         # compute_loss divides the sum over targets by their number in the whole step, which Trainer counts where this is true.
         self.model_accepts_loss_kwargs = True
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A new model of `model_init`."""
+        self._given = OpenedModel.of(super().call_model_init(trial))
+        return self._given.model
 
     def _open(self) -> None:
         """Find the layers of the model; `model_init` makes a new model for each training."""
@@ -99,7 +98,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         refuse_parts(model)
         self._opened = model
         objective = objective_named(self._settings.objective)
-        self._objective = objective(open_residual_stream(inner, *self._paths), self._settings)
+        self._objective = objective(open_residual_stream(replace(self._given, model=inner)), self._settings)
         self._shift: bool | None = None
 
     def compute_loss(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,18 +21,50 @@ from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
 from ..core.argument_checks import typed
+from ..core.bounds import Fraction, NonNegativeFloat, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
+from ..data.data import Data
 from ..early_exit.api import EarlyExit
 from ..early_exit.layer_generation import generate_from_layers
 from ..models.exit_heads import ExitHeads, as_heads
+from ..models.open import OpenedModel
 from ..models.targets import gives_classes, usual_labels
 from ..remote.open import open_source
 from .layer_evaluation_results import GenerationQuality, LayerChange, MetricChange, coherence, diversity
 
 SHORTEST = 4
 Heads: TypeAlias = ExitHeads | str | os.PathLike[str] | None
+
+
+@typed
+@dataclass(frozen=True)
+class Continuations:
+    """Texts that every layer of the models of `evaluate_layers` continues, and how they are sampled and judged.
+
+    Attributes:
+        prompts: the texts.
+        new_tokens: largest number of tokens of a continuation.
+        top_p: of nucleus sampling.
+        embed: turns texts into a table of embeddings `text dimension`, such as `SentenceTransformer(...).encode`; without it no
+            coherence is measured.
+        seed: of the sampling.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> pair, text = (lsim.demo_model(), lsim.demo_model(aligned=True)), lsim.demo_text()[:4]
+        >>> told = lsim.Continuations(["Once upon a time"], new_tokens=8)
+        >>> lsim.evaluate_layers(*pair, text, continuations=told)["generation"].values.shape
+        torch.Size([2, 8])
+    """
+
+    prompts: Sequence[str]
+    _: KW_ONLY
+    new_tokens: PositiveInt = 64
+    top_p: Fraction = 0.95
+    embed: Callable[[list[str]], Any] | None = None
+    seed: Seed = 0
 
 
 @typed
@@ -46,21 +77,16 @@ def evaluate_layers(
     heads: tuple[Heads, Heads] = (None, None),
     labels: Any = None,
     threshold: int | float = 0.9,
-    eps: int | float = 0.1,
+    eps: NonNegativeFloat = 0.1,
     center: Literal["dataset", "none"] = "dataset",
-    prompts: Sequence[str] | None = None,
-    new_tokens: int = 64,
-    top_p: int | float = 0.95,
-    embed: Callable[[list[str]], Any] | None = None,
-    seed: int = 0,
-    **options: Any,
+    continuations: Continuations | None = None,
 ) -> Report:
     """Compare the layers of two models: lens, saturation, cosine, exits, effective depth and neural collapse, side by side.
 
     Args:
-        before: a model, kinds as in `analyze`; one with as many layers as the other.
+        before: a model, as in `analyze`; one with as many layers as the other.
         after: the other model.
-        data: as in `analyze`; held-out data, not the training data.
+        data: a `Data`, or raw data: held-out data, not the training data.
         names: of the two models.
         heads: for each model the `ExitHeads` of its layers below the last, or their file; None for the model's own head.
         labels: the targets, see `LogitLens`. Default: next tokens; for a classifier, and for rows without
@@ -68,18 +94,13 @@ def evaluate_layers(
         threshold: of early exit.
         eps: of the effective depth, see `LogitLensResult.effective_depth`.
         center: see `Cosine`.
-        prompts: texts that each layer of each model continues (Hugging Face language models); None for no generation.
-        new_tokens: largest number of tokens of a continuation.
-        top_p: of nucleus sampling.
-        embed: turns texts into a table of embeddings `text dimension`, such as `SentenceTransformer(...).encode`; without it no
-            coherence is measured.
-        seed: of the sampling.
-        **options: further options of `analyze`: `batch_size`, `seq_len`, `pack`, `max_tokens`, `tokenizer`, ...
+        continuations: prompts that each layer of each model continues (Hugging Face language models), such as
+            `Continuations(["Once upon a time"])`; None for no generation.
 
     Returns:
         A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"` (keys that `names` does not
-        change), `"task_metrics"` (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) where prompts are
-        given. `to_html` writes the page.
+        change), `"task_metrics"` (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) with
+        `continuations`. `to_html` writes the page.
 
     Raises:
         LayersimError: the models differ in depth, or read different tokens.
@@ -101,16 +122,8 @@ def evaluate_layers(
             expected="a probability",
             do="threshold=0.9",
         )
-    if not 0 < top_p <= 1 or new_tokens < 1 or not 0 <= eps < math.inf:
-        raise LayersimError(
-            "`top_p`, `new_tokens` or `eps` is out of range.",
-            given=f"top_p={top_p:g}, new_tokens={new_tokens}, eps={eps:g}",
-            expected="top_p above 0 and at most 1, new_tokens of 1 or more, eps of 0 or more",
-            do="leave them out for the defaults",
-        )
-    models = (before, after)
-    opening: dict[str, Any] = {"layers": options.get("layers"), "unembed": options.get("unembed"), "either_stack": True}
-    pair = [open_source(model, **opening).model for model in models]
+    data, models = Data.of(data), (OpenedModel.of(before), OpenedModel.of(after))
+    pair = [open_source(opened, either_stack=True).model for opened in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(
             "`before` and `after` must have the same number of blocks.",
@@ -118,15 +131,15 @@ def evaluate_layers(
             expected="a model and its fine-tune",
             do="compare(before, after, data, CKA()) takes models of any depth",
         )
-    targets = usual_labels(labels, list(zip(pair, models, strict=True)), data)
+    targets = usual_labels(labels, [(model, opened.model) for model, opened in zip(pair, models, strict=True)], data.source)
     thresholds = tuple(sorted({*THRESHOLDS, float(threshold)}))
     own = [as_heads(one) for one in heads]
     for one, model in zip(own, pair, strict=True):
         if one is not None:
             one.check(model)
     reports = [
-        analyze(model, data, _analyzers(targets, thresholds, center, one, gives_classes(pair[0])), **options)
-        for model, one in zip(models, own, strict=True)
+        analyze(opened, data, _analyzers(targets, thresholds, center, one, gives_classes(pair[0])))
+        for opened, one in zip(models, own, strict=True)
     ]
     runs = [report["logit_lens"].provenance for report in reports]
     if runs[0].data != runs[1].data:
@@ -138,7 +151,7 @@ def evaluate_layers(
         )
     # What the head reads of a row; the last token where it reads every position.
     pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
-    collapse = [_collapse(model, data, NeuralCollapse(labels=targets, pool=pool), options) for model in models]
+    collapse = [_collapse(opened, data, NeuralCollapse(labels=targets, pool=pool)) for opened in models]
     read_by = {"norm": [_norm(one) for one in own], "heads": [None if one is None else str(one) for one in own]}
     both = replace(
         runs[0],
@@ -150,9 +163,8 @@ def evaluate_layers(
     results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
     if "task_metrics" in reports[0]:
         results["task_metrics"] = _metric_change(reports, change)
-    if prompts is not None:
-        read_by_own = tuple(zip(models, own, strict=True))
-        results["generation"] = _quality(read_by_own, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
+    if continuations is not None:
+        results["generation"] = _quality(list(zip(models, own, strict=True)), continuations, data.tokenizer, change)
     return Report(results)
 
 
@@ -183,10 +195,10 @@ def _both(runs: list[Provenance], name: str) -> str:
     return " | ".join(getattr(run, name) for run in runs)
 
 
-def _collapse(model: Any, data: Any, analyzer: NeuralCollapse, options: dict[str, Any]) -> Tensor | None:
+def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
     """NC1 by layer; None where the data has fewer than two classes."""
     try:
-        nc1: Tensor = analyze(model, data, [analyzer], **options)["neural_collapse"].values
+        nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
     except LayersimError as error:
         if "class" not in error.what:
             raise
@@ -249,29 +261,22 @@ def _metric_change(reports: list[Report], like: LayerChange) -> MetricChange:
 
 
 def _quality(
-    models: tuple[tuple[Any, ExitHeads | None], ...],
-    prompts: list[str],
-    new_tokens: int,
-    top_p: float,
-    embed: Callable[[list[str]], Any] | None,
-    seed: int,
-    like: LayerChange,
-    options: dict[str, Any],
+    models: Sequence[tuple[OpenedModel, ExitHeads | None]], given: Continuations, tokenizer: Any, like: LayerChange
 ) -> GenerationQuality:
     """Diversity and coherence of continuations from each layer of two models, each with the heads of its layers."""
-    depth = like.values.shape[1]
+    depth, prompts, embed = like.values.shape[1], list(given.prompts), given.embed
+    most = depth * len(prompts) * given.new_tokens
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
-    with tqdm(total=2 * depth * len(prompts) * new_tokens, desc="generating", unit="token", disable=None) as bar:
-        for number, (model, heads) in enumerate(models):
-            blocks, unembed = options.get("layers"), options.get("unembed")
-            early = EarlyExit(model, 0.0, at="all", layers=blocks, unembed=unembed, heads=heads)
+    with tqdm(total=2 * most, desc="generating", unit="token", disable=None) as bar:
+        for number, (opened, heads) in enumerate(models):
+            early = EarlyExit(opened, 0.0, at="all", heads=heads)
             written = generate_from_layers(
                 early,
                 prompts,
-                max_new_tokens=new_tokens,
-                top_p=top_p,
-                seed=seed,
-                tokenizer=options.get("tokenizer"),
+                max_new_tokens=given.new_tokens,
+                top_p=float(given.top_p),
+                seed=given.seed,
+                tokenizer=tokenizer,
                 on_tokens=bar.update,
             )
             for layer, rows in enumerate(written):
@@ -283,13 +288,13 @@ def _quality(
                     tables = [embed(texts) for texts in ([prompts[i] for i in kept], [rows[i].text for i in kept])]
                     coherent[number, layer] = coherence(*(torch.as_tensor(np.asarray(table)) for table in tables))
             # Rows that end early have fewer tokens.
-            bar.update((number + 1) * depth * len(prompts) * new_tokens - bar.n)
-    settings = {"new_tokens": new_tokens, "top_p": top_p, "prompts": len(prompts)}
+            bar.update((number + 1) * most - bar.n)
+    settings = {"new_tokens": given.new_tokens, "top_p": float(given.top_p), "prompts": len(prompts)}
     return GenerationQuality(
         values=varied,
         coherence=coherent,
         texts=counted,
         models=like.models,
         layers=like.layers,
-        provenance=replace(like.provenance, options=settings, seed=seed),
+        provenance=replace(like.provenance, options=settings, seed=given.seed),
     )

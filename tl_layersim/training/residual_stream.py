@@ -19,6 +19,7 @@ from ..models.hooked import HookedSource
 from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
 from ..models.model_inputs import device_of
+from ..models.open import OpenedModel
 from ..models.source import refuse_inference_weights
 from ..models.split_model import logits_of
 from ..remote.open import open_source
@@ -308,28 +309,25 @@ def training_mode(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def open_residual_stream(
-    model: Any, layers: list[str] | None, unembed: list[str] | None, either_stack: bool = False
-) -> ResidualStream:
+def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStream:
     """The residual stream of a model that is trained in this process.
 
     Args:
-        model: the model.
-        layers: paths of its blocks, None to find them by the layout.
-        unembed: paths of its final norm and head, None to find them.
+        model: the model, or an `OpenedModel`.
         either_stack: whether the caller gives encoder-decoders the inputs of both stacks, so that the decoder can be trained.
 
     Raises:
         LayersimError: the model cannot be trained, because its weights are not modules of this process.
     """
-    if is_detr(getattr(model, "config", None)):
+    opened = OpenedModel.of(model)
+    if is_detr(getattr(opened.model, "config", None)):
         raise LayersimError(
             "`model` is a DETR, whose aligned training is transformers' auxiliary loss, with equal weights of all layers.",
-            given=type(model).__name__,
+            given=type(opened.model).__name__,
             expected="a model with one residual stream",
             do="model.config.auxiliary_loss = True, and model(**inputs, labels=labels).loss in a Trainer; docs/detection.md",
         )
-    source = open_source(model, layers=layers, unembed=unembed, either_stack=either_stack)
+    source = open_source(opened, either_stack=either_stack)
     if not (source.can_hook and source.is_single_model):
         raise LayersimError(
             "`model` cannot be fine-tuned: it is not a single model whose modules run in this process.",

@@ -109,7 +109,7 @@ class AlignedTraining:
     def paper_gpt2(cls) -> AlignedTraining:
         """The settings of AlignedGPT in Jiang, Zhou and Zhu 2024: GPT-2 on WikiText-103.
 
-        Batches of 8 rows of 256 tokens are arguments of the call: `finetune_aligned(..., batch_size=8, seq_len=256)`.
+        Batches of 8 rows of 256 tokens are options of the data: `Data(texts, batch_size=8, seq_len=256)`.
 
         | setting | value | source |
         | --- | --- | --- |
@@ -132,7 +132,7 @@ class AlignedTraining:
     def paper_bert(cls, rows: PositiveInt) -> AlignedTraining:
         """The settings of AlignedBERT in Jiang, Zhou and Zhu 2024: BERT on a task of GLUE.
 
-        Batches of 32 rows of 256 tokens are arguments of the call: `finetune_aligned(..., batch_size=32, seq_len=256)`. The
+        Batches of 32 rows of 256 tokens are options of the data: `Data(texts, batch_size=32, seq_len=256)`. The
         number of steps is three epochs (appendix C.2, "Setup in AlignedBERT"); all other settings are those of `paper_gpt2`.
 
         Args:

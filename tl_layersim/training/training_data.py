@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.batches import Batch, Batches, found_in
+from ..data.data import Data
 from ..data.digest import fingerprint, new_digest
 from ..data.inputs import EMBEDDINGS
 from ..data.labels import NO_LABEL
-from ..data.options import DataOptions
 from ..data.row import Row
 from ..models.model_info import Model
 from ..models.model_inputs import forward_arguments
@@ -135,10 +135,9 @@ def found_in_data(*parts: TrainingData) -> dict[str, int]:
 
 
 def open_training_data(
-    data: Any,
+    data: Data,
     eval_data: Any,
     labels: Any,
-    reading: DataOptions,
     model: Model,
     module: torch.nn.Module,
     usual: str | Tensor,
@@ -150,12 +149,18 @@ def open_training_data(
         data: to train on.
         eval_data: to evaluate on, None for the last tenth of the rows.
         labels: as the user passed them.
-        reading: how the data is read.
         model: description of the model, with its tokenizer.
         module: the model.
         usual: the same labels, as `usual_labels` gives them.
         count_positions: see `Source.count_positions`; None to refuse rows without token ids.
     """
+    if data.selection.pooled:
+        raise LayersimError(
+            "`positions` is 'mean', but each target belongs to one position.",
+            given="positions='mean'",
+            expected="positions that are read one by one",
+            do="positions='all'",
+        )
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
             "`labels` cannot be a table where `eval_data` is given: a table belongs to one data set.",
@@ -163,8 +168,8 @@ def open_training_data(
             expected="labels beside the rows of each",
             do="labels='data' and a column `labels` in data and eval_data",
         )
-    batches = Batches(data, model, reading, isinstance(usual, str) and usual == "data", count_positions)
+    batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
     rows = TrainingData(batches, usual, model, module)
     if eval_data is None:
         return rows.split()
-    return rows, TrainingData(replace(batches, data=eval_data), usual, model, module)
+    return rows, TrainingData(replace(batches, data=data.like(eval_data)), usual, model, module)
