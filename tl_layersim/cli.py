@@ -2,69 +2,51 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated, TextIO
+from typing import TextIO
 
-import typer
+from cyclopts import App, CycloptsError, Group, Parameter
 
-from .commands import compare, estimate, exits, listings, merge, report, show, stitch, train
-from .commands.command import Command
-from .commands.examples import examples_of
+from .commands import files, measure, training
+from .commands.run_file import read_run_file
 from .commands.tables import print_error, print_warning
 from .core.errors import LayersimError, LayersimWarning
 
-MEASURE, MODELS, FILES = "Measure one model", "Two models, and training", "Files and lists"
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    # Values of variables may hold keys.
-    pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="[bold]Examples[/bold]\n\n  tl-layersim report\n  tl-layersim report --model gpt2 --data text.txt --intervals\n"
-    "  tl-layersim COMMAND --help",
+app = App(
+    name="tl-layersim",
+    help="Measure how the layers of a transformer relate to each other.",
+    help_epilogue="--traceback, with any command, shows the traceback of an error.",
+    version=lambda: f"tl-layersim {metadata.version('tl_layersim')}",
+    help_format="plaintext",
+    config=read_run_file,
+    default_parameter=Parameter(negative_iterable=()),
 )
-# Set by `--traceback`, which `main` reads after the command has failed.
-_shown = {"traceback": False}
-
-
-def _print_version(value: bool) -> None:
-    if value:
-        typer.echo(f"tl-layersim {metadata.version('tl_layersim')}")
-        raise typer.Exit
-
-
-@app.callback()
-def settings(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, metavar=" ", help="Print the version and exit.")
-    ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", metavar=" ", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Measure how the layers of a transformer relate to each other."""
-    _shown["traceback"] = traceback
-
-
-for name, function, panel in (
-    ("report", report.report_on_model, MEASURE),
-    ("exits", exits.measure_exits, MEASURE),
-    ("estimate", estimate.estimate_cost, MEASURE),
-    ("compare", compare.compare_models, MODELS),
-    ("stitch", stitch.stitch_models, MODELS),
-    ("train", train.train_model, MODELS),
-    ("show", show.show_file, FILES),
-    ("merge", merge.merge_shards, FILES),
-    ("analyzers", listings.list_analyzers, FILES),
-    ("sites", listings.list_sites, FILES),
+for panel, commands in (
+    ("Measure one model", (measure.report_on_model, measure.measure_exits, measure.estimate_cost)),
+    ("Two models, and training", (measure.compare_models, training.stitch_models, training.train_model)),
+    ("Files and lists", (files.show_file, files.merge_shards, files.list_analyzers, files.list_sites)),
 ):
-    app.command(name, cls=Command, rich_help_panel=panel, epilog=examples_of(name))(function)
+    group = Group.create_ordered(panel)
+    for command in commands:
+        # By its path, so that its options, for which torch is imported, are made when the command runs.
+        text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("Examples:")
+        path = f"{command.__module__}:{command.__name__}"
+        app.command(path, command.name, help=text, help_epilogue=f"Examples:{examples}", group=group)
 
 
-def main() -> None:
-    """Run the command line. Refusals and wrong usage end it with status 2 and no traceback, other errors with 1 and one."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line. Refusals and wrong usage end it with status 2 and no traceback, other errors with 1 and one.
+
+    Args:
+        arguments: of the command line; None for those of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    traced = "--traceback" in given
     if not sys.stderr.isatty():
         # Read by transformers and datasets when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -87,14 +69,16 @@ def main() -> None:
 
     warnings.showwarning = show_warning
     try:
-        app()
-    except (LayersimError, OSError) as error:
-        if _shown["traceback"]:
+        app([one for one in given if one != "--traceback"], exit_on_error=False, print_error=False)
+    except (LayersimError, OSError, CycloptsError) as error:
+        if traced:
             raise
         print_error(error)
         raise SystemExit(2) from None
     except Exception as error:
-        typer.echo(f"{type(error).__name__} that tl_layersim did not expect. Please report this traceback as a bug.", err=True)
+        print(
+            f"{type(error).__name__} that tl_layersim did not expect. Please report this traceback as a bug.", file=sys.stderr
+        )
         raise
     finally:
         warnings.showwarning = shown_before

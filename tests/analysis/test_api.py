@@ -45,12 +45,10 @@ def test_provenance_says_what_was_measured_on_what():
     assert other.config_hash != p.config_hash
 
 
-def test_names_stand_for_analyzers_and_the_nearest_is_suggested():
+def test_names_stand_for_analyzers():
     assert set(lsim.analyze(tiny_llama(), random_tokens(), ["cosine", lsim.CKA()])) == {"cosine", "cka"}
-    with pytest.raises(lsim.LayersimError, match=r"that does not exist(.|\n)*'cosin'(.|\n)*did you mean 'cosine'"):
-        lsim.analyze(tiny_llama(), random_tokens(), "cosin")
-    for typo in ("cosine,cka", "CKA"):
-        with pytest.raises(lsim.LayersimError, match=r"did you mean \[?'c"):
+    for typo in ("cosin", "cosine,cka", "CKA"):
+        with pytest.raises(lsim.LayersimError, match=f"`analyzers`.*'{typo}'.* cosine,"):
             lsim.analyze(tiny_llama(), random_tokens(), typo)
     with pytest.raises(lsim.LayersimError, match="'cka' twice"):
         lsim.analyze(tiny_llama(), random_tokens(), ["cka", lsim.CKA(minibatch=8)])
@@ -60,7 +58,7 @@ def test_names_stand_for_analyzers_and_the_nearest_is_suggested():
 
 @pytest.mark.parametrize("data", [[], torch.empty(0, 5, dtype=torch.long), {"input_ids": [], "attention_mask": []}])
 def test_empty_data_is_refused(data):
-    with pytest.raises(lsim.LayersimError, match=r"`data` is empty(.|\n)*0 rows"):
+    with pytest.raises(lsim.LayersimError, match="`data` is empty"):
         lsim.analyze(tiny_llama(), data, cosine_and_cka())
 
 
@@ -68,26 +66,26 @@ def test_data_of_which_nothing_counts_is_refused():
     data = {"input_ids": random_tokens(), "attention_mask": torch.zeros(8, 20)}
     with pytest.raises(lsim.LayersimError, match="empty"):
         lsim.analyze(tiny_llama(), data, cosine_and_cka())
-    with pytest.raises(lsim.LayersimError, match=r"`data` has no token to measure(.|\n)*8 rows, 0 counted(.|\n)*skip_first="):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*8 rows.*`skip_first`"):
         lsim.analyze(tiny_llama(), lsim.Data(random_tokens(), skip_first=20), cosine_and_cka())
 
 
 def test_models_with_other_tokens_do_not_compare():
     a, b = tiny_llama(), tiny_llama(seed=1)
     a.tokenizer, b.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
-    with pytest.raises(lsim.LayersimError, match=r"have different tokenizers(.|\n)*is token(.|\n)*same tokenizer"):
+    with pytest.raises(lsim.LayersimError, match=r"different tokenizers.* is token "):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cka")
     b.tokenizer = tiny_tokenizer()
     assert lsim.compare(a, b, ["w3 w4 w5 w6"] * 4, "cka").samples == 20
     wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**a.config.to_dict() | {"vocab_size": 120}))
     with pytest.warns(lsim.LayersimWarning, match="vocabularies have 100 and 120 entries"):
         lsim.compare(a, wide, random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match=r"cannot compare two models(.|\n)*CKA"):
+    with pytest.raises(lsim.LayersimError, match=r"Cosine cannot compare.*CKA"):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cosine")
 
 
 def test_wrong_types_are_refused_at_the_door():
-    with pytest.raises(lsim.LayersimError, match=r"`batch_size` of analyze cannot be(.|\n)*batch_size='16'(.|\n)*int"):
+    with pytest.raises(lsim.LayersimError, match=r"`batch_size`.*'16'"):
         lsim.analyze(tiny_llama(), lsim.Data(random_tokens(), batch_size="16"), "cka")
 
 
@@ -132,16 +130,16 @@ def test_a_users_precision_setting_is_kept_and_not_used(setting):
 
 def test_a_result_that_does_not_fit_its_layers_is_refused():
     names = ("a", "b", "c")
-    with pytest.raises(lsim.LayersimError, match=r"values does not fit its axes(.|\n)*\(2,\)(.|\n)*\(3,\): residual"):
+    with pytest.raises(lsim.LayersimError, match=r"values .*\(2,\).*residual.*\(3,\)"):
         LayerCurve(values=torch.zeros(2, dtype=torch.float64), layers=names, provenance=provenance())
 
 
 def test_a_source_has_its_own_place():
-    with pytest.raises(lsim.LayersimError, match="which already defines them"):
+    with pytest.raises(lsim.LayersimError, match=r"`remote` cannot be given for a Source(.|\n)*HookedSource(.|\n)*remote=True"):
         lsim.analyze(lsim.open_model(HookedSource(tiny_llama()), remote=True), random_tokens(), "cka")
     found = lsim.analyze(HookedSource(tiny_llama()), lsim.Data(["w3 w4 w5 w6"], tokenizer=tiny_tokenizer()), "cosine")
     assert found["cosine"].provenance.tokens == 5
-    with pytest.raises(lsim.LayersimError, match=r"loaded tokenizer(.|\n)*from_pretrained"):
+    with pytest.raises(lsim.LayersimError, match="`tokenizer` is 'gpt2'"):
         lsim.analyze(tiny_llama(), lsim.Data(["w3"], tokenizer="gpt2"), "cosine")
 
 
@@ -155,5 +153,5 @@ def test_a_module_without_a_mask_refuses_padding():
         def forward(self, tokens):
             return self.parts[0](self.words(tokens))
 
-    with pytest.raises(lsim.LayersimError, match=r"takes no attention mask(.|\n)*batch_size=1"):
+    with pytest.raises(lsim.LayersimError, match=r"Own takes no `attention_mask`"):
         lsim.analyze(lsim.open_model(Own(), layers=["parts.0"]), [[3, 4, 5], [3, 4]], "cosine")

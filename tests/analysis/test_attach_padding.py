@@ -41,7 +41,7 @@ def test_a_mask_of_the_wrong_shape_is_refused():
     with lsim.attach(model, analyzers()) as probe:
         probe.mask = torch.ones(2, 4)
         model(random_tokens(2, 5))
-    with pytest.raises(lsim.LayersimError, match=r"probe.mask` does not fit(.|\n)*\(2, 4\)(.|\n)*\(2, 5\)"):
+    with pytest.raises(lsim.LayersimError, match=r"`probe\.mask`.*\(2, 4\).*\(2, 5\)"):
         probe.results()
 
 
@@ -96,7 +96,7 @@ def test_pads_that_no_mask_tells_of_are_refused():
     padded = torch.tensor([[1, 5, 6, 2, 2, 2], [1, 5, 6, 7, 8, 9]])
     with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none")) as probe:
         model(padded)
-    with pytest.raises(lsim.LayersimError, match=r"`attention_mask` is missing(.|\n)*probe.mask"):
+    with pytest.raises(lsim.LayersimError, match="`attention_mask` is missing"):
         probe.results()
     with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none")) as probe:
         probe.mask = padded != 2
@@ -109,7 +109,7 @@ def test_a_mask_that_cannot_be_read_is_refused():
     four = torch.zeros(4, 1, 6, 6)
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         model(tokens, attention_mask=four)
-    with pytest.raises(lsim.LayersimError, match=r"`attention_mask` does not tell(.|\n)*probe.mask"):
+    with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*shape"):
         probe.results()
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         probe.mask = torch.ones(4, 6)

@@ -109,7 +109,7 @@ def test_steps_of_cached_generation_are_counted_by_all_and_last(length):
 )
 @pytest.mark.parametrize("length", [1, 7])
 def test_steps_of_cached_generation_are_no_rows(rule, length):
-    with pytest.raises(lsim.LayersimError, match=r"`positions=.*` refers to whole rows(.|\n)*continues rows from a cache"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions=.*continues rows from a cache"):
         generate(tiny_llama(), rule, random_tokens(2, length))
 
 
@@ -143,12 +143,12 @@ def test_a_function_needs_token_ids():
 
 @pytest.mark.parametrize("rule", ["my_mask", "assistant"])
 def test_columns_of_data_are_not_known_in_a_loop(rule):
-    with pytest.raises(lsim.LayersimError, match=r"`positions` names a column of data(.|\n)*probe.mask"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions`.*column of data.*probe.mask"):
         attached(tiny_llama(), rule)
 
 
 def test_the_lens_has_no_mean():
-    with pytest.raises(lsim.LayersimError, match="LogitLens cannot be computed at the mean of a row"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions` is 'mean'.*LogitLens"):
         lsim.attach(tiny_llama(), lsim.LogitLens(), positions="mean")
 
 

@@ -97,7 +97,7 @@ class TestBaseline:
             called(lsim.analyze, model, random_tokens(8, 20), [lsim.CKA()], baseline="untrained", **more)
 
     def test_data_that_can_be_read_once_is_refused(self, model):
-        with pytest.raises(lsim.LayersimError, match=r"list\(data\)"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*only once"):
             lsim.analyze(model, iter(random_tokens(8, 20)), [lsim.CKA()], baseline="untrained")
 
 

@@ -291,24 +291,24 @@ ONE = {"class_labels": [1], "boxes": [[0.5, 0.5, 0.2, 0.2]]}
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([ONE | {"class_labels": [CLASSES]}, ONE], "`labels` of image 0 holds classes that the model does not predict"),
+        ([ONE | {"class_labels": [CLASSES]}, ONE], "`labels` of image 0 holds classes"),
         ([ONE, ONE | {"class_labels": [-1]}], "`labels` of image 1 holds classes"),
-        ([ONE | {"boxes": [[16.0, 16.0, 8.0, 8.0]]}, ONE], "boxes that are not normalised"),
-        ([ONE | {"boxes": [[0.5, 0.5, -0.2, 0.2]]}, ONE], "boxes that are not normalised"),
-        ([ONE | {"boxes": [[0.5, 0.5, 0.2, 0.0]]}, ONE], "or that have no area"),
-        ([ONE | {"boxes": [[0.5, 0.5, 0.2, math.nan]]}, ONE], "boxes that are not normalised"),
-        ([ONE | {"boxes": [[0.5, 0.5, 0.2]]}, ONE], "`labels` of image 0 must be annotations"),
-        ([ONE | {"class_labels": [1, 2]}, ONE], "`labels` of image 0 must be annotations"),
-        ([ONE | {"class_labels": [1.5]}, ONE], "`labels` of image 0 must be annotations"),
-        ([ONE | {"class_labels": ["cat"]}, ONE], "`labels` of image 0 must be annotations"),
-        ([{"class_labels": [1]}, ONE], "`labels` of image 0 must be annotations"),
-        ([1, 2], "`labels` of image 0 must be annotations"),
-        ("a text", "`labels` must be annotations"),
-        (ONE, "`labels` must be annotations"),
-        ([ONE], "`labels` must hold one annotation for each image"),
-        ([ONE] * 3, "`labels` must hold one annotation for each image"),
-        ([], "`data` has no annotations"),
-        (None, "`data` has no annotations"),
+        ([ONE | {"boxes": [[16.0, 16.0, 8.0, 8.0]]}, ONE], "`labels` of image 0 holds boxes"),
+        ([ONE | {"boxes": [[0.5, 0.5, -0.2, 0.2]]}, ONE], "`labels` of image 0 holds boxes"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2, 0.0]]}, ONE], "`labels` of image 0 holds boxes"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2, math.nan]]}, ONE], "`labels` of image 0 holds boxes"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2]]}, ONE], "`labels` of image 0 is"),
+        ([ONE | {"class_labels": [1, 2]}, ONE], "`labels` of image 0 is"),
+        ([ONE | {"class_labels": [1.5]}, ONE], "`labels` of image 0 is"),
+        ([ONE | {"class_labels": ["cat"]}, ONE], "`labels` of image 0 is"),
+        ([{"class_labels": [1]}, ONE], "`labels` of image 0 is"),
+        ([1, 2], "`labels` of image 0 is"),
+        ("a text", "`labels` is"),
+        (ONE, "`labels` is"),
+        ([ONE], r"`labels` holds \d annotations for \d"),
+        ([ONE] * 3, r"`labels` holds \d annotations for \d"),
+        ([], "`data` has 2 images without annotations"),
+        (None, "`data` has 2 images without annotations"),
     ],
     ids=str,
 )
@@ -324,11 +324,11 @@ def test_annotations_beside_another_number_of_images_are_refused():
         [data | {"labels": data["labels"][:3]}],
         [{"pixel_values": data["pixel_values"], "labels": data["labels"][0]}],
     ):
-        with pytest.raises(lsim.LayersimError, match="`labels` must hold one annotation for each image"):
+        with pytest.raises(lsim.LayersimError, match=r"`labels` holds \d annotations for \d"):
             lsim.detection_by_layer(tiny_detr(), given)
     first, second, *_ = rows(data)
     del second["labels"]
-    with pytest.raises(lsim.LayersimError, match="`labels` must hold one annotation for each image"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels` holds \d annotations for \d"):
         lsim.detection_by_layer(tiny_detr(), [first, second])
 
 
@@ -352,7 +352,7 @@ def other_detectors():
     yield hf.ConditionalDetrForObjectDetection(config), "offsets from reference points"
     vit = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     yield hf.YolosForObjectDetection(hf.YolosConfig(image_size=[32, 32], num_detection_tokens=4, **vit)), "of object queries"
-    yield tiny_detr().model, "without its class head"
+    yield tiny_detr().model, "without a class head"
 
 
 def test_other_models_are_refused_with_the_reason():
@@ -360,7 +360,7 @@ def test_other_models_are_refused_with_the_reason():
         with pytest.raises(lsim.LayersimError, match=message):
             lsim.detection_by_layer(model, torch.zeros(1, 3, 32, 32), labels=[ONE])
     nnsight = pytest.importorskip("nnsight")
-    with pytest.raises(lsim.LayersimError, match="must be the Hugging Face model itself"):
+    with pytest.raises(lsim.LayersimError, match=r"`model`.*NNsight"):
         lsim.detection_by_layer(nnsight.NNsight(tiny_detr()), torch.zeros(1, 3, 32, 32), labels=[ONE])
 
 
@@ -375,14 +375,14 @@ def test_a_model_of_segments_names_its_detector():
     pixels = torch.randn(1, 3, 64, 64)
     with pytest.raises(lsim.LayersimError, match="layers of DetrForSegmentation are not known") as error:
         lsim.detection_by_layer(model, pixels, labels=[ONE])
-    assert error.value.do.startswith("model.detr")
+    assert "model.detr" in str(error.value)
     assert lsim.detection_by_layer(model.detr, pixels, labels=[ONE]).matched == 1
 
 
 def test_heads_that_are_not_the_model_s_are_refused():
     model = tiny_detr()
     handle = model.bbox_predictor.register_forward_hook(lambda _m, _a, out: out + 1)
-    with pytest.raises(lsim.LayersimError, match="do not give the model's own boxes"):
+    with pytest.raises(lsim.LayersimError, match="own boxes"):
         lsim.detection_by_layer(model, scenes())
     handle.remove()
 
@@ -391,5 +391,5 @@ def test_predictions_that_are_not_finite_are_refused():
     model = tiny_detr()
     with torch.no_grad():
         model.class_labels_classifier.bias[0] = math.nan
-    with pytest.raises(lsim.LayersimError, match=r"do not give the model's own logits|NaN or infinite"):
+    with pytest.raises(lsim.LayersimError, match=r"own logits|NaN or infinite"):
         lsim.detection_by_layer(model, scenes())

@@ -97,7 +97,7 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
 def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
     lsim.analyze(model, data, "cka", checkpoint=path)
-    with pytest.raises(lsim.LayersimError, match=r"belongs to another run(.|\n)*'minibatch': 8(.|\n)*'minibatch': 256"):
+    with pytest.raises(lsim.LayersimError, match=r"another run.*'minibatch': 256.*'minibatch': 8"):
         lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
     with pytest.raises(lsim.LayersimError, match=r"given:    data: skip_first: 1\n  expected: data: skip_first: 0\n"):
         lsim.analyze(model, lsim.Data(data, skip_first=1), "cka", checkpoint=path)
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     data = list(random_tokens(64, 11))
     with pytest.raises(KeyboardInterrupt):
         lsim.analyze(source, lsim.Data(data, batch_size=8), "cka", checkpoint=partial)
-    with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
         lsim.analyze(model, lsim.Data(data[::-1], batch_size=8), "cka", checkpoint=partial)
 
 
@@ -140,7 +140,7 @@ def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_pat
     model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run"
     lsim.analyze(model, lsim.Data(data, batch_size=2), "cka", checkpoint=path)
     for other in (data[::-1], data[:4], [*data, data[0]]):
-        with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
             lsim.analyze(model, lsim.Data(other, batch_size=2), "cka", checkpoint=path)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.01

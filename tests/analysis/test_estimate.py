@@ -175,19 +175,19 @@ def test_copies_share_the_work_and_too_small_devices_never_end():
     assert "never" in repr(one.scaled(devices=small))
     # A part of a batch costs a part of its FLOPs.
     assert 3200 * one.scaled(tokens=1).flops["forward"] == pytest.approx(one.flops["forward"])
-    with pytest.raises(lsim.LayersimError, match="`tokens` must be at least 1"):
+    with pytest.raises(lsim.LayersimError, match=r"`tokens`.* 0"):
         one.scaled(tokens=0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"devices": "8xABACUS"}, "`devices` names no device"),
-        ({"tokens": 0}, "`tokens` of estimate cannot be 0"),
-        ({"seq_len": 0}, "`seq_len` of estimate cannot be 0"),
-        ({"batch_size": -1}, "`batch_size` of estimate cannot be -1"),
-        ({"seq_len": 10**9}, "`seq_len` is longer"),
-        ({"analyzers": [lsim.LinearProbe(max_classes=2)]}, "not below `max_classes`"),
+        ({"devices": "8xABACUS"}, "`devices`.*8xABACUS"),
+        ({"tokens": 0}, "`tokens`.* 0"),
+        ({"seq_len": 0}, "`seq_len`.* 0"),
+        ({"batch_size": -1}, "`batch_size`.* -1"),
+        ({"seq_len": 10**9}, f"`seq_len`.*{10**9}"),
+        ({"analyzers": [lsim.LinearProbe(max_classes=2)]}, "`labels`.*max_classes=2"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, message):
@@ -203,7 +203,7 @@ def test_a_misspelt_field_is_named():
 
 
 def test_a_mapping_without_a_type_is_refused():
-    with pytest.raises(lsim.LayersimError, match="without a type of model"):
+    with pytest.raises(ValueError, match="model identifier: None"):
         lsim.estimate({"hidden_size": 64}, [lsim.CKA()])
 
 

@@ -30,7 +30,7 @@ def test_heads_of_a_head_that_joins_two_vectors():
         lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=one))["logit_lens"] for one in (heads, None)
     )
     torch.testing.assert_close(found.cross_entropy, plain.cross_entropy)
-    with pytest.raises(lsim.LayersimError, match=r"do not have the shape(.|\n)*d_model 32"):
+    with pytest.raises(lsim.LayersimError, match=r"`heads` has shape \(2, 3, 16\)(.|\n)*d_model 32"):
         lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=lsim.ExitHeads(own[:, :16].expand(2, -1, -1))))
 
 

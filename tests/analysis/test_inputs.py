@@ -52,7 +52,7 @@ def test_an_interrupted_run_resumes_and_other_inputs_are_refused(kind, tmp_path,
     with pytest.raises(Stopped):
         called(lsim.analyze, model, data, lsim.Cosine(), **options)
     name = "token_type_ids" if kind == "pairs" else "pixel_values"
-    with pytest.raises(lsim.LayersimError, match="`data` differs from the data of the checkpoint"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
         called(lsim.analyze, model, data | {name: 1 - data[name]}, lsim.Cosine(), **options)
     found = called(lsim.analyze, model, data, lsim.Cosine(), **options)["cosine"]
     assert worst(found, undisturbed) == 0

@@ -254,7 +254,7 @@ def test_what_has_no_interval_is_refused():
     with pytest.raises(lsim.LayersimError, match="shape depends on the data"):
         result.interval(lambda one: torch.zeros(2 if one is result else 3))
     for level in (0.0, 1.0, 95.0):
-        with pytest.raises(lsim.LayersimError, match="`level` must be between 0 and 1"):
+        with pytest.raises(lsim.LayersimError, match="`level`"):
             result.interval(level=level)
 
 
@@ -263,12 +263,12 @@ def test_blocks_that_do_not_fit_into_memory_are_refused(monkeypatch):
 
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
-    with pytest.raises(lsim.LayersimError, match=r"Intervals need more memory(.|\n)*'cosine'"):
+    with pytest.raises(lsim.LayersimError, match=r"`intervals`.*'cosine'"):
         lsim.analyze(tiny_llama(), rows(4), [lsim.Cosine(center="none")], intervals=True)
     model = tiny_llama()
     with lsim.attach(model, [lsim.Cosine(center="none")], intervals=True) as probe:
         model(random_tokens(1, 5))
-    with pytest.raises(lsim.LayersimError, match="Intervals need more memory"):
+    with pytest.raises(lsim.LayersimError, match="`intervals`"):
         probe.results()
     # Without intervals a run is warned of, and goes on.
     with pytest.warns(lsim.LayersimWarning, match="The sums of this run may not fit into memory"):

@@ -179,19 +179,17 @@ def test_other_sources_give_one_answer(make, method, llama, tokens):
 
 LOGISTIC = lsim.LogisticProbe(labels=[0, 1] * ((ROWS + TEST) // 2))
 REFUSED = {
-    r"`test_labels` are labels of `test_data`": {"test_labels": [1]},
-    r"`labels` and `test_labels` must have one entry(.|\n)*labels \(42,\) for 42 rows, and test_labels nothing for 1 rows": {
-        "test_data": [[3, 4]]
-    },
-    r"test_labels \(2,\) for 1 rows": {"test_data": [[3, 4]], "test_labels": [0, 1]},
-    r"`test_labels` are given, and `labels` names": {
+    "`test_labels`.*`test_data`": {"test_labels": [1]},
+    r"`labels`.*\(42,\).*`test_labels` None .*42 rows.* 1 ": {"test_data": [[3, 4]]},
+    r"`test_labels` of shape \(2,\).* 1 ": {"test_data": [[3, 4]], "test_labels": [0, 1]},
+    "`test_labels`.*labels='data'": {
         "probe": lsim.LinearProbe(labels="data"),
         "test_data": [[3, 4]],
         "test_labels": [0],
     },
-    r"keeps activations in the memory of one process(.|\n)*remote=True": {"probe": LOGISTIC, "remote": True},
-    r"keeps activations in the memory of one process(.|\n)*checkpoint=": {"probe": LOGISTIC, "checkpoint": "x"},
-    r"need more memory than `max_memory_gb`": {"probe": replace(LOGISTIC, max_memory_gb=1e-7)},
+    "LogisticProbe.*remote=True": {"probe": LOGISTIC, "remote": True},
+    "LogisticProbe.*`checkpoint`": {"probe": LOGISTIC, "checkpoint": "x"},
+    "`max_memory_gb`.*1e-07": {"probe": replace(LOGISTIC, max_memory_gb=1e-7)},
 }
 
 
@@ -224,7 +222,7 @@ def test_selectivity_of_logistic_regression(llama, tokens, classes):
 
 
 def test_a_control_task_by_token_needs_tokens(llama, tokens, classes):
-    with pytest.raises(lsim.LayersimError, match="`control` cannot be 'token'"):
+    with pytest.raises(lsim.LayersimError, match=r"`control`.*'token'"):
         lsim.linear_probe(llama, lsim.Data(tokens, positions="mean"), lsim.LinearProbe(labels=classes, control="token"))
 
 

@@ -17,7 +17,7 @@ def test_blocks_may_take_half_of_the_free_memory(monkeypatch, capsys):
     for free, refused in ((2 * 32 * 800, False), (2 * 32 * 800 - 1, True)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: memory._replace(available=free))
         if refused:
-            with pytest.raises(LayersimError, match="Intervals need more memory"):
+            with pytest.raises(LayersimError, match="`intervals`"):
                 refuse_large_blocks(sums)
         else:
             refuse_large_blocks(sums)

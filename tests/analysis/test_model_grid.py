@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ class TestGrid:
 
     def test_an_index_that_is_no_pair(self, grid):
         for wrong in ("x0", ("x0",), ("x0", "z"), 0):
-            with pytest.raises(lsim.LayersimError, match="indexed by the names of two"):
+            with pytest.raises(lsim.LayersimError, match=re.escape(repr(wrong))):
                 grid[wrong]
 
     def test_tables(self, grid):
@@ -158,9 +159,9 @@ class TestGrid:
         assert grid.groups == ()
         assert "row_group" not in grid.to_frame().columns
         assert not grid.plot("dendrogram").layout.showlegend
-        with pytest.raises(lsim.LayersimError, match="`groups` must be given"):
+        with pytest.raises(lsim.LayersimError, match=r"`groups`.*None"):
             grid.compare_groups()
-        with pytest.raises(lsim.LayersimError, match="`relabelings` must be at least 1"):
+        with pytest.raises(lsim.LayersimError, match=r"`relabelings`.* 0"):
             grid.compare_groups([*"xyxy"], relabelings=0)
         assert grid.compare_groups([*"xyxy"]).p_value == pytest.approx(1 / 3)
         assert "Dendrogram" in lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").read_text()
@@ -228,7 +229,7 @@ class TestModels:
 
     def test_depths_that_differ(self):
         models = {"a": tiny_llama(), "deep": tiny_llama(5)}
-        with pytest.raises(lsim.LayersimError, match="defined for models of equal depth"):
+        with pytest.raises(lsim.LayersimError, match="a: 4, deep: 6"):
             lsim.compare_grid(models, random_tokens(), lsim.CKA(minibatch=16))
         grid = lsim.compare_grid(
             models,
@@ -237,10 +238,10 @@ class TestModels:
             distance=lambda result: float(result.values[-1, -1].clamp(-1, 1).arccos()),
         )
         assert grid["a", "deep"].values.shape == (4, 6)
-        with pytest.raises(lsim.LayersimError, match="two groups or more"):
+        with pytest.raises(lsim.LayersimError, match="`groups`"):
             grid.groups_by_layer(["x", "y"])
         three = lsim.compare_grid(models | {"b": tiny_llama()}, random_tokens(), lsim.CKA(minibatch=16), distance=float_one)
-        with pytest.raises(lsim.LayersimError, match="as many sites each"):
+        with pytest.raises(lsim.LayersimError, match="a: 4, deep: 6"):
             three.groups_by_layer([*"xyx"])
         assert float(grid.values[0, 1]) == pytest.approx(math.acos(float(grid["a", "deep"].values[-1, -1])))
 
@@ -264,7 +265,7 @@ class TestModels:
             for block in flat.model.layers:
                 block.self_attn.o_proj.weight.zero_()
                 block.mlp.down_proj.weight.zero_()
-        with pytest.raises(lsim.LayersimError, match=r"(?s)CKA is not defined at any layer.*x0 and flat"):
+        with pytest.raises(lsim.LayersimError, match=r"x0 and flat.*CKA is not defined"):
             lsim.compare_grid(models | {"flat": flat}, text_rows(), lsim.CKA(minibatch=16))
 
     def test_activations_that_are_not_finite(self):

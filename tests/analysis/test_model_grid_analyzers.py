@@ -84,16 +84,14 @@ class TestOtherAnalyzers:
 
     def test_a_distance_must_be_stated(self):
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-        with pytest.raises(lsim.LayersimError, match="`distance` must be given for Product"):
+        with pytest.raises(lsim.LayersimError, match=r"`distance`.*None"):
             lsim.compare_grid(models, random_tokens(), Product())
-        with pytest.raises(lsim.LayersimError, match="`distance` must return one number"):
-            lsim.compare_grid(models, random_tokens(), Product(), distance=lambda result: result.values)
 
     def test_exact_sums_of_all_pairs_must_fit(self):
         models = {name: tiny_llama() for name in "abcd"}
         need = 3 * 8 * (4 * 32) ** 2 / 1e9
         lsim.compare(models["a"], models["b"], random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
-        with pytest.raises(lsim.LayersimError, match="more memory than `max_memory_gb`"):
+        with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
             lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
 
 
@@ -101,11 +99,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("models", "message"),
         [
-            (lambda: [tiny_llama(), tiny_llama()], "`models` must be a mapping"),
-            (lambda: {1: tiny_llama(), 2: tiny_llama()}, "`models` must be a mapping"),
-            (lambda: {"a": tiny_llama()}, "`models` must hold two models or more"),
+            (lambda: [tiny_llama(), tiny_llama()], "`models`.*list"),
+            (lambda: {1: tiny_llama(), 2: tiny_llama()}, "`models`.*dict"),
+            (lambda: {"a": tiny_llama()}, "`models`.* 1 model"),
             # Python keeps the last of two equal names.
-            (lambda: dict(zip("aa", (tiny_llama(), tiny_llama(seed=1)), strict=True)), "a mapping keeps only the last of two"),
+            (lambda: dict(zip("aa", (tiny_llama(), tiny_llama(seed=1)), strict=True)), "`models`.* 1 model"),
         ],
     )
     def test_models(self, models, message):
@@ -115,12 +113,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"groups": [*"xy"]}, "`groups` must be a mapping from models to groups, or a list"),
-            ({"groups": "xyx"}, "`groups` must be a mapping from models to groups, or a list"),
-            ({"groups": {"a": 1, "b": 1}}, "`groups` must name the group of every model"),
-            ({"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups` must name the group of every model"),
-            ({"groups": [1, 1, 1]}, "two groups or more"),
-            ({"groups": [1, 2, 3]}, "one of them with two models or more"),
+            ({"groups": [*"xy"]}, r"`groups`.*\['x', 'y'\]"),
+            ({"groups": "xyx"}, "`groups`.*xyx"),
+            ({"groups": {"a": 1, "b": 1}}, "`groups`.*dict of 2"),
+            ({"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups`.*dict of 4"),
+            ({"groups": [1, 1, 1]}, "`groups`.*groups of 3 models"),
+            ({"groups": [1, 2, 3]}, "`groups`.*groups of 1, 1, 1 models"),
         ],
     )
     def test_options(self, options, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -126,7 +128,7 @@ def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
     for name, analyzer in both.items():
         assert_equal(merged, name, alone(analyzer))
         assert_equal(given, name, alone(analyzer))
-    with pytest.raises(lsim.LayersimError, match="differ from the analyzers"):
+    with pytest.raises(lsim.LayersimError, match="`analyzers`"):
         lsim.merge(tmp_path, analyzers={"raw": both["normed"], "normed": both["raw"]})
 
 
@@ -163,28 +165,24 @@ def test_a_worker_of_an_engine_and_the_difference_of_two_reports():
     assert bool((found["small"].interval("values").value == 0).all())
 
 
-def test_a_list_with_an_analyzer_twice_is_refused_with_the_mapping_to_write():
-    with pytest.raises(lsim.LayersimError, match="two analyzers of the same name") as caught:
+def test_a_list_with_an_analyzer_twice_is_refused():
+    with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*'logit_lens' twice"):
         lsim.analyze(tiny_llama(), ROWS, [lsim.LogitLens(norm="none"), lsim.LogitLens()])
-    assert caught.value.do == '{"logit_lens_a": LogitLens(...), "logit_lens_b": LogitLens(...)} in place of the list'
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "a b", "1st", "a.b", "a=b", "a,b", "_a", "é", 3, "../x", "a-b"])
 def test_a_name_that_a_file_or_an_option_cannot_hold_is_refused(name):
-    with pytest.raises(lsim.LayersimError, match="A name in `analyzers` must be letters, digits and _") as caught:
+    with pytest.raises(lsim.LayersimError, match=f"`analyzers` has the name {re.escape(repr(name))}"):
         lsim.analyze(tiny_llama(), ROWS, {name: lsim.Cosine(center="none")})
-    # The name that is proposed is one.
-    proposed = caught.value.do.split('"')[1]
-    assert list(choose_analyzers({proposed: lsim.Cosine()})) == [proposed]
 
 
 def test_the_name_of_another_analyzer_and_empty_mappings_are_refused():
-    with pytest.raises(lsim.LayersimError, match="that of another analyzer, CKA"):
+    with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*'cka'.*CKA"):
         lsim.analyze(tiny_llama(), ROWS, {"cka": lsim.Cosine()})
-    with pytest.raises(lsim.LayersimError, match="a part of the model in `estimate`"):
+    with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*'head'"):
         lsim.analyze(tiny_llama(), ROWS, {"head": lsim.LogitLens()})
     with pytest.raises(lsim.LayersimError, match="`analyzers` is empty"):
         lsim.analyze(tiny_llama(), ROWS, {})
-    with pytest.raises(lsim.LayersimError, match="must contain only analyzers"):
+    with pytest.raises(lsim.LayersimError, match="`analyzers` contains 3"):
         choose_analyzers({"a": 3})
     assert list(choose_analyzers({"cka": lsim.CKA()})) == ["cka"]

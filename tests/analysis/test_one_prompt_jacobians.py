@@ -74,17 +74,18 @@ class TestPrompt:
         model, tokens = tiny_llama(), random_tokens(1, 9)[0]
         for match, call in {
             "no effect on earlier": lambda: lsim.coupling_matrices(model, tokens, along="fixed-input", token=3, positions=[1]),
-            "lies outside the prompt": lambda: lsim.coupling_matrices(model, tokens, token=9),
-            "a block that does not exist": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
-            "names a block twice": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
-            "must contain token indices": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
-            "must be at least 2 and at most d_model": lambda: lsim.coupling_matrices(model, tokens, k=33),
-            "`token` cannot be used": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
-            "`positions` cannot be used": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
-            "the same pair of tokens, twice": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
-            "`positions` is empty": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
-            "`positions` must contain token indices": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
-            "`memory_mb` of block_jacobians cannot be nan": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
+            "Token 9": lambda: lsim.coupling_matrices(model, tokens, token=9),
+            r"`layers` is \[3\]": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
+            r"`layers` is \[0, -3\]": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
+            "`positions`.*'first'": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
+            "`k` is 33": lambda: lsim.coupling_matrices(model, tokens, k=33),
+            "`k` of coupling_matrices is 1": lambda: lsim.coupling_matrices(model, tokens, k=1),
+            "`token` is 1": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
+            r"`positions` is \[1\]": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
+            "`positions` selects a list": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
+            r"`positions` selects \[\]": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
+            r"`positions`.*\('a', 1\)": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
+            "`memory_mb`.*nan": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):
                 call()

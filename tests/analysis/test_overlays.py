@@ -71,18 +71,18 @@ def test_runs_are_named_by_model_then_by_file_then_by_number(runs, tmp_path):
 
 
 def test_what_cannot_be_overlaid_is_refused_with_the_names_that_exist(runs):
-    with pytest.raises(lsim.LayersimError, match=r"does not have: 'rsa'(.|\n)*'cosine', 'logit_lens', 'cka'"):
-        lsim.overlay(runs, "rsa")
-    with pytest.raises(lsim.LayersimError, match=r"must name one of the results(.|\n)*'cosine', 'logit_lens', 'cka'"):
-        lsim.overlay(runs)
-    with pytest.raises(lsim.LayersimError, match=r"CosineResult has no field 'to_lst'(.|\n)*one of values, .*to_last"):
-        lsim.overlay(runs, "cosine", "to_lst")
-    with pytest.raises(lsim.LayersimError, match="analyzer` is for reports"):
-        lsim.overlay([runs[0]["cka"]], "cka")
-    with pytest.raises(lsim.LayersimError, match=r"results of one analyzer(.|\n)*CKAResult, CosineResult"):
-        lsim.overlay([runs[0]["cka"], runs[1]["cosine"]])
-    for nothing in ([], {}, "path.safetensors", runs[0]):
-        with pytest.raises(lsim.LayersimError, match="`runs` must be a list of runs"):
-            lsim.overlay(nothing, "cka")
-    with pytest.raises(lsim.LayersimError, match="holds something that is no run"):
-        lsim.overlay([runs[0], 3], "cka")
+    cosine, cka = (runs[0][name] for name in ("cosine", "cka"))
+    for given, match in (
+        ((runs, "rsa"), "`analyzer` is 'rsa'.*'cosine', 'logit_lens', 'cka'"),
+        ((runs,), "`analyzer` is None.*'cosine', 'logit_lens', 'cka'"),
+        ((runs, "cosine", "to_lst"), "`field` is 'to_lst'.*CosineResult has .*to_last"),
+        (([cka], "cka"), "`analyzer` is 'cka'"),
+        ((runs[0], "cka"), "`analyzer` is 'cka'"),
+        (([cka, cosine],), "`runs` holds CKAResult, CosineResult"),
+        (([], "cka"), "`runs` holds no runs"),
+        (({}, "cka"), "`runs` holds no runs"),
+        (([runs[0], 3], "cka"), "`runs` contains 3"),
+        (("path.safetensors", "cka"), "`runs` of overlay is 'path.safetensors'"),
+    ):
+        with pytest.raises(lsim.LayersimError, match=match):
+            lsim.overlay(*given)

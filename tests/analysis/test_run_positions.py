@@ -237,7 +237,7 @@ def test_the_lens_of_a_classifier_reads_its_position_by_default_and_among_all(ki
 def test_the_lens_of_a_classifier_elsewhere_is_refused(kind, rule):
     head = "first" if kind.startswith("bert") else "last"
     rule = {"first": "last", "last": "first"}[head] if rule == "other" else rule
-    with pytest.raises(lsim.LayersimError, match=rf"whose head reads the {head} position(.|\n)*leave out positions="):
+    with pytest.raises(lsim.LayersimError, match=rf"`positions`.*Saturation.* reads the {head} position"):
         lsim.analyze(MODELS[kind][0](), lsim.Data(padded(), positions=rule), lsim.Saturation())
 
 
@@ -268,7 +268,7 @@ def test_rows_and_positions_together_need_a_rule():
 
 
 def test_skip_first_of_the_default_first_is_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`skip_first` leaves out the position that the model's head reads"):
+    with pytest.raises(lsim.LayersimError, match="`skip_first` is 1"):
         lsim.analyze(bert(), lsim.Data(padded(), skip_first=1), lsim.Cosine(center="none"))
     model, x = by_hand("bert classifier", lambda ids: [1])
     check(lsim.analyze(model, lsim.Data(padded(), skip_first=1, positions="first"), lsim.Cosine(center="none"))["cosine"], x)
@@ -280,7 +280,7 @@ def test_a_row_without_a_selected_position_contributes_nothing():
         "cosine"
     ]
     check(found, x)
-    with pytest.raises(lsim.LayersimError, match=r"no token to measure(.|\n)*positions="):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*`positions`"):
         lsim.analyze(model, lsim.Data(padded(), positions=slice(20, None)), lsim.Cosine(center="none"))
 
 
@@ -288,7 +288,7 @@ def test_a_row_without_a_selected_position_contributes_nothing():
     "analyzer", [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve(), lsim.BlockCoupling(k=3), lsim.NeuralCollapse()]
 )
 def test_the_mean_of_a_row_has_no_prediction(analyzer):
-    with pytest.raises(lsim.LayersimError, match=f"{type(analyzer).__name__} cannot be computed at the mean of a row"):
+    with pytest.raises(lsim.LayersimError, match=rf"`positions` is 'mean'.*{type(analyzer).__name__}"):
         lsim.analyze(tiny_llama(), lsim.Data(padded(), positions="mean"), analyzer)
 
 
@@ -319,7 +319,7 @@ def test_two_models_are_compared_at_the_same_positions(rule):
 @pytest.mark.filterwarnings("ignore:The vocabularies have")
 def test_models_whose_heads_differ_are_compared_by_a_given_rule():
     cka, classifier = lsim.CKA(estimator="exact"), causal_classifier()
-    with pytest.raises(lsim.LayersimError, match=r"`positions` must be given: the models' heads differ(.|\n)*every position"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions` must be given: .*every position"):
         lsim.compare(tiny_llama(), classifier, padded(), cka)
     assert lsim.compare(tiny_llama(), classifier, lsim.Data(padded(), positions="all"), cka).samples == sum(LENGTHS)
     alike = lsim.compare(classifier, classifier, padded(), cka)
@@ -355,7 +355,7 @@ def test_other_marks_of_the_data_do_not_resume_a_checkpoint(tmp_path):
     marks = torch.zeros_like(tokens)
     marks[:, 3:7] = 1
     first = run(marks)
-    with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
         run(marks.roll(1, 1))
     assert torch.equal(run(marks).values, first.values)
 
@@ -427,5 +427,5 @@ OWN_POSITIONS = {
 @pytest.mark.parametrize(("name", "option"), [(name, option) for name, (_, own) in OWN_POSITIONS.items() for option in own])
 def test_functions_that_read_positions_of_their_own_refuse_others(name, option):
     value = {"positions": "last", "skip_first": 1}[option]
-    with pytest.raises(lsim.LayersimError, match=f"`{option}` of `Data`(.|\n)*{option}={value!r}"):
+    with pytest.raises(lsim.LayersimError, match=f"`{option}` of `Data` is {value!r}"):
         OWN_POSITIONS[name][0](**{option: value})

@@ -39,13 +39,12 @@ class TestRelate:
 
     def test_what_has_no_line_is_refused(self):
         for couplings, scores, match in (
-            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, "too few points"),
-            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, "c, d on one side"),
-            ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}, "must be finite and differ"),
-            ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "must be finite and differ"),
-            ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, "must be finite and differ"),
-            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, "must be finite and differ"),
-            ({"a": None, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, "must contain numbers, or results of BlockCoupling"),
+            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, "`results` holds 2 points"),
+            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, "`results` and `scores`.* c, d is"),
+            ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}, "`results` and `scores`.*differ"),
+            ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "`results` and `scores`.*differ"),
+            ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, "`results` and `scores`.*differ"),
+            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, "`results` and `scores`.*differ"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.relate(couplings, scores)
@@ -53,7 +52,7 @@ class TestRelate:
     def test_small_values_may_differ_by_little(self):
         fit = lsim.relate({"a": 1e-12, "b": 2e-12, "c": 3e-12}, {"a": 1, "b": 2, "c": 3})
         assert fit.r_squared == pytest.approx(1)
-        with pytest.raises(lsim.LayersimError, match="must be finite and differ"):
+        with pytest.raises(lsim.LayersimError, match=r"`results` and `scores`.*differ"):
             lsim.relate({"a": 1e9, "b": 1e9 + 1e-4, "c": 1e9}, {"a": 1, "b": 2, "c": 3})
 
     def test_names_may_be_numbers_and_results_a_series(self):
@@ -72,7 +71,7 @@ class TestRelate:
         found = lsim.relate(x, y)
         assert found.names == ("0", "1", "2", "3")
         assert found.values.tolist() == [3.0, 1.0, 2.0, 5.0]
-        with pytest.raises(lsim.LayersimError, match="3 on one side"):
+        with pytest.raises(lsim.LayersimError, match=r"`results` and `scores`.* 3 is"):
             lsim.relate(x, y[:3])
 
     def test_correlations_are_those_of_their_formulas(self):
@@ -110,12 +109,9 @@ class TestRelate:
         assert (falling.intercept, falling.slope) == pytest.approx((100, -3))
         assert falling.r_squared == pytest.approx(1)
 
-    def test_what_is_no_number_is_refused(self):
+    def test_the_confidence_is_a_fraction(self):
         good = {"a": 1, "b": 2, "c": 4}
-        for bad in ("abc", {"a": "1", "b": 2, "c": 3}, {"a": True, "b": 2, "c": 3}, {"a": [1, 2], "b": 2, "c": 3}, object()):
-            with pytest.raises(lsim.LayersimError, match="`scores` must contain numbers"):
-                lsim.relate(good, bad)
-        with pytest.raises(lsim.LayersimError, match="`confidence` must be between"):
+        with pytest.raises(lsim.LayersimError, match=r"`confidence`.*1"):
             lsim.relate(good, good, confidence=1)
 
     def test_many_points_carry_no_names(self):
@@ -142,11 +138,11 @@ class TestCoupling:
         expected = max(0.0, float(chance + back) / 2)
         assert abs(edges[frozenset(("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"))] - expected) < 1e-12
         raw = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(residuals(1)[:, :9])])
-        with pytest.raises(lsim.LayersimError, match="between 0 and 1"):
+        with pytest.raises(lsim.LayersimError, match=r"`result`.*normalize=False"):
             lsim.plot_adjacency(raw)
         assert raw.mean() < 0
 
     def test_other_options_are_refused(self):
         one, raw = (from_views(lsim.BlockCoupling(k=3, normalize=n), [view(residuals(1)[:, :9])]) for n in (True, False))
-        with pytest.raises(lsim.LayersimError, match="measured with different options"):
+        with pytest.raises(lsim.LayersimError, match=r"`results`.*False.*True"):
             lsim.relate({"a": one, "b": raw, "c": one}, {"a": 1, "b": 2, "c": 3})

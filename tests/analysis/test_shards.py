@@ -102,23 +102,23 @@ def test_two_stages_equal_two_passes(tmp_path):
     options = {"batch_size": 2, "intervals": True}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
-    with pytest.raises(lsim.LayersimError, match=r"^Files of a first stage(.|\n)*0.safetensors(.|\n)*with first= "):
+    with pytest.raises(lsim.LayersimError, match=r"first stage.*0\.safetensors.*`first`"):
         lsim.merge(first)
     # The stages may have different numbers of shards.
     parts = measured(tmp_path / "parts", 4, model, data, analyzers, first=first, **options)
     assert_same(lsim.merge(str(parts / "*.safetensors")), alone, tmp_path)
     again = {"shard": (0, 4), "save_to": tmp_path / "other", **options}
-    with pytest.raises(lsim.LayersimError, match=r"^2 of 3 shards are missing: 1, 2(.|\n)*first(.|\n)*shard=\(1, 3\)"):
+    with pytest.raises(lsim.LayersimError, match=r"2 of 3 .*1, 2\..*shard=\(1, 3\).*`first`"):
         called(lsim.analyze, model, data, analyzers, first=first / "0.safetensors", **again)
-    with pytest.raises(lsim.LayersimError, match=r"^`first` holds the first stage of other data"):
+    with pytest.raises(lsim.LayersimError, match=r"`first`.*\d+ tokens"):
         called(lsim.analyze, model, data[::-1], analyzers, first=first, **again)
-    with pytest.raises(lsim.LayersimError, match=r"^`first` holds the first stage of another run, with (.|\n)*other analyzers"):
+    with pytest.raises(lsim.LayersimError, match=r"`first`.*other analyzers.*0\.safetensors"):
         called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA(minibatch=4)], first=first, **again)
-    with pytest.raises(lsim.LayersimError, match=r"^`first` must name files of a first stage"):
+    with pytest.raises(lsim.LayersimError, match=r"`first`.*0\.safetensors"):
         called(lsim.analyze, model, data, analyzers, first=parts, **again)
-    with pytest.raises(lsim.LayersimError, match=r"^`first` is not needed"):
+    with pytest.raises(lsim.LayersimError, match="`first` is given"):
         called(lsim.analyze, model, data, "cka", first=first, **again)
-    with pytest.raises(lsim.LayersimError, match=r"^`first` names no file"):
+    with pytest.raises(lsim.LayersimError, match=r"`first`.*no\*"):
         called(lsim.analyze, model, data, analyzers, first=tmp_path / "no*", **again)
     assert not (tmp_path / "other").exists()
 
@@ -155,7 +155,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     other = lsim.analyze(
         model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none"), shard=(0, 2), save_to=tmp_path / "other"
     )
-    with pytest.raises(lsim.LayersimError, match=r"^Shards are not finished(.|\n)*part \(shard 1\)(.|\n)*shard=\(1, 2\)"):
+    with pytest.raises(lsim.LayersimError, match=r"part \(shard 1\).*shard=\(1, 2\)"):
         lsim.merge([path, other])
     calls.clear()
     assert called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call) == path
@@ -167,9 +167,9 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     assert (len(calls), len(counted)) == (5, 3)
     assert "is complete" in capsys.readouterr().err
     for others in (data[::-1], data[:8]):
-        with pytest.raises(lsim.LayersimError, match=r"^`save_to` holds the shard of other data(.|\n)*80 tokens in 16 rows"):
+        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*80 tokens in 16 rows"):
             called(lsim.analyze, model, others, lsim.Cosine(center="none"), **call)
-    with pytest.raises(lsim.LayersimError, match=r"^.*part belongs to another shard or to another run: other number of the"):
+    with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part, .*other number of the"):
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
     assert_same(
         lsim.merge([path, other]), lsim.analyze(model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none")), tmp_path
@@ -186,20 +186,20 @@ def test_data_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch
             self.rows = self.rows[::-1]
 
     monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 0)
-    with pytest.raises(lsim.LayersimError, match=r"^`data` gave different rows on the second data pass"):
+    with pytest.raises(lsim.LayersimError, match="`data` gave different rows"):
         lsim.analyze(tiny_llama(), lsim.Data(Changing(), batch_size=2), "cka", shard=(0, 2), save_to=tmp_path / "part")
 
 
 REFUSED = {
-    "no file": ({"shard": (0, 2)}, r"^`shard` needs `save_to`(.|\n)*save_to=\"part-0"),
-    "no shard": ({"save_to": "part"}, r"^`save_to` belongs to a shard(.|\n)*report.save"),
-    "first alone": ({"first": "x"}, r"^`first` belongs to a shard"),
-    "number": ({"shard": (2, 2), "save_to": "part"}, r"^`shard` must be the number of a shard, from 0(.|\n)*shard=\(1, 2\)"),
-    "negative": ({"shard": (-1, 2), "save_to": "part"}, r"^`shard` must be the number"),
-    "none": ({"shard": (0, 0), "save_to": "part"}, r"^`shard` must be the number(.|\n)*shard=\(0, 1\)"),
-    "checkpoint": ({"shard": (0, 2), "save_to": "part", "checkpoint": "x"}, r"^`checkpoint` cannot be combined with `shard`"),
-    "blocking": ({"shard": (0, 2), "save_to": "part", "blocking": False}, r"^`blocking` cannot be combined with `shard`"),
-    "folder": ({"shard": (0, 2), "save_to": "nowhere/part"}, r"^`save_to` names a file in a folder that does not exist"),
+    "no file": ({"shard": (0, 2)}, r"`shard` is \(0, 2\), and `save_to`"),
+    "no shard": ({"save_to": "part"}, "`save_to` is 'part'.*`shard`"),
+    "first alone": ({"first": "x"}, "`first` is 'x'.*`shard`"),
+    "number": ({"shard": (2, 2), "save_to": "part"}, r"`shard` is \(2, 2\)"),
+    "negative": ({"shard": (-1, 2), "save_to": "part"}, r"`shard` is \(-1, 2\)"),
+    "none": ({"shard": (0, 0), "save_to": "part"}, r"`shard` is \(0, 0\)"),
+    "checkpoint": ({"shard": (0, 2), "save_to": "part", "checkpoint": "x"}, "`checkpoint`.*`shard`"),
+    "blocking": ({"shard": (0, 2), "save_to": "part", "blocking": False}, "`blocking=False`.*`shard`"),
+    "folder": ({"shard": (0, 2), "save_to": "nowhere/part"}, r"^`save_to` names a folder"),
 }
 
 
@@ -213,10 +213,10 @@ def test_arguments_that_contradict_each_other_are_refused(options, words, tmp_pa
 
 def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
     call = {"shard": (0, 2), "save_to": tmp_path / "part"}
-    with pytest.raises(lsim.LayersimError, match=r"^`data` can be read only once"):
+    with pytest.raises(lsim.LayersimError, match="`data`"):
         called(lsim.analyze, tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
     monkeypatch.setattr(shards, "rank_and_size", lambda: (0, 2))
-    with pytest.raises(lsim.LayersimError, match=r"^`shard` cannot be used in a torch.distributed group"):
+    with pytest.raises(lsim.LayersimError, match=r"`shard` is \(0, 2\).*2 ranks"):
         called(lsim.analyze, tiny_llama(), random_tokens(4, 5), "cka", **call)
 
 
@@ -238,15 +238,15 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     model, data = tiny_llama(), list(random_tokens(9, 5))
     parts = measured(tmp_path / "parts", 3, model, data, "cka", batch_size=1)
     files = sorted(parts.iterdir())
-    with pytest.raises(lsim.LayersimError, match=r"^1 of 3 shards is missing: 1\.(.|\n)*shard=\(1, 3\)"):
+    with pytest.raises(lsim.LayersimError, match=r"1 of 3 .*: 1\..*shard=\(1, 3\)"):
         lsim.merge([files[0], files[2]])
-    with pytest.raises(lsim.LayersimError, match=r"^A shard is given more than once(.|\n)*0.safetensors(.|\n)*0.safetensors"):
+    with pytest.raises(lsim.LayersimError, match=r"0\.safetensors.*0\.safetensors"):
         lsim.merge([*files, files[0]])
     with pytest.raises(FileNotFoundError, match=r"3\.safetensors"):
         lsim.merge([*files, parts / "3.safetensors"])
-    with pytest.raises(lsim.LayersimError, match=r"^`files` names no file"):
+    with pytest.raises(lsim.LayersimError, match=r"`files` is "):
         lsim.merge([])
-    with pytest.raises(lsim.LayersimError, match=r"another kind of data"):
+    with pytest.raises(lsim.LayersimError, match="report"):
         lsim.merge([lsim.merge(parts).save(tmp_path / "report")])
 
     def odd(name, number=1, of=3, rows=data, analyzers="cka", of_model=model, **options):
@@ -256,17 +256,17 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     def refused(path):
         with pytest.raises(lsim.LayersimError) as caught:
             lsim.merge([files[0], path, files[2]])
-        assert f"{path} (shard {1})" in caught.value.given
-        return caught.value.what
+        assert f"{path} (shard {1})" in str(caught.value)
+        return str(caught.value)
 
-    assert refused(odd("rows", rows=data[::-1])) == "Shards are of other data than the rest."
+    assert "45 tokens in 9 rows" in refused(odd("rows", rows=data[::-1]))
     assert "other options skip_first=1" in refused(odd("options", skip_first=1))
     assert "with other analyzers" in refused(odd("analyzers", analyzers=lsim.CKA(minibatch=8)))
     assert "with other model" in refused(odd("model", of_model=tiny_llama(layers=2)))
-    assert refused(odd("number", of=4)).endswith("with 4 shards, not 3.")
+    assert "with 4 shards, not 3" in refused(odd("number", of=4))
     assert "intervals=True" in refused(odd("intervals", intervals=True))
     monkeypatch.setattr(run_analysis, "version", lambda _: "9.9")
-    with pytest.raises(lsim.LayersimError, match=r"another version(.|\n)*version \(shard 1\)"):
+    with pytest.raises(lsim.LayersimError, match=r"9\.9.*version \(shard 1\)"):
         lsim.merge([files[0], odd("version"), files[2]])
 
 
@@ -274,7 +274,7 @@ def test_a_damaged_file_is_named(tmp_path):
     parts = measured(tmp_path / "parts", 2, tiny_llama(), random_tokens(4, 5), "cka", batch_size=1)
     path = parts / "1.safetensors"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(lsim.LayersimError, match=r"1\.safetensors cannot be read: it is truncated"):
+    with pytest.raises(lsim.LayersimError, match=r"1\.safetensors"):
         lsim.merge(parts)
 
 
@@ -282,6 +282,6 @@ def test_analyzers_that_hold_tensors_are_given_again(tmp_path):
     model, data = tiny_llama(), list(random_tokens(8, 6))
     probe = lsim.NeuralCollapse(classes=4)
     parts = measured(tmp_path / "parts", 2, model, data, [probe], batch_size=2)
-    with pytest.raises(lsim.LayersimError, match=r"^`analyzers` differ from the analyzers of the saved run"):
+    with pytest.raises(lsim.LayersimError, match="`analyzers`"):
         lsim.merge(parts, analyzers=[lsim.NeuralCollapse(classes=5)])
     assert_same(lsim.merge(parts, analyzers=[probe]), lsim.analyze(model, lsim.Data(data, batch_size=2), [probe]), tmp_path)

@@ -98,14 +98,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("models", "match"),
         [
-            ([], "`models` must be a mapping"),
-            ({}, "`models` is empty"),
-            ({True: None}, "finite numbers only, or names only"),
-            ({0: None, "a": None}, "finite numbers only, or names only"),
-            ({"a": None, 0: None}, "finite numbers only, or names only"),
-            ({" ": None}, "finite numbers only, or names only"),
-            ({float("nan"): None}, "finite numbers only, or names only"),
-            ({0: "org/name"}, "must hold models, or functions"),
+            ([], "`models` of sweep"),
+            ({True: None}, r"`models`.*\[True\]"),
+            ({0: None, "a": None}, r"`models`.*\[0, 'a'\]"),
+            ({"a": None, 0: None}, r"`models`.*\['a', 0\]"),
+            ({" ": None}, r"`models`.*\[' '\]"),
+            ({float("nan"): None}, r"`models`.*\[nan\]"),
+            ({0: "org/name"}, "`models`.*'org/name'"),
         ],
     )
     def test_models(self, models, match):
@@ -118,7 +117,7 @@ class TestRefusals:
         for name, value in {"max_length": 8, "blocking": False, "model": models[0]}.items():
             with pytest.raises(TypeError, match=name):
                 called(lsim.sweep, models, random_tokens(4), "cosine", **{name: value})
-        with pytest.raises(lsim.LayersimError, match="analyzer that does not exist"):
+        with pytest.raises(lsim.LayersimError, match="`analyzers` names 'cosin'"):
             lsim.sweep(models, random_tokens(4), "cosin")
 
     def test_keys_of_numpy_are_numbers(self, models):
@@ -260,7 +259,7 @@ class TestTables:
         assert list(read) == list(found)
         assert all(equal(read[key], found[key]) for key in found)
         np.testing.assert_array_equal(read[10]["cka"].interval("values").low, found[10]["cka"].interval("values").low)
-        with pytest.raises(lsim.LayersimError, match="another kind of data"):
+        with pytest.raises(lsim.LayersimError, match=r"sweep.safetensors"):
             lsim.load_report(tmp_path / "sweep.safetensors")
 
     def test_columns_of_curves_matrices_and_numbers(self, found):
@@ -318,15 +317,14 @@ class TestTables:
 
     def test_what_is_not_there_is_refused_by_name(self, found):
         for call, match in (
-            (lambda: found.to_frame("ckaa"), "no results of 'ckaa'"),
-            (lambda: found.numbers("cka", "valuess"), "no field 'valuess'"),
-            (lambda: found.numbers("cka", layer=9), "'layer' has no label 9"),
-            (lambda: found.numbers("cka", layer=-5), "'layer' has no label -5"),
-            (lambda: found.numbers("cka", layer=True), "'layer' has no label True"),
-            (lambda: found.numbers("cka", select={"quantile": 0.5}), "`select` names an axis"),
-            (lambda: found.numbers("cosine", "to_last", select={"quantile": 0.4}), "'quantile' has no label 0.4"),
-            (lambda: found.numbers("block_coupling", "by_length"), "a label must be selected"),
-            (lambda: Sweep({0: "no report"}), "must hold a report for each key"),
+            (lambda: found.to_frame("ckaa"), "`analyzer` is 'ckaa'"),
+            (lambda: found.numbers("cka", "valuess"), "`field` is 'valuess'"),
+            (lambda: found.numbers("cka", layer=9), "`layer` is 9"),
+            (lambda: found.numbers("cka", layer=-5), "`layer` is -5"),
+            (lambda: found.numbers("cka", layer=True), "`layer` is True"),
+            (lambda: found.numbers("cka", select={"quantile": 0.5}), "`select` names 'quantile'"),
+            (lambda: found.numbers("cosine", "to_last", select={"quantile": 0.4}), "`quantile` is 0.4"),
+            (lambda: found.numbers("block_coupling", "by_length"), "`select`.*'by_length'"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 call()

@@ -95,7 +95,7 @@ def test_one_number_for_each_model_is_one_line(found):
     headline = lsim.plot_sweep(found, "trajectory", "line-shape score (1: a straight line)")
     assert list(drawn(headline)[0].y) == list(line.y)
     for over in ("depth", "both"):
-        with pytest.raises(lsim.LayersimError, match='`over` must be "key"'):
+        with pytest.raises(lsim.LayersimError, match="`over` is '"):
             lsim.plot_sweep(found, "trajectory", "lss_mean", over=over)
 
 
@@ -174,19 +174,19 @@ def test_a_heat_map_of_layers_by_steps(found):
     assert figure.layout.yaxis.title.text == "After block"
     assert heat.colorbar.title.text == "Linear CKA"
     deep = lsim.analyze(tiny_llama(6), random_tokens(4), lsim.Trajectory())["trajectory"]
-    with pytest.raises(lsim.LayersimError, match="same layers"):
+    with pytest.raises(lsim.LayersimError, match=r"`over`.*7, 4 sites"):
         lsim.plot_sweep({"a": deep, "b": found[0]["trajectory"]}, over="both")
 
 
 def test_what_cannot_be_drawn_is_refused(found):
     cka = found[0]["cka"]
     for call, match in (
-        (lambda: lsim.plot_sweep(found), "`analyzer` must name one"),
-        (lambda: lsim.plot_sweep({1: cka}, "cka"), "`analyzer` is for a Sweep"),
-        (lambda: lsim.plot_sweep({}), "results of one analyzer"),
-        (lambda: lsim.plot_sweep({1: cka, 2: "x"}), "results of one analyzer"),
-        (lambda: lsim.plot_sweep({1: cka, 2: found[0]["cosine"]}), "results of one analyzer"),
-        (lambda: lsim.plot_sweep([cka]), "must be a mapping"),
+        (lambda: lsim.plot_sweep(found), "`analyzer` is None"),
+        (lambda: lsim.plot_sweep({1: cka}, "cka"), "`analyzer` is 'cka'"),
+        (lambda: lsim.plot_sweep({}), "`results` holds no results"),
+        (lambda: lsim.plot_sweep({1: cka, 2: "x"}), "`results` holds CKAResult, str"),
+        (lambda: lsim.plot_sweep({1: cka, 2: found[0]["cosine"]}), "`results` holds CKAResult, CosineResult"),
+        (lambda: lsim.plot_sweep([cka]), "`results` of plot_sweep"),
     ):
         with pytest.raises(lsim.LayersimError, match=match):
             call()

@@ -140,9 +140,7 @@ def test_residuals_of_one_width_are_compared_without_projections():
 
 
 def test_towers_of_unequal_width_need_their_projections():
-    with pytest.raises(
-        lsim.LayersimError, match=r"width 24 and(.|\n)*width 16(.|\n)*`visual_projection` and `text_projection`"
-    ):
+    with pytest.raises(lsim.LayersimError, match=r"`projected` is False.*24 \(vision\).*16 \(text\)"):
         lsim.tower_similarity(clip_of(), pairs(), projected=False)
     model = copy.deepcopy(clip_of())
     del model.text_projection
@@ -159,7 +157,7 @@ def test_a_model_that_projects_in_another_way_is_refused():
 
     model = copy.deepcopy(clip_of())
     model.__class__ = Own
-    with pytest.raises(lsim.LayersimError, match=r"vision tower, projected, differs from the model's own `image_embeds`"):
+    with pytest.raises(lsim.LayersimError, match="`image_embeds`"):
         lsim.tower_similarity(model, pairs())
 
 
@@ -170,16 +168,16 @@ BAD = {
     "tokens alone": (torch.full((9, 4), 98), "texts without images"),
     "images alone": (PIXELS, "images without texts"),
     "images in a mapping": ({"pixel_values": PIXELS}, "images without texts"),
-    "another size": ({**DATA, "pixel_values": PIXELS[..., :4]}, r"Input image size \(8\*4\)"),
-    "fewer images": ({**DATA, "pixel_values": PIXELS[:3]}, "`pixel_values` in the data does not fit the rows"),
-    "no end of text": ({**DATA, "input_ids": TOKENS.masked_fill(TOKENS == 98, 5)}, "without the end-of-text token"),
+    "another size": ({**DATA, "pixel_values": PIXELS[..., :4]}, "`pixel_values`.* 3 x 8 x 4"),
+    "fewer images": ({**DATA, "pixel_values": PIXELS[:3]}, "`pixel_values` in the data"),
+    "no end of text": ({**DATA, "input_ids": TOKENS.masked_fill(TOKENS == 98, 5)}, "none of them 98, the end-of-text token"),
     "too long": (
         {
             "input_ids": torch.cat([TOKENS, TOKENS, TOKENS], 1),
             "pixel_values": PIXELS,
             "attention_mask": torch.cat([MASK] * 3, 1),
         },
-        "longer than the model's context",
+        "`data` has a row of 27 tokens",
     ),
     "whole numbers": ({**DATA, "pixel_values": (PIXELS * 9).long()}, "must be floating-point"),
 }
@@ -197,10 +195,10 @@ def test_other_models_are_refused():
     siglip = hf.SiglipModel(
         hf.SiglipConfig(text_config=small | {"vocab_size": 99}, vision_config=small | {"image_size": 8, "patch_size": 4})
     )
-    with pytest.raises(lsim.LayersimError, match=r"pools all of its positions(.|\n)*SiglipModel"):
+    with pytest.raises(lsim.LayersimError, match=r"`clip` is a SiglipModel, which pools"):
         lsim.tower_similarity(siglip, pairs())
     for model in (clip_of().vision_model, lsim.demo_model(), "openai/clip-vit-base-patch32"):
-        with pytest.raises(lsim.LayersimError, match="must be a model with a vision and a text tower"):
+        with pytest.raises(lsim.LayersimError, match=r"`clip` is .*; it must be CLIPModel"):
             lsim.tower_similarity(model, pairs())
 
 

@@ -24,22 +24,22 @@ def grows(view):
 
 
 BAD_ANALYZERS = {
-    "a class": (lambda: lsim.CKA, r"class CKA, not an instance of it(.|\n)*CKA\(\)"),
-    "no name": (lambda: analyzer(give=grows, body={"name": ""}), r"no name that a report can use(.|\n)*mine"),
-    "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "no name that a report can use"),
-    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), r"cannot be added across(.|\n)*'x' is a float"),
-    "sums that grow": (lambda: analyzer(give=grows), r"cannot be added across(.|\n)*shape(.|\n)*sum over the token axis"),
+    "a class": (lambda: lsim.CKA, "`analyzers` contains the class CKA"),
+    "no name": (lambda: analyzer(give=grows, body={"name": ""}), "`name` of Mine is ''"),
+    "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "`name` of Mine is 'a/b'"),
+    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), "kernel of .*'x' is a float"),
+    "sums that grow": (lambda: analyzer(give=grows), "kernel of .*shape"),
     "no result": (
         lambda: analyzer(give=lambda v: {"n": torch.tensor(1)}, back=torch.zeros(3)),
-        r"compute must return a Result(.|\n)*Tensor",
+        "compute returned a tensor",
     ),
     "a set of options": (
         lambda: analyzer(give=grows, body={"__annotations__": {"which": set}, "which": frozenset({1})}),
-        r"option has a type that cannot be recorded(.|\n)*frozenset",
+        "option of the analyzer is.*frozenset",
     ),
     "an option of the data": (
         lambda: analyzer(give=grows, body={"__annotations__": {"pack": bool}, "pack": True}),
-        r"option whose name is reserved for a data option(.|\n)*pack",
+        "Mine has the option pack",
     ),
 }
 

@@ -157,7 +157,7 @@ def test_one_block():
 
 
 def test_a_source_without_sublayers_is_refused():
-    with pytest.raises(LayersimError, match="which this source does not read"):
+    with pytest.raises(LayersimError, match="hook_attn_out"):
         from_views(lsim.Contribution(), [view(residuals(0))])
 
 

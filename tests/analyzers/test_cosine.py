@@ -40,7 +40,7 @@ def test_a_given_mean_is_the_dataset_mean_without_a_first_pass():
 
 
 def test_a_mean_that_does_not_fit_is_refused():
-    with pytest.raises(lsim.LayersimError, match=r"does not fit the model(.|\n)*\(3, 32\)(.|\n)*\(4, 32\)"):
+    with pytest.raises(lsim.LayersimError, match=r"`center`.*\(3, 32\).*\(4, 32\)"):
         lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center=torch.zeros(3, 32)))
 
 
@@ -69,20 +69,20 @@ def test_monotone_share_counts_tokens_that_rise_at_every_step():
 
 
 def test_zero_vectors_alone_have_no_cosine():
-    with pytest.raises(lsim.LayersimError, match=r"is a zero vector(.|\n)*40 tokens whose residual is zero at every layer"):
+    with pytest.raises(lsim.LayersimError, match="40 tokens is zero"):
         from_views(lsim.Cosine(center="none"), [view(residuals(0) * 0)])
 
 
 def test_one_token_has_no_centred_cosine():
-    with pytest.raises(lsim.LayersimError, match=r"so few tokens(.|\n)*1 tokens(.|\n)*at least 2"):
+    with pytest.raises(lsim.LayersimError, match=r"at least 2 tokens.* 1"):
         from_views(lsim.Cosine(), [view(residuals(0, tokens=1))])
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`center` of Cosine cannot be(.|\n)*dataset"):
+    with pytest.raises(lsim.LayersimError, match=r"`center`.*dataset"):
         lsim.Cosine(center="sample")
     for bins in (1, 100_001, 10**12):
-        with pytest.raises(lsim.LayersimError, match=rf"histogram_bins={bins}\b"):
+        with pytest.raises(lsim.LayersimError, match=rf"`histogram_bins`.* {bins}\b"):
             lsim.Cosine(histogram_bins=bins)
 
 
@@ -111,7 +111,7 @@ def test_spread_survives_where_layers_are_close():
 
 
 def test_a_mean_that_is_not_finite_is_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`center` must have a finite number for each layer(.|\n)*1 not finite"):
+    with pytest.raises(lsim.LayersimError, match=r"`center`.* 1 .*finite"):
         lsim.Cosine(center=torch.tensor([[1.0, float("nan")]]))
 
 

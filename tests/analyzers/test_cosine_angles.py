@@ -73,7 +73,7 @@ def test_more_tokens_than_a_chunk():
 def test_gaps_that_do_not_exist_are_refused():
     found = from_views(lsim.Cosine(), [view(residuals(0))])
     for n in (0, 4):
-        with pytest.raises(lsim.LayersimError, match=r"`n` must be a number of blocks(.|\n)*1 to 3"):
+        with pytest.raises(lsim.LayersimError, match=r"`n`.* 1 to 3"):
             found.angular_by_gap(n)
 
 
@@ -82,7 +82,7 @@ def test_sites_that_are_not_consecutive_have_no_gaps():
     found = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(), at=at)["cosine"]
     assert bool(found.block_influence.isnan().all())
     assert float(found.angular[0, 1]) > 0
-    with pytest.raises(lsim.LayersimError, match=r"residual stream after every block(.|\n)*without at="):
+    with pytest.raises(lsim.LayersimError, match="every block"):
         found.blocks_to_drop(1)
 
 

@@ -144,24 +144,24 @@ def test_rounding_is_not_counted_as_directions():
 
 def test_equal_samples_are_refused():
     x = np.repeat(residuals(0, tokens=1), 20, axis=1)
-    with pytest.raises(lsim.LayersimError, match=r"not defined at any site(.|\n)*20 tokens, all equal"):
+    with pytest.raises(lsim.LayersimError, match=r"not defined at any site.*20 tokens"):
         from_views(lsim.EffectiveRank(), [view(x)])
     found = from_views(lsim.EffectiveRank(center="none"), [view(x)])
     np.testing.assert_allclose(found.values, 1, rtol=1e-6)
 
 
 def test_one_sample_has_no_spectrum():
-    with pytest.raises(lsim.LayersimError, match=r"so few tokens(.|\n)*1 tokens(.|\n)*at least 2"):
+    with pytest.raises(lsim.LayersimError, match=r"at least 2 tokens.* 1"):
         from_views(lsim.EffectiveRank(), [view(residuals(0, tokens=1))])
-    with pytest.raises(lsim.LayersimError, match=r"so few sequences(.|\n)*1 sequences"):
+    with pytest.raises(lsim.LayersimError, match=r"2 sequences.* 1"):
         from_views(lsim.EffectiveRank(level="sequence"), [view(residuals(0))])
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(lsim.LayersimError, match="`top` of EffectiveRank cannot be"):
+    with pytest.raises(lsim.LayersimError, match="`top`"):
         lsim.EffectiveRank(top=0)
     # 4 sites x 32 x 32 numbers of 8 bytes, three times: 98 kB.
-    with pytest.raises(lsim.LayersimError, match=r"more memory than `max_memory_gb`(.|\n)*4 sites x 32\^2(.|\n)*at=\["):
+    with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
         lsim.analyze(tiny_llama(), random_tokens(), lsim.EffectiveRank(max_memory_gb=9.8e-5))
     lsim.analyze(tiny_llama(), random_tokens(4, 20), lsim.EffectiveRank(max_memory_gb=2e-4))
 

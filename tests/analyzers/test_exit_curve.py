@@ -23,7 +23,7 @@ def test_effective_depth():
     for eps in (0.0, 0.3, 0.9, 0.99, 1.0):
         reached = [i + 1 for i, a in enumerate(accuracy) if a >= 1 - eps]
         assert found.effective_depth(eps) == (reached[0] if reached else len(accuracy))
-    with pytest.raises(lsim.LayersimError, match="`eps` must be between 0 and 1"):
+    with pytest.raises(lsim.LayersimError, match=r"`eps`.* 5"):
         found.effective_depth(5)
 
 
@@ -40,16 +40,16 @@ def test_thresholds():
         np.testing.assert_allclose(getattr(curve, name), expected[name], rtol=1e-9)
     assert curve.threshold_for(agreement=1.0) == 1.0
     assert curve.threshold_for(agreement=0.0) == 0.0
-    with pytest.raises(lsim.LayersimError, match=r"was not measured(.|\n)*0, 0.5, 1(.|\n)*at\(0.5\), or ExitCurve"):
+    with pytest.raises(lsim.LayersimError, match=r"`threshold` is 0\.7; .* 0, 0\.5, 1"):
         curve.at(0.7)
-    with pytest.raises(lsim.LayersimError, match=r"no measured threshold reaches the requested values"):
+    with pytest.raises(lsim.LayersimError, match=r"accuracy=1\.0"):
         curve.threshold_for(accuracy=1.0)
-    with pytest.raises(lsim.LayersimError, match=r"agreement= or accuracy="):
+    with pytest.raises(lsim.LayersimError, match="`agreement` or `accuracy`"):
         curve.threshold_for()
     for bad in ((), (1.5,), (-0.1, 0.5)):
-        with pytest.raises(lsim.LayersimError, match="`thresholds` must"):
+        with pytest.raises(lsim.LayersimError, match="`thresholds`"):
             lsim.ExitCurve(thresholds=bad)
-    with pytest.raises(lsim.LayersimError, match="`top_k` must be at least 1"):
+    with pytest.raises(lsim.LayersimError, match="`top_k`"):
         lsim.LogitLens(top_k=(0, 5))
 
 

@@ -94,7 +94,7 @@ def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
     ]
     model = tiny_llama()
     report = called(lsim.analyze, model, random_tokens(12, 6), analyzers, **options)
-    probed = lsim.linear_probe(model, random_tokens(12, 6), lsim.LinearProbe(labels=torch.arange(12) % 2), **options)
+    probed = called(lsim.linear_probe, model, random_tokens(12, 6), lsim.LinearProbe(labels=torch.arange(12) % 2), **options)
     for result in [*report.values(), probed]:
         words = " ".join(result.headline())
         assert result.in_depth_order == (at == "resid_mid")

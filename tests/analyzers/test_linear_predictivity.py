@@ -156,21 +156,21 @@ def test_sites_of_other_widths_are_padded():
 
 def test_a_ridge_within_rounding_is_refused():
     x = residuals(0, tokens=60) + 1e4
-    with pytest.raises(lsim.LayersimError, match=r"`ridge` is within the rounding error(.|\n)*ridge=1e-12") as error:
+    with pytest.raises(lsim.LayersimError, match="`ridge` is 1e-12") as error:
         one(x, ridge=1e-12)
-    proposed = float(str(error.value).rsplit("ridge=", 1)[1])
+    proposed = float(str(error.value).removesuffix(".").rsplit(" ", 1)[1])
     one(x, ridge=proposed)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"ridge": 0}, "`ridge` of LinearPredictivity cannot be"),
-        ({"ridge": float("nan")}, "`ridge` of LinearPredictivity cannot be"),
-        ({"ridge": float("inf")}, "`ridge` of LinearPredictivity cannot be"),
-        ({"test_fraction": 0}, "`test_fraction` of LinearPredictivity cannot be"),
-        ({"test_fraction": 1.0}, "`test_fraction` of LinearPredictivity cannot be"),
-        ({"test_fraction": 20}, "test_fraction=20"),
+        ({"ridge": 0}, "`ridge`.* 0"),
+        ({"ridge": float("nan")}, "`ridge`.* nan"),
+        ({"ridge": float("inf")}, "`ridge`.* inf"),
+        ({"test_fraction": 0}, "`test_fraction`.* 0"),
+        ({"test_fraction": 1.0}, "`test_fraction`.* 1.0"),
+        ({"test_fraction": 20}, "`test_fraction`.* 20"),
     ],
 )
 def test_wrong_options_are_refused(options, text):
@@ -180,9 +180,9 @@ def test_wrong_options_are_refused(options, text):
 
 def test_packed_rows_and_attach_are_refused():
     model = tiny_llama()
-    with pytest.raises(lsim.LayersimError, match="`pack` must be False for LinearPredictivity"):
+    with pytest.raises(lsim.LayersimError, match="`pack`"):
         lsim.analyze(lsim.demo_model(), lsim.Data(lsim.demo_text()[:6], pack=True, seq_len=12), lsim.LinearPredictivity())
-    with pytest.raises(lsim.LayersimError, match="LinearPredictivity holds out rows of the data, and under `attach`"):
+    with pytest.raises(lsim.LayersimError, match="LinearPredictivity cannot be attached"):
         lsim.attach(model, lsim.LinearPredictivity())
 
 

@@ -154,7 +154,7 @@ def test_offset_and_scale_do_not_matter():
 
 def test_a_large_mean_that_hides_the_penalty_is_refused():
     x, label = planted(2)
-    with pytest.raises(lsim.LayersimError, match=r"rounding error of the sums(.|\n)*do: *ridge="):
+    with pytest.raises(lsim.LayersimError, match="`ridge` is 1e-09"):
         of(x + 1e6, label, ridge=1e-9)
 
 
@@ -307,16 +307,16 @@ def test_a_run_resumes_to_the_same_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"test_fraction": 0}, "`test_fraction` of LinearProbe cannot be"),
-        ({"test_fraction": 20}, "test_fraction=20"),
-        ({"ridge": 0}, "`ridge` of LinearProbe cannot be"),
-        ({"ridge": float("nan")}, "`ridge` of LinearProbe cannot be"),
-        ({"max_classes": 1}, "`max_classes` of LinearProbe cannot be 1"),
-        ({"labels": [0, -1]}, r"must be 0 or more(.|\n)*labels from -1 to 0"),
+        ({"test_fraction": 0}, "`test_fraction`.* 0"),
+        ({"test_fraction": 20}, "`test_fraction`.* 20"),
+        ({"ridge": 0}, "`ridge`.* 0"),
+        ({"ridge": float("nan")}, "`ridge`.* nan"),
+        ({"max_classes": 1}, "`max_classes`.* 1"),
+        ({"labels": [0, -1]}, "`labels`.* -1 to 0"),
         ({"labels": [0.5, 1.0]}, "must be whole numbers"),
         ({"labels": [[[1]]]}, "must be whole numbers"),
-        ({"labels": [1, 1, -100]}, r"must have two classes(.|\n)*3 labels: \[-100, 1\]"),
-        ({"labels": [-100, -100]}, "must have two classes"),
+        ({"labels": [1, 1, -100]}, r"`labels`.*\[-100, 1\]"),
+        ({"labels": [-100, -100]}, r"`labels`.*\[-100\]"),
     ],
 )
 def test_options_are_checked_when_they_are_written(options, says):
@@ -328,27 +328,25 @@ def test_what_it_cannot_do_is_refused():
     model, tokens = tiny_llama(), random_tokens(12, 5)
     halves = torch.arange(12) % 2
     calls = {
-        r"needs held-out samples": {"analyzers": lsim.LinearProbe(labels=halves, first_test_row=12)},
-        r"a class that is not below `max_classes`(.|\n)*max_classes=\d+": {"analyzers": lsim.LinearProbe(max_classes=3)},
-        r"more memory than `max_memory_gb`(.|\n)*4 sites x 32 x \(32 \+ 2\)": {
-            "analyzers": lsim.LinearProbe(labels=halves, max_memory_gb=1e-6)
-        },
-        "`labels` has fewer rows": {"analyzers": lsim.LinearProbe(labels=halves[:5])},
+        "0 held-out samples": {"analyzers": lsim.LinearProbe(labels=halves, first_test_row=12)},
+        "`labels`.*max_classes=3": {"analyzers": lsim.LinearProbe(max_classes=3)},
+        "`max_memory_gb` is 1e-06": {"analyzers": lsim.LinearProbe(labels=halves, max_memory_gb=1e-6)},
+        r"`labels` has shape \(5,": {"analyzers": lsim.LinearProbe(labels=halves[:5])},
         "`data` has no labels": {"analyzers": lsim.LinearProbe(labels="data")},
-        "cannot be computed at the mean of a row": {"analyzers": lsim.LinearProbe(), "positions": "mean"},
+        "`positions` is 'mean'": {"analyzers": lsim.LinearProbe(), "positions": "mean"},
     }
     for says, call in calls.items():
         with pytest.raises(lsim.LayersimError, match=says):
             called(lsim.analyze, model, tokens, **call)
     for says, labels in (
-        ("must be 0 or more", -halves),
-        (r"two classes(.|\n)*every training sample has class 1", torch.ones_like(halves)),
-        (r"two classes(.|\n)*0 training samples", torch.full_like(halves, NO_LABEL)),
+        ("`labels`.* -1 to 0", -halves),
+        ("every training sample has class 1", torch.ones_like(halves)),
+        ("0 training samples", torch.full_like(halves, NO_LABEL)),
     ):
         with pytest.raises(lsim.LayersimError, match=says):
             lsim.analyze(model, {"input_ids": tokens, "labels": labels}, lsim.LinearProbe(labels="data"))
     with (
-        pytest.raises(lsim.LayersimError, match="needs a first pass"),
+        pytest.raises(lsim.LayersimError, match="LinearProbe cannot be attached"),
         lsim.attach(model, lsim.LinearProbe()),
     ):
         pass
@@ -359,17 +357,16 @@ def test_packed_texts_are_refused():
 
     model = tiny_llama()
     model.tokenizer = tiny_tokenizer()
-    with pytest.raises(lsim.LayersimError, match="`pack` must be False for a linear probe"):
+    with pytest.raises(lsim.LayersimError, match="`pack`"):
         lsim.analyze(model, lsim.Data(["w3 w4 w5", "w6 w7 w8"], pack=True), lsim.LinearProbe())
 
 
 def test_one_sample_in_a_batch_and_inputs_without_tokens():
     model, x = VectorModel(), torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    opened, probe = (
-        lsim.open_model(model, layers=["steps.0", "steps.1", "steps.2"]),
-        lsim.LinearProbe(labels=(x[:, 0] > 0).long()),
-    )
-    alone, together = (lsim.linear_probe(opened, lsim.Data({"x": x}, batch_size=n), probe) for n in (1, 60))
+    opened = lsim.open_model(model, layers=["steps.0", "steps.1", "steps.2"])
+    probe = lsim.LinearProbe(labels=(x[:, 0] > 0).long())
+    alone = lsim.linear_probe(opened, lsim.Data({"x": x}, batch_size=1), probe)
+    together = lsim.linear_probe(opened, lsim.Data({"x": x}, batch_size=60), probe)
     assert torch.equal(alone.confusion, together.confusion)
     assert alone.accuracy[0] > 0.8
 

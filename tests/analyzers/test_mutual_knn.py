@@ -126,11 +126,11 @@ def test_two_models_apart_and_in_a_grid():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"k": 0}, "`k` of MutualKNN cannot be 0"),
-        ({"k": 10, "minibatch": 11}, r"`minibatch` must be at least 12(.|\n)*MutualKNN\(k=10, minibatch=256\)"),
-        ({"k": 100, "minibatch": 64}, r"MutualKNN\(k=100, minibatch=400\)"),
-        ({"k": 1, "minibatch": 3}, "`minibatch` must be at least 4"),
-        ({"permutations": 3}, r"MutualKNN\(permutations=200\)"),
+        ({"k": 0}, "`k`.* 0"),
+        ({"k": 10, "minibatch": 11}, "`minibatch`.* 11; .* 12"),
+        ({"k": 100, "minibatch": 64}, "`minibatch`.* 64; .* 102"),
+        ({"k": 1, "minibatch": 3}, "`minibatch`.* 3; .* 4"),
+        ({"permutations": 3}, "`permutations`.* 3"),
     ],
 )
 def test_wrong_options_are_refused(options, text):

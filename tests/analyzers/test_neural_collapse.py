@@ -96,14 +96,14 @@ def test_the_first_look_runs_no_model():
 
 def test_what_it_cannot_do_is_refused():
     model, tokens = tiny_llama(), random_tokens(4, 20)
-    with pytest.raises(lsim.LayersimError, match="`classes` must be at least 2"):
+    with pytest.raises(lsim.LayersimError, match="`classes`"):
         lsim.NeuralCollapse(classes=1)
-    with pytest.raises(lsim.LayersimError, match=r"two classes, a sample in each(.|\n)*class 3: 0 samples"):
+    with pytest.raises(lsim.LayersimError, match="0 of class 3"):
         lsim.analyze(model, tokens.clamp(min=5), lsim.NeuralCollapse(classes=(3, 7)))
-    with pytest.raises(lsim.LayersimError, match=r"more memory than `max_memory_gb`(.|\n)*max_memory_gb=1\)"):
+    with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
         lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=1e-6))
     with (
-        pytest.raises(lsim.LayersimError, match=r"needs a first pass(.|\n)*NeuralCollapse\(classes=\(id"),
+        pytest.raises(lsim.LayersimError, match=r"NeuralCollapse cannot be attached.*NeuralCollapse\(classes=\(id"),
         lsim.attach(model, lsim.NeuralCollapse()),
     ):
         pass
@@ -185,7 +185,7 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
         assert options["pool"] == "last"
     found, _ = nc1(positions="mean")
     np.testing.assert_allclose(found[1:], expected(x[1:].mean(2)), rtol=1e-6)
-    with pytest.raises(lsim.LayersimError, match="`skip_first` leaves out the position"):
+    with pytest.raises(lsim.LayersimError, match="`skip_first` is 1"):
         lsim.analyze(model, lsim.Data(data, skip_first=1), lsim.NeuralCollapse(labels="data", classes=3))
     with pytest.raises(lsim.LayersimError, match="`positions` must be given: NeuralCollapse reads whole rows"):
         nc1(beside=[lsim.Cosine(center="none")], pool="mean")

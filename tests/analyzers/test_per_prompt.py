@@ -86,7 +86,7 @@ def test_other_fields_do_not_change():
         for field in result.tensor_fields():
             if not field.startswith("prompt_"):
                 assert torch.equal(getattr(result, field).nan_to_num(-1), getattr(more[name], field).nan_to_num(-1)), field
-        with pytest.raises(lsim.LayersimError, match=r"no values by prompt(.|\n)*per_prompt=True"):
+        with pytest.raises(lsim.LayersimError, match="per_prompt=True"):
             result.by_prompt()
 
 
@@ -99,20 +99,20 @@ def test_values_by_prompt_survive_a_file(tmp_path):
 
 def test_packed_rows_are_refused():
     data = {"text": ["a b c", "d e"]}
-    with pytest.raises(lsim.LayersimError, match=r"`pack` must be False for Trajectory"):
+    with pytest.raises(lsim.LayersimError, match="`pack`"):
         lsim.analyze(lsim.demo_model(), lsim.Data(data, pack=True), lsim.Trajectory(per_prompt=True))
     lsim.analyze(lsim.demo_model(), lsim.Data(lsim.demo_text()[:2], pack=True), lsim.Trajectory())
 
 
 def test_attached_models_do_not_know_rows():
-    with pytest.raises(lsim.LayersimError, match="Trajectory needs a first pass"):
+    with pytest.raises(lsim.LayersimError, match="Trajectory cannot be attached"):
         lsim.attach(tiny_llama(), lsim.Trajectory(per_prompt=True)).__enter__()
 
 
 def test_more_rows_than_can_be_counted_are_refused():
     last = view(residuals(0, tokens=2), row=torch.tensor([0, COUNTED_ROWS - 1]))
     assert row_counts_kernel(last)["rows"].nonzero().flatten().tolist() == [0, COUNTED_ROWS - 1]
-    with pytest.raises(lsim.LayersimError, match="`per_prompt` must be False for so many rows"):
+    with pytest.raises(lsim.LayersimError, match="`per_prompt`"):
         row_counts_kernel(view(residuals(0, tokens=2), row=torch.tensor([0, COUNTED_ROWS])))
 
 

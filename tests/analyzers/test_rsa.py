@@ -186,17 +186,17 @@ def test_a_layer_of_equal_samples_is_nan_and_named():
         assert bool(field[1].isnan().all() and field[:, 1].isnan().all())
         assert not bool(field[0, 2:].isnan().any())
     x[:] = 1.0
-    with pytest.raises(lsim.LayersimError, match="not defined at any layer"):
+    with pytest.raises(lsim.LayersimError, match="RSA is not defined"):
         from_views(lsim.RSA(), [samples(x)])
 
 
 def test_too_few_samples_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"RSA needs 4 tokens"):
         from_views(lsim.RSA(), [samples(residuals(0, tokens=3))])
-    with pytest.raises(lsim.LayersimError, match="`minibatch` must be at least 4"):
+    with pytest.raises(lsim.LayersimError, match=r"`minibatch`.* 4"):
         lsim.RSA(minibatch=3)
     lsim.RSA(minibatch=4)
-    with pytest.raises(lsim.LayersimError, match=r"RSA\(permutations=200\)"):
+    with pytest.raises(lsim.LayersimError, match="`permutations`"):
         lsim.RSA(permutations=3)
 
 

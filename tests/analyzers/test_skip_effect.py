@@ -139,7 +139,7 @@ def test_one_block_has_an_effect_on_the_output_alone():
 
 
 def test_a_row_of_one_token():
-    with pytest.raises(LayersimError, match=r"no token was counted at a position(.|\n)*keep_first=0"):
+    with pytest.raises(LayersimError, match="`keep_first`"):
         lsim.analyze(tiny_llama(), rows_of(1), lsim.SkipEffect())
     found = lsim.analyze(tiny_llama(), rows_of(1), lsim.SkipEffect(keep_first=0))["skip_effect"]
     np.testing.assert_allclose(found.values, naive(tiny_llama(), rows_of(1), 0, 0)["values"], rtol=1e-4)
@@ -216,15 +216,15 @@ def test_blocks_that_give_another_output_when_called_again_are_refused():
     x = residuals(0)
     calls = list(own_calls(torch.as_tensor(x)))
     calls[1] = replace(calls[1], block=lambda hidden, block=calls[1].block: block(hidden) + 0.1)
-    with pytest.raises(LayersimError, match=r"replayed block differs(.|\n)*blocks\.1\.hook_resid_post"):
+    with pytest.raises(LayersimError, match=r"differs.*blocks\.1\.hook_resid_post"):
         from_views(lsim.SkipEffect(), [view(x, calls=tuple(calls))])
 
 
 def test_what_is_refused():
     tokens = random_tokens(2, 10)
-    with pytest.raises(LayersimError, match="`keep_first` of SkipEffect cannot be"):
+    with pytest.raises(LayersimError, match="`keep_first`"):
         lsim.SkipEffect(keep_first=-1)
-    with pytest.raises(LayersimError, match="`splits` of SkipEffect cannot be"):
+    with pytest.raises(LayersimError, match="`splits`"):
         lsim.SkipEffect(splits=-1)
     with pytest.raises(LayersimError, match="no residual branch"):
         lsim.analyze(family("bert"), tokens, lsim.SkipEffect())
@@ -240,7 +240,7 @@ def test_numbers_that_overflow_are_refused():
         return call.block(hidden) + (0.0 if torch.equal(hidden, call.hidden) else torch.inf)
 
     calls[2] = replace(calls[2], block=overflowing)
-    with pytest.raises(LayersimError, match=r"when a block is skipped(.|\n)*blocks\.0\.hook_resid_post"):
+    with pytest.raises(LayersimError, match=r"NaN.*blocks\.0\.hook_resid_post"):
         from_views(lsim.SkipEffect(), [view(x, calls=tuple(calls))])
 
 

@@ -33,19 +33,18 @@ def test_values_are_python_or_plain_text(text, option, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "says", "do"),
+    ("text", "says"),
     [
-        ("minibatch=128", "must have the form", "--option cka.minibatch=128"),
-        ("cka", "must have the form", "--option cka.minibatch=128"),
-        ("cak.minibatch=128", "an analyzer that is not part of this run", "--option cka.minibatch=128"),
-        ("cka.minibach=128", "an option that cka does not have", "--option cka.minibatch=128"),
-        ("cka.minibatch=many", "`minibatch`", ""),
+        ("minibatch=128", "`--option` is 'minibatch=128'"),
+        ("cka", "`--option` is 'cka'"),
+        ("cak.minibatch=128", r"'cak\.minibatch=128'.* cka"),
+        ("cka.minibach=128", r"'cka\.minibach=128'.* minibatch"),
+        ("cka.minibatch=many", "`minibatch`.*many"),
     ],
 )
-def test_what_is_wrong_is_named(text, says, do):
-    with pytest.raises(lsim.LayersimError, match=says) as caught:
+def test_what_is_wrong_is_named(text, says):
+    with pytest.raises(lsim.LayersimError, match=says):
         with_options({"cka": lsim.CKA()}, [text])
-    assert do in str(caught.value)
 
 
 def test_heads_of_layers_are_a_file(tmp_path):
@@ -55,5 +54,5 @@ def test_heads_of_layers_are_a_file(tmp_path):
     path = heads.save(tmp_path / "heads.safetensors")
     chosen = with_options({"logit_lens": lsim.LogitLens()}, [f"logit_lens.heads={path}"])["logit_lens"]
     assert chosen.heads.digest == heads.digest
-    with pytest.raises(lsim.LayersimError, match="names a file that does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"nothing.safetensors"):
         with_options({"saturation": lsim.Saturation()}, ["saturation.heads=nothing.safetensors"])

@@ -66,9 +66,9 @@ def test_the_score_of_a_model_is_at_least_one_and_turns_with_nothing():
 
 
 def test_what_has_no_shape_is_refused():
-    with pytest.raises(lsim.LayersimError, match="`window` of Trajectory cannot be 1"):
+    with pytest.raises(lsim.LayersimError, match=r"`window`.* 1"):
         lsim.Trajectory(window=1)
-    with pytest.raises(lsim.LayersimError, match=r"longer than the trajectory(.|\n)*Trajectory\(window=3\)"):
+    with pytest.raises(lsim.LayersimError, match=r"`window`.* 3 blocks"):
         lsim.analyze(tiny_llama(), random_tokens(), lsim.Trajectory(window=9))
 
 
@@ -124,5 +124,5 @@ def test_the_final_norm_needs_one_of_each_position(name):
         "without a final norm": lambda: (CASES["bert"].build(), CASES["bert"].data()),
         "pooled before the norm": lambda: (CASES["beit"].build(), CASES["beit"].data()),
     }[name]()
-    with pytest.raises(lsim.LayersimError, match="final_norm=True"):
+    with pytest.raises(lsim.LayersimError, match="final_norm"):
         lsim.analyze(model, data, lsim.Trajectory(final_norm=True))

@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
-import typer
-
-from tl_layersim.cli import app
-from tl_layersim.commands.examples import EXAMPLES
+from tl_layersim.commands import files, measure, training
+from tl_layersim.commands.command import PANELS, Command, flag
 
 PAGE = Path(__file__).parents[2] / "docs/api/cli.md"
+COMMANDS = (
+    *(measure.report_on_model, measure.measure_exits, measure.estimate_cost, measure.compare_models),
+    *(training.stitch_models, training.train_model),
+    *(files.show_file, files.merge_shards, files.list_analyzers, files.list_sites),
+)
 
 
 def text_of_page() -> str:
     """The page, made of the commands themselves."""
-    command: Any = typer.main.get_command(app)
-    lines = ["# Command line", "", "The guide [The command line](../command_line.md) has the usual calls."]
-    for name, own in command.commands.items():
-        arguments = " ".join(one.metavar for one in own.params if not one.opts[0].startswith("--"))
-        lines += ["", f"## tl-layersim {name}", "", own.help, "", "```sh"]
-        lines += [f"tl-layersim {name} {arguments}".rstrip() + " [OPTIONS]", "```", "", "```sh", *EXAMPLES[name], "```"]
-        panels: dict[str, list[str]] = {}
-        for one in own.params:
-            if one.name != "help":
-                panels.setdefault(getattr(one, "rich_help_panel", None) or "Arguments", []).append(row(one))
-        for panel, rows in panels.items():
-            lines += ["", f"| {panel} | |", "| --- | --- |", *rows]
+    return "# Command line\n\nThe guide [The command line](../command_line.md) has the usual calls.\n" + "".join(
+        map(section, COMMANDS)
+    )
+
+
+def section(command: Command) -> str:
+    """The section of a command: its summary, its examples and its options by panel."""
+    text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("Examples:")
+    lines = ["", f"## tl-layersim {command.name}", "", text.strip(), "", "```sh", examples.strip(), "```"]
+    options = command.__signature__.parameters.values()
+    for name, panel in PANELS.items():
+        rows = [row(one) for one in options if get_args(one.annotation)[1].group == (panel,)]
+        lines += ["", f"| {name} | |", "| --- | --- |", *rows] if rows else []
     return "\n".join(lines) + "\n"
 
 
-def row(option: Any) -> str:
-    """A row of a table: the option with its value, its help and its default."""
-    is_option = option.opts[0].startswith("--")
-    names = " / ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts]) if is_option else f"`{option.metavar}`"
-    value = f" `{option.metavar}`" if is_option and (option.metavar or "").strip() else ""
-    default = option.default
-    shown = "" if default in (None, False, True, ()) else f" Default: `{getattr(default, 'value', default)}`."
-    needed = " Required." if option.required else ""
-    text = (option.help or "").replace("\\[", "[").replace("|", "\\|")
-    return f"| {names}{value} | {text}{needed}{shown} |"
+def row(option: inspect.Parameter) -> str:
+    """A row of a table: the option with its help and its default."""
+    names = f"`{flag(option.name)}`"
+    if option.kind is option.POSITIONAL_OR_KEYWORD:
+        names = f"`{option.name.upper()}` or {names}"
+    kind, parameter = get_args(option.annotation)
+    if bool in (kind, *get_args(kind)) and parameter.negative is None:
+        names += f" / `{flag(f'no_{option.name}')}`"
+    needed = " Required." if option.default is option.empty else ""
+    shown = f" Default: `{parameter.show_default(option.default)}`." if parameter.show_default and not needed else ""
+    return f"| {names} | {(parameter.help or '').replace('|', chr(92) + '|')}{needed}{shown} |"
 
 
 def main() -> None:

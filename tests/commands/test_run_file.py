@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import yaml
@@ -74,20 +76,20 @@ def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_token: 3", r"no option of this command: max_token(.|\n)*did you mean max_tokens\?"),
-        ("zzzz: 3", r"leave zzzz out"),
-        ("positions: 2:10", r"another kind for positions(.|\n)*130(.|\n)*in quotes"),
-        ("split: no", r"another kind for split(.|\n)*False"),
-        ("- a", r"must be a YAML file of options(.|\n)*which holds list"),
-        ("a: [", r"is not a YAML file"),
-        ("command: compare", r"file of another command, `compare`(.|\n)*tl-layersim compare --config"),
+        ("max_token: 3", "max_token"),
+        ("trustRemoteCode: true", "trustRemoteCode"),
+        ("max_tokens: 1.5", "max_tokens"),
+        ("- a", "--config"),
+        ("a: [", "--config"),
+        ("command: compare", "--config"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(text, says, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(text)
-    with pytest.raises(lsim.LayersimError, match=says):
-        raise run("report", "--config", file, "--out", tmp_path / "out").exception
+    ended = run("report", "--config", file, "--out", tmp_path / "out")
+    assert ended.exit_code == 2
+    assert says in ended.output
     assert not (tmp_path / "out").exists()
 
 
@@ -97,7 +99,7 @@ def test_a_file_writes_no_other_place_and_reaches_no_server(line, tmp_path, monk
     (tmp_path / "own.yaml").write_text(line)
     refused = run("report", *SHORT, "--config", "own.yaml").exception
     assert isinstance(refused, lsim.LayersimError)
-    assert refused.given == f"--{line.replace(': ', ' ')} in own.yaml"
+    assert str(refused).startswith(f"`--{line.replace(': ', '` is ')} in own.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["own.yaml"]
 
 
@@ -105,7 +107,7 @@ def test_a_file_writes_no_other_place_and_reaches_no_server(line, tmp_path, monk
 def test_a_file_that_cannot_be_read_is_refused(name, tmp_path):
     refused = run("report", "--config", tmp_path / name).exception
     assert isinstance(refused, lsim.LayersimError)
-    assert str(refused).startswith("`--config` names a file that cannot be read.")
+    assert str(refused).startswith(f"`--config` is {tmp_path / name}")
 
 
 def test_the_heading_is_a_command_that_runs(tmp_path):
@@ -119,21 +121,14 @@ def test_the_heading_is_a_command_that_runs(tmp_path):
     assert same(read(tmp_path / "a"), read(tmp_path / "b"))
 
 
-def test_a_number_of_the_file_is_checked_as_one_of_the_command_line(tmp_path):
-    file = tmp_path / "own.yaml"
-    file.write_text("batch_size: 1.5")
-    refused = run("report", "--config", file, "--out", tmp_path / "out")
-    assert refused.exit_code == 2
-    assert "--batch-size" in refused.output
-
-
 def test_other_data_behind_the_same_name_is_reported(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(lsim.demo_text()[:20]))
     done("report", "--data", text, *SHORT, "--analyzers", "cka", "--out", tmp_path / "a")
     text.write_text("\n\n".join(lsim.demo_text()[20:50]))
-    with pytest.warns(lsim.LayersimWarning, match="had other data: its numbers may differ"):
-        done("report", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert " other data" in done("report", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b").stderr
 
 
 def test_no_secret_enters_the_file(tmp_path):
@@ -168,3 +163,11 @@ def test_every_analyzer_is_made_again_from_the_text_of_its_options(name):
     # All but what text cannot hold.
     kept = [setting.split("=")[0].split(".")[1] for setting in as_settings(analyzer)]
     assert set(analyzer.options()) - set(kept) <= {"labels", "heads"}
+
+
+def test_values_of_a_file_are_text(tmp_path):
+    """YAML would read 2:10 as a number in base 60, and no as False."""
+    (tmp_path / "own.yaml").write_text("positions: 2:10\nseq_len: 16\nmax_tokens: 64\nanalyzers: cosine\nper_head: no\n")
+    done("report", "--config", tmp_path / "own.yaml", "--out", tmp_path)
+    options = read(tmp_path)["cosine"].provenance.options
+    assert (options["positions"], options["per_head"]) == ("2:10", False)

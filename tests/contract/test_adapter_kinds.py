@@ -191,7 +191,7 @@ def test_widths_that_differ_are_refused_or_work(name):
     data = lsim.Data(rows(60), batch_size=6)
     call = partial(lsim.stitch, wide(), tiny_llama(), data, at=(1, 2), adapter=name, **options)
     if kind.needs_equal_widths:
-        with pytest.raises(lsim.LayersimError, match="needs residual streams of equal width"):
+        with pytest.raises(lsim.LayersimError, match=f"`adapter`.*{name}"):
             call()
         return
     result = call()
@@ -301,5 +301,5 @@ def test_features_of_another_width_are_refused_by_every_fit():
         def features(hidden):
             return torch.cat([hidden, hidden**2], -1)
 
-    with pytest.raises(lsim.LayersimError, match="must return the shape that it receives"):
+    with pytest.raises(lsim.LayersimError, match="`features`"):
         Squares().apply(torch.ones(3, 4), torch.ones(4, 8), None)

@@ -171,10 +171,10 @@ def synthetic_check(dtype: torch.dtype, seed: int = 0) -> CheckedTokens:
 
 def test_an_unknown_rule_is_refused_with_the_names_of_all(model):
     for call in (lsim.EarlyExit, lsim.ExitCosts.count, lsim.ExitCosts.measure):
-        with pytest.raises(lsim.LayersimError, match="`rule` must be the name of an exit rule") as caught:
+        with pytest.raises(lsim.LayersimError, match=r"`rule`.*no-such-rule") as caught:
             call(model, rule="no-such-rule")
         for name, _ in RULES:
-            assert name in caught.value.expected
+            assert name in str(caught.value)
 
 
 NEW_RULE = '''

@@ -220,7 +220,7 @@ def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
             continue
         with pytest.raises(lsim.LayersimError, match="`at`"):
             called(lsim.analyze, model, data, cls(), at=lacking, **options)
-    with pytest.raises(lsim.LayersimError, match=r"`per_head` requires hook points that are divided into heads"):
+    with pytest.raises(lsim.LayersimError, match=r"`per_head` is True, but .*attn_out"):
         called(lsim.analyze, model, data, "cka", at="attn_out", per_head=True, **options)
 
 

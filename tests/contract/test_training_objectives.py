@@ -159,15 +159,15 @@ def test_settings_of_other_objectives_are_refused(name):
     mine = objective_named(name).own_settings
     foreign = {setting for cls in find_objectives().values() for setting in cls.own_settings} - set(mine)
     for setting in foreign:
-        with pytest.raises(lsim.LayersimError, match=f"`{setting}` has no effect with objective='{name}'"):
+        with pytest.raises(lsim.LayersimError, match=rf"`{setting}`.*objective='{name}'"):
             lsim.AlignedTraining(objective=name, **{setting: WORDS.get(setting, 2)})
     for setting in set(mine) - set(WORDS):
-        with pytest.raises(lsim.LayersimError, match=f"`{setting}` of AlignedTraining cannot be -1"):
+        with pytest.raises(lsim.LayersimError, match=f"`{setting}` of AlignedTraining is -1"):
             lsim.AlignedTraining(objective=name, **{setting: -1})
 
 
 def test_an_unknown_objective_is_refused_with_the_list_of_those_that_exist():
-    with pytest.raises(lsim.LayersimError, match="`objective` must be the name") as caught:
+    with pytest.raises(lsim.LayersimError, match=r"`objective`.*alined") as caught:
         lsim.AlignedTraining(objective="alined")
     assert all(repr(name) in str(caught.value) for name in NAMES)
 

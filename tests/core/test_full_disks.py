@@ -6,13 +6,12 @@ import os
 import warnings
 
 import pytest
-from typer.testing import CliRunner
 
 import tl_layersim as lsim
-from tl_layersim.cli import app
 from tl_layersim.core import resumable_file, storage
 from tl_layersim.models import View
 
+from ..commands.helpers import run
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 
@@ -98,7 +97,7 @@ def read_only_disk(monkeypatch):
 @each_call
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(call, tmp_path, read_only_disk, monkeypatch):
     monkeypatch.setattr(View, "__init__", None)
-    with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` names a folder that cannot be written(.|\n)*Read-only"):
+    with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` .*Read-only"):
         call(tmp_path / "run")
 
 
@@ -107,7 +106,7 @@ def test_other_places_are_refused_at_the_start_too(tmp_path, read_only_disk):
         tuned(None, save_to=tmp_path / "model")
     with pytest.raises(lsim.LayersimError, match=r"^`cache` names a folder that cannot be written"):
         lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(), at=(1, 1), cache=tmp_path)
-    done = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "out")])
+    done = run("report", "--out", tmp_path / "out")
     assert "`--out` names a folder that cannot be written" in str(done.exception)
 
 
@@ -115,7 +114,7 @@ def test_other_places_are_refused_at_the_start_too(tmp_path, read_only_disk):
 def test_a_checkpoint_is_a_file(name, tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` names something that is not a file"):
+    with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` is .*not a file"):
         analysed(tmp_path / name)
 
 

@@ -91,7 +91,7 @@ def test_the_tensor_that_is_wrong_is_named(name, tmp_path):
     path = storage.write(tmp_path / "x", "report", header | {"format": 2}, tensors | SHAPES[name](tensors))
     with pytest.raises(lsim.LayersimError) as caught:
         lsim.load(path)
-    assert name in caught.value.given
+    assert name in str(caught.value)
 
 
 def test_no_result_is_left_out(tmp_path):
@@ -105,7 +105,6 @@ def test_no_result_is_left_out(tmp_path):
 def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report, model, data = lsim.load(FILES / "report.safetensors"), tiny_llama(), random_tokens(4)
-    training = lsim.AlignedTraining(steps=1, warmup=0, save_to="a\0b")
     for call in (
         lambda: lsim.load("a\0b"),
         lambda: report.save("a\0b"),
@@ -113,7 +112,6 @@ def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
         lambda: lsim.merge("a\0b"),
         lambda: lsim.analyze(model, data, "cka", checkpoint="a\0b"),
         lambda: lsim.truncate(model, 1, save_to="a\0b"),
-        lambda: lsim.finetune_aligned(model, data, training),
     ):
         with pytest.raises((lsim.LayersimError, OSError), match=r"a(\\x00|\x00)b"):
             call()
@@ -129,7 +127,7 @@ def test_a_malformed_result_is_refused_or_works(name, tmp_path):
         try:
             found = lsim.load(path)
         except lsim.LayersimError as error:
-            refused += str(path) in error.what
+            refused += str(path) in str(error)
         else:
             worked += 1
             used(found)
@@ -152,7 +150,7 @@ def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
             read_checkpoint(path)
             worked += 1
         except lsim.LayersimError as error:
-            refused += str(path) in error.what
+            refused += str(path) in str(error)
     # Each refusal names the file.
     assert refused + worked == 60
     assert refused > 3

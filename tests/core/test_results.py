@@ -38,7 +38,7 @@ def test_results_are_frozen_and_numpy_arrays(report):
 
 def test_shapes_and_dtypes_are_checked():
     for bad in (torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3)):
-        with pytest.raises(lsim.LayersimError, match=r"`values` of \w+ cannot be(.|\n)*Float64"):
+        with pytest.raises(lsim.LayersimError, match=r"`values` of \w+ .*Float64"):
             LayerCurve(values=bad, layers=("a",) * 3, provenance=provenance())
 
 
@@ -51,7 +51,7 @@ def test_tables_are_tidy(report):
     last = report["cosine"].to_frame("to_last")
     assert list(last.columns) == ["quantile", "layer", "to_last"]
     assert list(report["cosine"].to_frame("norm_ratio").layer) == list(report["cosine"].layers[1:])
-    with pytest.raises(lsim.LayersimError, match=r"no tensor field 'mood'(.|\n)*values, std"):
+    with pytest.raises(lsim.LayersimError, match=r"'mood'.* values, std"):
         report["cosine"].to_frame("mood")
 
 
@@ -81,7 +81,7 @@ def test_a_result_is_no_report_and_a_checkpoint_no_result(tmp_path):
     with pytest.raises(lsim.LayersimError, match="another kind of data"):
         lsim.load_report(curve().save(tmp_path / "x"))
     lsim.analyze(tiny_llama(), random_tokens(), "cka", checkpoint=tmp_path / "run")
-    with pytest.raises(lsim.LayersimError, match=r"another kind of data(.|\n)*checkpoint"):
+    with pytest.raises(lsim.LayersimError, match=r"another kind of data, a checkpoint"):
         lsim.load(tmp_path / "run")
 
 
@@ -94,5 +94,5 @@ def test_a_class_is_never_imported_by_a_name_in_a_file(tmp_path):
     assert type(lsim.load(path)).__name__ == "Fleeting"
     header, tensors = storage.read(path, ("result",))
     storage.write(path, "result", header | {"class": header["class"].replace("Fleeting", "Vanished")}, tensors)
-    with pytest.raises(lsim.LayersimError, match=r"Vanished, a kind of result(.|\n)*import tests.core.test_results first"):
+    with pytest.raises(lsim.LayersimError, match=r"Vanished.*tests.core.test_results"):
         lsim.load(path)

@@ -39,7 +39,7 @@ class Summing(TrainingSteps):
         self.total, self.made = self.total + sum(numbers), self.made + len(numbers)
 
     def on_divergence(self, losses):
-        raise LayersimError(f"The loss is {losses[0]}.", given="", expected="", do="")
+        raise LayersimError(f"The loss is {losses[0]}.")
 
     def snapshot(self):
         return {"made": self.made}, {"total": torch.tensor(self.total)}

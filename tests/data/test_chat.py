@@ -153,18 +153,18 @@ def test_marks_of_bytes_are_those_of_the_tokenizer():
 @pytest.mark.parametrize(
     ("template", "data", "options", "says"),
     [
-        (None, [FIRST], {}, r"contains chat messages, and the tokenizer of m has no chat template(.|\n)*chat_template="),
-        (PLAIN, [FIRST], {"positions": "assistant"}, r"needs a chat template that marks(.|\n)*generation"),
-        ("{{ raise_exception('roles must alternate') }}", [FIRST], {}, r"chat in row 0 that(.|\n)*roles must alternate"),
-        ("{% for", [FIRST], {}, r"chat in row 0 that the chat template cannot render"),
-        (PLAIN, {"messages": [FIRST, None]}, {}, r"no chat in row 1(.|\n)*None"),
-        (PLAIN, {"messages": [FIRST, []]}, {}, "no chat in row 1"),
-        (PLAIN, [{"role": "user", "content": "w3"}, "w4"], {}, r"no chat in row 0(.|\n)*dict and str"),
-        (PLAIN, {"role": ["user"], "content": ["w3"]}, {}, "messages as rows"),
-        (PLAIN, [[{"role": "user", "content": [{"type": "image", "url": "x"}]}]], {}, r"more than text(.|\n)*attach"),
-        (PLAIN, [FIRST], {"pack": True}, r"`pack` applies to texts only(.|\n)*a chat"),
-        (PLAIN, ["w3 w4"], {"chat_template": PLAIN}, "`chat_template` applies to chat messages only"),
-        (PLAIN, [[3, 4]], {"add_generation_prompt": True}, "`add_generation_prompt` applies to chat messages only"),
+        (None, [FIRST], {}, "`data`.*chat_template"),
+        (PLAIN, [FIRST], {"positions": "assistant"}, "'assistant'.*generation"),
+        ("{{ raise_exception('roles must alternate') }}", [FIRST], {}, "row 0 .*roles must alternate"),
+        ("{% for", [FIRST], {}, "row 0 .*chat template"),
+        (PLAIN, {"messages": [FIRST, None]}, {}, "row 1.*None"),
+        (PLAIN, {"messages": [FIRST, []]}, {}, "row 1"),
+        (PLAIN, [{"role": "user", "content": "w3"}, "w4"], {}, "row 0.*dict and str"),
+        (PLAIN, {"role": ["user"], "content": ["w3"]}, {}, "`data`.*role"),
+        (PLAIN, [[{"role": "user", "content": [{"type": "image", "url": "x"}]}]], {}, "row 0 .*image.*attach"),
+        (PLAIN, [FIRST], {"pack": True}, "`pack`.*chats"),
+        (PLAIN, ["w3 w4"], {"chat_template": PLAIN}, "`chat_template`"),
+        (PLAIN, [[3, 4]], {"add_generation_prompt": True}, "`add_generation_prompt`"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(template, data, options, says):
@@ -181,7 +181,7 @@ def test_text_parts_of_a_message_are_text():
 def test_a_slow_tokenizer_cannot_mark(monkeypatch):
     own = tokenizer(MARKING)
     monkeypatch.setattr(type(own), "is_fast", False)
-    with pytest.raises(lsim.LayersimError, match=r"and a fast tokenizer(.|\n)*without positions of its tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"'assistant'.*not fast"):
         batches([FIRST], model=model(own), positions="assistant")
     assert rows([FIRST], model=model(own)) == IDS[:1]
 

@@ -75,21 +75,21 @@ def test_inputs_of_a_decoder_belong_to_no_position_of_the_encoder():
 def test_rows_without_segments_among_rows_with_them_get_the_default():
     [batch] = read([{"input_ids": [3, 4], "token_type_ids": [0, 1]}, {"input_ids": [5, 6, 7]}])
     assert batch.inputs["token_type_ids"].tolist() == [[0, 1, 0], [0, 0, 0]]
-    with pytest.raises(lsim.LayersimError, match=r"rows of different inputs(.|\n)*`position_ids` in some alone"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*`position_ids`"):
         read([{"input_ids": [3, 4], "position_ids": [0, 1]}, {"input_ids": [5, 6, 7]}])
 
 
 def test_inputs_that_do_not_fit_are_refused():
     tokens = torch.ones(2, 4, dtype=torch.long)
-    with pytest.raises(lsim.LayersimError, match=r"`pixel_values` in the data does not fit the rows(.|\n)*for 2 rows"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*\(3, 3, 2, 2\) for 2 rows"):
         read({"input_ids": tokens, "pixel_values": torch.ones(3, 3, 2, 2)})
-    with pytest.raises(lsim.LayersimError, match="`pixel_values` in the data is not a table of numbers"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*'a'"):
         read({"input_ids": tokens, "pixel_values": ["a", "b"]})
-    with pytest.raises(lsim.LayersimError, match=r"different inputs(.|\n)*of shapes"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*`pixel_values`.*\(3, 2, 2\)"):
         read([{"input_ids": [3, 4], "pixel_values": torch.ones(3, size, size)} for size in (2, 3)])
     assert len(read([{"input_ids": [3, 4], "pixel_values": torch.ones(3, size, size)} for size in (2, 3)], batch_size=1)) == 2
     texts = Batches(Data([{"text": "a", "pixel_values": torch.ones(3, 2, 2)}], pack=True), words())
-    with pytest.raises(lsim.LayersimError, match=r"`pack` joins texts(.|\n)*pixel_values"):
+    with pytest.raises(lsim.LayersimError, match=r"`pack`.*pixel_values"):
         list(texts)
 
 
@@ -142,7 +142,7 @@ def test_labels_and_skipped_positions_of_images():
     assert bool((batch.labels == batch.labels[:, :1]).all())
     assert batch.counted.tolist() == [[False, True, True, True, True]] * 3
     assert batch.attention.all()
-    with pytest.raises(lsim.LayersimError, match="`labels` do not fit"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.*\(2, 1\) for 3 rows"):
         read({"pixel_values": PIXELS, "labels": [2, 0]}, "pixel_values", labelled=True)
     [single] = read([{"pixel_values": PIXELS[0], "label": 2}], "pixel_values", labelled=True)
     assert single.labels.tolist() == [[2] * 5]
@@ -175,32 +175,32 @@ def test_embeddings_have_positions_of_their_own():
 
 @pytest.mark.parametrize("option", [{"max_tokens": 3}, {"seq_len": 3}])
 def test_options_that_cut_tokens_are_refused_for_rows_without_them(option):
-    with pytest.raises(lsim.LayersimError, match=rf"^`{next(iter(option))}` applies to tokens(.|\n)*select\(range"):
+    with pytest.raises(lsim.LayersimError, match=f"`{next(iter(option))}` is 3"):
         read(PIXELS, "pixel_values", **option)
 
 
 def test_packing_and_masks_of_pixels_are_refused():
-    with pytest.raises(lsim.LayersimError, match="`pack` applies to texts only"):
+    with pytest.raises(lsim.LayersimError, match="`pack`"):
         read(PIXELS, "pixel_values", pack=True)
-    with pytest.raises(lsim.LayersimError, match="`attention_mask` leaves out parts of rows without token ids"):
+    with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*\(3, 2\)"):
         read({"pixel_values": PIXELS, "attention_mask": torch.tensor([[1, 1], [1, 0], [1, 1]])}, "pixel_values")
     assert read({"pixel_values": PIXELS, "attention_mask": torch.ones(3, 2)}, "pixel_values")[0].attention.all()
 
 
 def test_pixels_as_whole_numbers_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`pixel_values` must be floating-point(.|\n)*processor"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values` has torch.uint8"):
         read({"pixel_values": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)}, "pixel_values")
-    with pytest.raises(lsim.LayersimError, match=r"`pixel_values` must be floating-point"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values` has torch.uint8"):
         read(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "pixel_values")
 
 
 def test_rows_with_and_without_tokens_are_not_batched_together():
-    with pytest.raises(lsim.LayersimError, match=r"some rows with token ids, and some without"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*some without"):
         read([{"input_ids": [3, 4]}, {"inputs_embeds": torch.randn(2, 8)}])
 
 
 def test_callers_that_read_tokens_refuse_images():
-    with pytest.raises(lsim.LayersimError, match="rows without token ids, which are not accepted here"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\(pixel_values\)"):
         list(Batches(Data(PIXELS), model("pixel_values")))
 
 
@@ -232,7 +232,7 @@ def test_images_go_through_the_processor(kind):
     }[kind]
     known = model("pixel_values", processor=Processor())
     if kind == "two columns":
-        with pytest.raises(lsim.LayersimError, match=r"several columns of images(.|\n)*column='left'"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*left, right.*column='left'"):
             list(Batches(Data(data), known, count_positions=lambda batch: 5))
     column = {"data set": "image", "named": "image", "two columns": "left"}.get(kind)
     batches = Batches(Data(data, column=column), known, kind == "data set", lambda batch: 5)
@@ -265,12 +265,12 @@ def test_rows_of_several_images_are_refused():
     known = model("pixel_values", processor=Flat())
     table = datasets.Dataset.from_dict({"image": [IMAGES]})
     table = table.cast_column("image", datasets.Array4D((3, 2, 2, 3), "uint8")).with_format("numpy")
-    with pytest.raises(lsim.LayersimError, match=r"rows of several images(.|\n)*1 rows(.|\n)*3 images"):
+    with pytest.raises(lsim.LayersimError, match=r"`data` has 1 rows.*3 images"):
         list(Batches(Data(table, column="image"), known, count_positions=lambda batch: 5))
 
 
 def test_images_without_a_processor_are_refused_with_the_call():
-    with pytest.raises(lsim.LayersimError, match=r"contains images, and no processor(.|\n)*tokenizer=AutoImageProcessor"):
+    with pytest.raises(lsim.LayersimError, match=r"`data` contains images.*tokenizer=AutoImageProcessor"):
         read(list(IMAGES), "pixel_values")
 
 
@@ -283,7 +283,7 @@ def test_images_of_pil_go_through_the_processor():
     for each in (data, table, [{"picture": x} for x in data], {"picture": data}):
         [batch] = Batches(Data(each), known, count_positions=lambda batch: 5)
         assert torch.equal(batch.inputs["pixel_values"], expected)
-    with pytest.raises(lsim.LayersimError, match=r"unsupported type(.|\n)*takes `input_ids`"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*takes `input_ids`"):
         read(data)
 
 
@@ -330,13 +330,13 @@ def test_pairs_of_texts_are_joined_by_the_tokenizer(form):
 def test_pairs_that_cannot_be_joined_are_refused():
     known = Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, 64, pair_tokenizer(), inputs=INPUTS)
     both = {"column": ("premise", "hypothesis")}
-    with pytest.raises(lsim.LayersimError, match=r"tokenizer does not separate the two"):
+    with pytest.raises(lsim.LayersimError, match=r"`column`.*TokenizersBackend"):
         list(Batches(Data(ROWS, **both), words()))
-    with pytest.raises(lsim.LayersimError, match="no text in row 1"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*row 1"):
         list(Batches(Data([ROWS[0], ROWS[1] | {"hypothesis": None}], **both), known))
-    with pytest.raises(lsim.LayersimError, match=r"no unambiguous column(.|\n)*hypothesis"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*hypothesis"):
         list(Batches(Data([{"premise": "w4"}], **both), known))
-    with pytest.raises(lsim.LayersimError, match=r"`pack` joins texts(.|\n)*token_type_ids"):
+    with pytest.raises(lsim.LayersimError, match=r"`pack`.*token_type_ids"):
         list(Batches(Data(ROWS, column=("premise", "hypothesis"), pack=True), known))
 
 
@@ -344,7 +344,7 @@ def test_the_cache_counts_the_memory_of_all_inputs(monkeypatch):
     monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 6000)
     images = torch.randn(4, 3, 8, 8)
     kept = Batches(Data(iter(images), batch_size=1), model("pixel_values"), count_positions=lambda batch: 2)
-    with pytest.raises(lsim.LayersimError, match="can be read only once"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*a test.*list\(data\)"):
         kept.read_ahead("a test", "list(data)")
     again = Batches(Data(images), model("pixel_values"), count_positions=lambda batch: 2)
     assert len(list(again)) == 1

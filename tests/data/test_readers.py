@@ -82,52 +82,51 @@ def test_streams_are_read_no_further_than_needed():
 
 
 REFUSALS = {
-    "a number": (7, {}, r"has an unsupported type(.|\n)*int: 7"),
-    "bytes": ([b"abc"], {}, r"has an unsupported type(.|\n)*bytes"),
-    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, r"2 things together(.|\n)*tokens alone"),
-    "batches of a DataLoader": ([[torch.tensor([[3, 4]]), torch.tensor([[1, 0]])]], {}, r"DataLoader gives tokens and masks"),
+    "a number": (7, {}, "`data` holds 7, an int"),
+    "bytes": ([b"abc"], {}, "`data` holds b'abc'"),
+    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, "`data` holds 2 things"),
+    "batches of a DataLoader": ([[torch.tensor([[3, 4]]), torch.tensor([[1, 0]])]], {}, "`data` holds 2 things"),
     "an additive mask": (
         {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.tensor([[0.0, -1e9]])},
         {},
-        r"1 for tokens and 0 for padding(.|\n)*-1e\+09 to 0",
+        r"`attention_mask`.*-1e\+09 to 0",
     ),
-    "too few rows of mask": ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, {}, r"1 rows of mask for 2 rows"),
-    "a column of nothing": (["w3"], {"column": "text"}, "needs data with columns"),
-    "float tokens": (torch.ones(2, 3), {}, r"integer token ids(.|\n)*float32(.|\n)*to_tokens"),
-    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"integer token ids(.|\n)*\(2, 3, 4\)"),
-    "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, r"outside the vocabulary(.|\n)*3 to 100(.|\n)*0 to 99"),
-    "negative ids": (torch.tensor([[3, -1]]), {}, r"outside the vocabulary"),
+    "too few rows of mask": ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, {}, "`attention_mask` has 1 rows.* 2"),
+    "a column of nothing": (["w3"], {"column": "text"}, "`column` is 'text'"),
+    "float tokens": (torch.ones(2, 3), {}, "`data` holds torch.float32"),
+    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"`data` holds .*\(2, 3, 4\)"),
+    "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, "`data` .*3 to 100.*0 to 99"),
+    "negative ids": (torch.tensor([[3, -1]]), {}, "`data` .*-1 to 3"),
     "a mask of the wrong shape": (
         {"input_ids": torch.ones(2, 4, dtype=torch.long) * 3, "attention_mask": torch.ones(2, 3)},
         {},
-        r"mask` does not fit(.|\n)*\(2, 3\)(.|\n)*\(2, 4\)",
+        r"`attention_mask` .*\(2, 3\).*\(2, 4\)",
     ),
-    "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, r"start or end with padding(.|\n)*1 of 2 rows"),
-    "no text column": ([{"a": "x", "b": "y"}], {}, r"no unambiguous column(.|\n)*\['a', 'b'\](.|\n)*column='a'"),
-    "a column that is not there": ([{"text": "x"}], {"column": "body"}, r"no unambiguous column(.|\n)*column='body'"),
+    "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, "`attention_mask`.*1 of 2 rows"),
+    "no text column": ([{"a": "x", "b": "y"}], {}, r"`data`.*\['a', 'b'\].*column='a'"),
+    "a column that is not there": ([{"text": "x"}], {"column": "body"}, "`column` is 'body'"),
     "a dictionary of splits": (
         datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}),
         {},
-        r"no unambiguous column(.|\n)*data\['train'\]",
+        r"`data`.*data\['train'\]",
     ),
-    "a row beyond the context": (torch.full((1, 65), 3), {}, r"longer than the model's context(.|\n)*65(.|\n)*seq_len=64"),
-    "seq_len beyond the context": (TEXTS, {"seq_len": 65}, r"`seq_len` is longer than"),
-    "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "`pack` applies to texts only"),
-    "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size` must be at least 1"),
-    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` must be below `seq_len`"),
+    "a row beyond the context": (torch.full((1, 65), 3), {}, "`data`.* 65 tokens.*seq_len=64"),
+    "seq_len beyond the context": (TEXTS, {"seq_len": 65}, "`seq_len` is 65.* 64"),
+    "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "`pack`"),
+    "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size` of Data is 0"),
+    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` is 4"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_bad_data_is_refused_with_what_to_do(case):
+def test_bad_data_is_refused(case):
     data, options, text = REFUSALS[case]
-    with pytest.raises(lsim.LayersimError, match=text) as caught:
+    with pytest.raises(lsim.LayersimError, match=text):
         batches(data, **options)
-    assert caught.value.do
 
 
 def test_texts_need_a_tokenizer():
-    with pytest.raises(lsim.LayersimError, match=r"has no tokenizer(.|\n)*tokenizer="):
+    with pytest.raises(lsim.LayersimError, match="LlamaForCausalLM has no tokenizer"):
         lsim.analyze(tiny_llama(), TEXTS, "cosine")
     assert lsim.analyze(tiny_llama(), lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), "cosine")["cosine"].provenance.tokens == 14
 
@@ -139,12 +138,12 @@ def test_a_pandas_table_is_read_by_its_columns():
     assert rows(table) == ROWS
     assert rows(table["text"]) == ROWS
     assert rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}), column="b") == ROWS
-    with pytest.raises(lsim.LayersimError, match="no unambiguous column"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\['a', 'b'\]"):
         rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}))
 
 
 def test_a_path_is_no_text(tmp_path):
     (tmp_path / "text.txt").write_text("w3 w4")
     for path in (tmp_path / "text.txt", str(tmp_path / "text.txt")):
-        with pytest.raises(lsim.LayersimError, match=r"the path of a file(.|\n)*read_text"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*text\.txt"):
             rows(path)

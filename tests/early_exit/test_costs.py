@@ -80,8 +80,13 @@ class TestCosts:
         assert "is expected" in str(early.plan)
         with pytest.warns(lsim.LayersimWarning, match="slower"):
             EarlyExit(demo, 0.9, curve=curve, at="all")
-        with pytest.raises(lsim.LayersimError, match="was not measured"):
-            EarlyExit(demo, 0.7, curve=curve)
+        for model, options, words in (
+            (demo, {"threshold": 0.7}, r"`threshold`.*0\.7"),
+            (demo, {"threshold": 0.5, "rule": "margin"}, r"`curve`.*margin"),
+            (tiny_llama(), {"threshold": 0.5}, r"`curve`.* 8 blocks.* 3"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=words):
+                EarlyExit(model, curve=curve, **options)
 
     def test_few_layers_without_a_curve(self):
         assert evenly_spread(ExitCosts(block=1, check=0.1, head=0.1, blocks=12), 1) == (2, 5, 7, 10)

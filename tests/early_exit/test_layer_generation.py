@@ -200,7 +200,7 @@ class TestRefusals:
             written(model)
 
     def test_more_than_the_context(self):
-        with pytest.raises(LayersimError, match="exceed the model's context"):
+        with pytest.raises(LayersimError, match="`max_new_tokens` is 64"):
             written(deep(), new=64)
 
     def test_no_tokenizer(self):

@@ -18,21 +18,21 @@ class TestRefusals:
     def test_settings(self):
         model = tiny_llama(4)
         for options, words in (
-            ({"threshold": 1.5}, "must be between 0 and 1"),
-            ({"threshold": -0.1}, "must be between 0 and 1"),
-            ({"threshold": 0.9, "rule": "patience"}, "must be a whole number of checks"),
-            ({"at": (0,)}, "`at` must be ascending layer numbers from 1 to 3"),
-            ({"at": (4,)}, "`at` must be ascending"),
-            ({"at": (2, 1)}, "`at` must be ascending"),
-            ({"at": (1,), "min_layer": 2}, "`at` must be ascending layer numbers from 2 to 3"),
-            ({"at": "some"}, "`at` must be layer numbers or"),
-            ({"rule": "entropy"}, "rule"),
-            ({"curve": "x"}, "not an exit curve"),
-            ({"curve": "x", "rule": "margin"}, "does not measure"),
-            ({"shortlist": [1]}, "`shortlist` must be two or more distinct token ids"),
-            ({"shortlist": [1, 1]}, "`shortlist` must be two or more distinct token ids"),
-            ({"shortlist": [1, VOCABULARY]}, "`shortlist` must be two or more distinct token ids"),
-            ({"shortlist": [1, 2], "rule": "cosine"}, "`shortlist` cannot be used"),
+            ({"threshold": 1.5}, "`threshold`.*1.5"),
+            ({"threshold": -0.1}, "`threshold`.*-0.1"),
+            ({"threshold": 0.9, "rule": "patience"}, "`threshold`.*0.9"),
+            ({"threshold": 1.5, "rule": "patience"}, "`threshold`.*1.5"),
+            ({"at": (0,)}, r"`at`.*\(0,\).*1 to 3"),
+            ({"at": (4,)}, r"`at`.*\(4,\)"),
+            ({"at": (2, 1)}, r"`at`.*\(2, 1\)"),
+            ({"at": (1,), "min_layer": 2}, "`at`.*2 to 3"),
+            ({"at": "some"}, "`at`.*some"),
+            ({"rule": "entropy"}, "`rule`.*entropy"),
+            ({"curve": "x"}, "`curve`.*x"),
+            ({"shortlist": [1]}, r"`shortlist`.*\[1\]"),
+            ({"shortlist": [1, 1]}, r"`shortlist`.*\[1, 1\]"),
+            ({"shortlist": [1, VOCABULARY]}, rf"`shortlist`.*{VOCABULARY}"),
+            ({"shortlist": [1, 2], "rule": "cosine"}, "`shortlist`.*cosine"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 EarlyExit(model, **options)
@@ -41,20 +41,21 @@ class TestRefusals:
         early = EarlyExit(tiny_llama(4))
         tokens = random_tokens(2, 6)
         for prompt, options, words in (
-            (tokens, {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
-            (tokens, {"max_new_tokens": 60}, "exceed the model's context"),
-            (tokens, {"temperature": 2.0}, "require do_sample=True"),
-            (tokens, {"do_sample": True, "top_p": 0.0}, "out of range"),
-            (tokens, {"attention_mask": torch.zeros(2, 6)}, "a row without a token"),
-            (tokens, {"stop": "w3"}, "`stop` requires a tokenizer"),
-            ([], {}, "`prompt` must be text or token ids"),
+            (tokens, {"max_new_tokens": 0}, "`max_new_tokens`.*0"),
+            (tokens, {"max_new_tokens": 60}, "`max_new_tokens`.*60"),
+            (tokens, {"temperature": 2.0}, "`temperature`.*2.0.*do_sample"),
+            (tokens, {"do_sample": True, "top_p": 0.0}, "`top_p`.*0.0"),
+            (tokens, {"attention_mask": torch.zeros(2, 6)}, "`prompt`.*a row without"),
+            (tokens, {"stop": "w3"}, "`stop`.*w3"),
+            ([], {}, "`prompt`.*empty"),
+            ("w3", {"attention_mask": torch.ones(1, 1)}, "`attention_mask`"),
             ("w3", {}, "tokenizer"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.generate(prompt, **options)
         for given, mask, words in (
-            (torch.randn(2, 3, 8, 8), None, "`tokens` must be token ids"),
-            (tokens, torch.zeros(2, 6), "`attention_mask` has a row without a token"),
+            (torch.randn(2, 3, 8, 8), None, "`tokens`.*2, 3, 8, 8"),
+            (tokens, torch.zeros(2, 6), "`attention_mask`.*a row without"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.logits(given, mask)
@@ -67,7 +68,7 @@ class TestRefusals:
         ],
     )
     def test_images_of_another_size(self, shape, given, do):
-        words = rf"`pixel_values` do not have the size(.|\n)*{given}(.|\n)*3 x 8 x 8(.|\n)*{do}"
+        words = rf"`pixel_values` has images of {given}(.|\n)*3 x 8 x 8(.|\n)*{do}"
         with pytest.raises(lsim.LayersimError, match=words):
             EarlyExit(vit(), threshold=0.3, at=(1,)).logits(torch.randn(shape))
 
@@ -85,8 +86,8 @@ class TestRefusals:
                 early.logits(given)
 
     def test_classifiers_do_not_generate(self):
-        for model, call in ((vit(), r"early.logits\(images\)"), (bert(), r"early.logits\(tokens, attention_mask\)")):
-            with pytest.raises(lsim.LayersimError, match=rf"cannot generate: it is a classifier(.|\n)*{call}$") as caught:
+        for model in (vit(), bert()):
+            with pytest.raises(lsim.LayersimError, match="cannot generate: it is a classifier") as caught:
                 EarlyExit(model, at=(1,)).generate(random_tokens(2, 6))
             assert "peft" not in str(caught.value)
 
@@ -94,14 +95,14 @@ class TestRefusals:
         model = tiny_llama(3)
         with pytest.raises(lsim.LayersimError, match="no known head"):
             EarlyExit(model.model)
-        with pytest.raises(lsim.LayersimError, match="not a model of a supported type"):
+        with pytest.raises(lsim.LayersimError, match="`model` is 'gpt2'"):
             EarlyExit("gpt2")
         # Weights that accelerate keeps elsewhere.
         spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
-        with pytest.raises(lsim.LayersimError, match="on one device"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*one device"):
             EarlyExit(spread_out)
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(1, 1), adapter="identity").model
-        with pytest.raises(lsim.LayersimError, match="the model's blocks"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):
             EarlyExit(stitched)
 
     def test_models_of_other_libraries(self):
@@ -109,11 +110,11 @@ class TestRefusals:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
 
         handle = nnsight.NNsight(tiny_llama(3))
-        with pytest.raises(lsim.LayersimError, match="nnsight envoy"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*NNsight"):
             EarlyExit(handle)
         model = tiny_llama(3)
         bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
-        with pytest.raises(lsim.LayersimError, match="AutoModelForCausalLM"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*TransformerBridge"):
             EarlyExit(bridge)
 
     def test_recurrent_models(self):
@@ -153,8 +154,8 @@ class TestRefusals:
             EarlyExit(model, at=(1, 2))
 
 
-def test_advice_on_a_threshold_lies_in_the_range_of_the_rule():
-    with pytest.raises(lsim.LayersimError, match="threshold=2"):
+def test_a_threshold_is_refused_with_the_range_of_the_rule():
+    with pytest.raises(lsim.LayersimError, match=r"`threshold`.* 2; .*-1 and 1"):
         EarlyExit(tiny_llama(), threshold=2, rule="cosine")
-    with pytest.raises(lsim.LayersimError, match="threshold=95"):
+    with pytest.raises(lsim.LayersimError, match=r"`threshold`.* 95; .*0 and 1"):
         EarlyExit(tiny_llama(), threshold=95)

@@ -77,10 +77,9 @@ class TestTruncate:
         assert short.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.inv_freq.dtype
 
     def test_refusals(self):
-        with pytest.raises(lsim.LayersimError, match="`n_layers` must be between 1 and 3"):
-            truncate(tiny_llama(3), 4)
-        with pytest.raises(lsim.LayersimError, match="`n_layers` must be between 1 and 3"):
-            truncate(tiny_llama(3), 0)
+        for n_layers in (0, 4):
+            with pytest.raises(lsim.LayersimError, match=f"`n_layers`.*{n_layers}"):
+                truncate(tiny_llama(3), n_layers)
         own = torch.nn.Module()
         own.layers = torch.nn.ModuleList([torch.nn.Identity()])
         with pytest.raises(lsim.LayersimError):

@@ -62,7 +62,7 @@ class TestRefusals:
         for options in ({"k": 0}, {"k": 1}, {"k": ()}, {"k": (5, 5)}, {"tokens": ()}, {"memory_mb": 0}):
             with pytest.raises(lsim.LayersimError):
                 lsim.BlockCoupling(**options)
-        with pytest.raises(lsim.LayersimError, match="k of at most 32"):
+        with pytest.raises(lsim.LayersimError, match="`k` is 33"):
             lsim.analyze(tiny_llama(), random_tokens(2, 9), lsim.BlockCoupling(k=33))
 
 

@@ -10,11 +10,11 @@ from .family_functions import FUNCTIONS
 
 # Reasons for refusals, each with what the error says.
 ERRORS = {
-    "no head": r"no unembedding is known|has no known head|it has no head",
+    "no head": r"but none is known|has no known head|has no head",
     "post-norm": r"no residual branch: each block ends in a layer norm",
     "no skip": r"does not add its input to its output, so it has no residual branch",
-    "two stacks": r"is an encoder-decoder, of which this function cannot choose one of the two stacks",
-    "own model": r"`model` must be a Hugging Face model",
+    "two stacks": r"is an encoder-decoder",
+    "own model": r"must be a Hugging Face model",
     "feature maps": r"these modules do not pass it on|are not batch x pos x width|are not known|images of unknown size",
 }
 NEED_HEAD = ("predictions by layer", "`stitch`", "`finetune_aligned`", "`evaluate_layers`", "`EarlyExit`", "`truncate`")

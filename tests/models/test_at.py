@@ -132,7 +132,7 @@ def test_an_unknown_architecture_has_its_blocks_and_its_modules():
         HookPoint("part.1", "part.1"),
     )
     assert find_points(model, blocks, ["part.1.0"]) == (HookPoint("part.1.0", "part.1.0"),)
-    with pytest.raises(LayersimError, match=r"not in the table: name its modules(.|\n)*expected: one of resid_pre, resid_post"):
+    with pytest.raises(LayersimError, match=r"`at` is 'attn_out'(.|\n)*not in the table(.|\n)*resid_pre, resid_post"):
         find_points(model, blocks, "attn_out")
     assert stream_sums(model, blocks, ["resid_post"]) == ()
     # A known list of blocks of an unknown class.
@@ -164,8 +164,8 @@ def test_a_block_of_a_known_class_is_found_in_any_model():
 
 
 REFUSED = [
-    ("neox", "resid_mid", {}, r"does not have: attention and MLP run in parallel(.|\n)*expected: one of resid_pre, ln1, q"),
-    ("mamba", "z", {}, r"MambaForCausalLM does not have: .*no heads(.|\n)*expected: one of resid_pre, resid_post, ln_final"),
+    ("neox", "resid_mid", {}, r"does not have: attention and MLP run in parallel(.|\n)*It has resid_pre, ln1, q"),
+    ("mamba", "z", {}, r"MambaForCausalLM does not have: .*no heads(.|\n)*It has resid_pre, resid_post, ln_final"),
     ("mixtral", "mlp_post", {}, "each expert of its mixture"),
     ("bert", "ln_final", {}, "the last block ends in a layer norm"),
     ("olmo2", ["ln1"], {}, "its norms stand after attention and MLP"),
@@ -176,17 +176,17 @@ REFUSED = [
     ("llama", "blocks.*.hook_nothing", {}, "selects no hook point"),
     ("llama", lambda name: False, {}, "a function that is False for all names"),
     ("llama", "model.layers", {}, "selects no hook point"),
-    ("llama", [], {}, "`at` is empty"),
-    ("llama", ["z", "z"], {}, r"names a family twice(.|\n)*do: .*at=\['z'\]"),
-    ("llama", ["blocks.0.hook_mlp_out", "blocks.0.hook_mlp_out"], {}, r"twice(.|\n)*'blocks.0.hook_mlp_out' once"),
-    ("llama", ["mlp_out", "model.layers.1.mlp"], {}, r"'blocks.1.hook_mlp_out' and 'model.layers.1.mlp', which are one"),
+    ("llama", [], {}, r"`at` is \[\]"),
+    ("llama", ["z", "z"], {}, "twice"),
+    ("llama", ["blocks.0.hook_mlp_out", "blocks.0.hook_mlp_out"], {}, r"twice: 'blocks.0.hook_mlp_out'"),
+    ("llama", ["mlp_out", "model.layers.1.mlp"], {}, "twice: 'model.layers.1.mlp', which is also 'blocks.1.hook_mlp_out'"),
     ("llama", ["z", "blocks.0.attn.hook_z"], {}, "twice"),
     ("llama", ["blocks.*.hook_mlp_out", "mlp_out"], {}, "twice"),
-    ("llama", "attn_out", {"per_head": True}, r"`per_head` requires(.|\n)*one of q, k, v, z(.|\n)*at='z', per_head=True"),
-    ("llama", ["z", "model.layers.1.mlp"], {"per_head": True}, "per_head=True and model.layers.1.mlp"),
-    ("llama", "blocks.0.attn.hook_z[4]", {}, r"head that the model does not have(.|\n)*heads 0 to 3(.|\n)*hook_z\[3\]"),
+    ("llama", "attn_out", {"per_head": True}, r"`per_head` is True, but blocks.0.hook_attn_out(.|\n)*q, k, v, z"),
+    ("llama", ["z", "model.layers.1.mlp"], {"per_head": True}, "`per_head` is True, but model.layers.1.mlp"),
+    ("llama", "blocks.0.attn.hook_z[4]", {}, r"`at` is 'blocks.0.attn.hook_z\[4\]'(.|\n)*heads 0 to 3"),
     ("llama", "blocks.0.attn.hook_k[2]", {}, "heads 0 to 1"),
-    ("llama", "blocks.0.hook_mlp_out[0]", {}, "heads of q, k, v, z"),
+    ("llama", "blocks.0.hook_mlp_out[0]", {}, "only q, k, v, z have heads"),
     ("llama", "blocks.9.attn.hook_z[0]", {}, "selects no hook point"),
 ]  # fmt: skip
 

@@ -22,9 +22,8 @@ def test_a_function_works_on_a_family_or_says_why_not(key, function):
     if why is None:
         FUNCTIONS[function](key)
         return
-    with pytest.raises(lsim.LayersimError, match=ERRORS[why]) as caught:
+    with pytest.raises(lsim.LayersimError, match=ERRORS[why]):
         FUNCTIONS[function](key)
-    assert all(f"\n  {word}:" in str(caught.value) for word in ("given", "expected", "do"))
 
 
 def test_the_table_of_the_docs_is_what_was_found():

@@ -189,7 +189,7 @@ def test_a_head_of_rows_measures_all_positions_by_default_and_no_fewer():
     for positions in ("first", "last", slice(0, 2), "mean"):
         with pytest.raises(lsim.LayersimError, match="positions"):
             lsim.analyze(case.build(), lsim.Data(data, positions=positions), lsim.LogitLens(labels="data"))
-    with pytest.raises(lsim.LayersimError, match="`skip_first` leaves out positions that the head"):
+    with pytest.raises(lsim.LayersimError, match="`skip_first` is 1"):
         lsim.analyze(case.build(), lsim.Data(data, skip_first=1), lsim.Saturation())
     assert lsim.analyze(case.build(), lsim.Data(data, skip_first=1), lsim.Cosine(center="none"))
     with pytest.raises(lsim.LayersimError, match="labels` differ within a row"):
@@ -274,7 +274,7 @@ def test_collapse_of_what_the_head_reads(name):
 
 
 def test_collapse_of_what_a_language_model_reads_is_not_defined():
-    with pytest.raises(lsim.LayersimError, match="`pool` cannot be 'head'"):
+    with pytest.raises(lsim.LayersimError, match="`pool` is 'head'"):
         lsim.analyze(tiny_llama(), random_tokens(), lsim.NeuralCollapse(labels=torch.zeros(4).long(), pool="head"))
 
 

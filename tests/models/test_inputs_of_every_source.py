@@ -162,11 +162,11 @@ def test_counting_positions_leaves_the_model_as_it_was():
 
 
 def test_what_the_model_does_not_take_is_refused_or_named():
-    with pytest.raises(lsim.LayersimError, match=r"no unambiguous column(.|\n)*`pixel_values`, the main input"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*`pixel_values` among \['x'\]"):
         lsim.analyze(image_vit(), {"x": pixels()}, "cosine")
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are tokens"):
         lsim.analyze(image_vit(), random_tokens(), "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"no unambiguous column"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\['pixel_values'\]"):
         lsim.analyze(tiny_llama(), {"pixel_values": pixels()}, "cosine")
 
 
@@ -177,5 +177,5 @@ def test_a_hooked_transformer_takes_tokens_alone(caplog):
     found = lsim.analyze(model, data, "cosine")["cosine"]
     assert "not read: token_type_ids" in caplog.text
     assert torch.equal(found.values, lsim.analyze(model, tokens, "cosine")["cosine"].values)
-    with pytest.raises(lsim.LayersimError, match="no unambiguous column of texts or token ids"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\['inputs_embeds'\]"):
         lsim.analyze(model, {"inputs_embeds": torch.randn(4, 9, 32)}, "cosine")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from typer.testing import CliRunner
 
 import tl_layersim as lsim
 
+from ..commands.helpers import run
 from ..tiny_models import random_tokens, tiny_llama
 
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -99,7 +99,7 @@ def test_a_cosine_between_modules_of_unequal_width_is_refused_with_both_widths(s
     if source != "analyze":
         model = pytest.importorskip("nnsight").NNsight(model)
         remote = "local" if source == "simulated server" else False
-    with pytest.raises(lsim.LayersimError, match=r"equal width(.|\n)*width 32 and (.|\n)*up_proj of width 48"):
+    with pytest.raises(lsim.LayersimError, match=r"width 32 and (.|\n)*up_proj .*48"):
         lsim.analyze(lsim.open_model(model, layers=paths, remote=remote), random_tokens(), "cosine")
 
 
@@ -132,7 +132,7 @@ def test_a_model_that_needs_more_than_tokens_names_its_parts():
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: pytest.importorskip("nnsight").NNsight(m)], ids=["module", "nnsight"])
 def test_the_decoder_of_an_encoder_decoder_is_refused_and_its_encoder_read(wrap):
     tokens = random_tokens()
-    with pytest.raises(lsim.LayersimError, match=r"inputs of both stacks(.|\n)*decoder_input_ids"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*decoder_input_ids"):
         lsim.analyze(lsim.open_model(wrap(t5()), layers=["decoder.block.0", "decoder.block.1"]), tokens, "cosine")
     paths = ["encoder.block.0", "encoder.block.1"]
     found = lsim.analyze(lsim.open_model(wrap(t5()), layers=paths), tokens, [lsim.Cosine(center="none"), lsim.Trajectory()])[
@@ -152,9 +152,7 @@ def test_a_model_without_weights_is_refused():
         lambda: attached(model, None, input_ids=tokens),
         lambda: lsim.stitch(model, tiny_llama(), tokens, at=(1, 1)),
     ):
-        with pytest.raises(
-            lsim.LayersimError, match=r"no weights: its parameters are on the meta device(.|\n)*from_pretrained"
-        ):
+        with pytest.raises(lsim.LayersimError, match=r"no weights: .* is on the meta device(.|\n)*from_pretrained"):
             call()
 
 
@@ -173,17 +171,14 @@ def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
     demo.tokenizer.save_pretrained(tmp_path / "mine")
     model = nnsight.TransformersModel(str(tmp_path / "mine"), task="text-generation", tokenizer=demo.tokenizer)
     for remote in (True, "http://127.0.0.1:9"):
-        with pytest.raises(lsim.LayersimError, match=r"`model` was loaded from a folder(.|\n)*'org/name'(.|\n)*'org/mine'"):
+        with pytest.raises(lsim.LayersimError, match=r"`model` was loaded from the folder(.|\n)*'org/mine'"):
             lsim.analyze(lsim.open_model(model, remote=remote), lsim.demo_text()[:1], "cosine")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu", "mps:x"])
 def test_a_device_that_is_not_there_is_named(device, tmp_path, monkeypatch):
-    from tl_layersim.cli import app
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = CliRunner().invoke(app, ["report", "--device", device, "--out", str(tmp_path / "out")])
+    out = run("report", "--device", device, "--out", tmp_path / "out")
     assert isinstance(out.exception, lsim.LayersimError)
-    assert str(out.exception).startswith("`--device` names a device that is not on this machine")
-    assert f"--device {device}" in str(out.exception)
+    assert str(out.exception).startswith(f"`--device` is {device}, which is not on this machine")
     assert not (tmp_path / "out").exists()

@@ -48,7 +48,7 @@ def test_the_table_of_every_kind_of_model():
 
 
 def test_models_that_are_none_are_refused():
-    with pytest.raises(lsim.LayersimError, match="not a model of a supported type"):
+    with pytest.raises(lsim.LayersimError, match="`model` is "):
         lsim.sites("gpt2")
     with pytest.raises(lsim.LayersimError, match="layers of Linear are not known"):
         lsim.sites(torch.nn.Linear(2, 2))

@@ -21,7 +21,7 @@ def test_rows_of_one_token_have_no_target_and_still_a_prediction():
     found = lsim.analyze(model, mixed, [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve()])
     assert (found["logit_lens"].positions, found["logit_lens"].targets) == (4, 2)
     assert found["saturation"].counts.sum() == 4
-    with pytest.raises(lsim.LayersimError, match=r"so few positions with a target"):
+    with pytest.raises(lsim.LayersimError, match="positions with a target"):
         lsim.analyze(model, [torch.tensor([5])], lsim.LogitLens())
     assert lsim.analyze(model, [torch.tensor([5])], lsim.Saturation())["saturation"].counts.sum() == 1
 
@@ -51,7 +51,7 @@ def test_labels_in_the_data_and_labels_in_a_tensor_are_one():
 def test_labels_that_are_the_tokens_themselves_are_refused():
     tokens = random_tokens(3, 9)
     hf = {"input_ids": tokens, "labels": tokens.clone()}
-    with pytest.raises(lsim.LayersimError, match=r"are the input tokens(.|\n)*shift labels(.|\n)*next_token"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels` are the input tokens(.|\n)*next_token"):
         lsim.analyze(tiny_llama(), hf, lsim.LogitLens(labels="data"))
     # Without being asked for they are nobody's business.
     assert lsim.analyze(tiny_llama(), hf, lsim.LogitLens())
@@ -64,9 +64,9 @@ def test_labels_that_are_the_tokens_themselves_are_refused():
         (
             torch.zeros(2, 9).long(),
             random_tokens(3, 9),
-            r"fewer rows or positions than the data(.|\n)*\(2, 9\)(.|\n)*at least 3 rows of 9",
+            r"`labels` has shape \(2, 9\)(.|\n)*3 rows of 9",
         ),
-        (torch.zeros(3, 5).long(), random_tokens(3, 9), r"fewer rows or positions than the data(.|\n)*\(3, 5\)"),
+        (torch.zeros(3, 5).long(), random_tokens(3, 9), r"`labels` has shape \(3, 5\)"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(labels, data, message):
@@ -74,13 +74,13 @@ def test_labels_that_do_not_fit_are_refused(labels, data, message):
         with pytest.raises(lsim.LayersimError, match=message):
             lsim.analyze(tiny_llama(), data, cls(labels=labels))
     for bad in (torch.zeros(3), torch.zeros(2, 2, 2).long(), [0.5]):
-        with pytest.raises(lsim.LayersimError, match=r"`labels` must be whole numbers(.|\n)*torch.tensor\(labels\)"):
+        with pytest.raises(lsim.LayersimError, match=r"`labels` is torch.(float|int)"):
             lsim.LogitLens(labels=bad)
     for names in (["a", "b"], np.array(["a", "b"]), object()):
-        with pytest.raises(lsim.LayersimError, match=r"`labels` must be whole numbers(.|\n)*names.index") as error:
+        with pytest.raises(lsim.LayersimError, match="`labels` is ") as error:
             lsim.LogitLens(labels=names)
-        assert "shape (0" not in error.value.given
-    with pytest.raises(lsim.LayersimError, match=r"`labels` must be 'next_token'(.|\n)*labels='data'"):
+        assert "shape (0" not in str(error.value)
+    with pytest.raises(lsim.LayersimError, match="`labels` is 'label'"):
         lsim.LogitLens(labels="label")
 
 
@@ -101,11 +101,11 @@ def test_columns_of_labels_are_read_from_tables():
     assert worst(found, frame) == 0
     for other in (["a", "b"] * 6, [0.5, 1.5] * 6, [[0, 3], [1]] * 6):
         odd = datasets.Dataset.from_dict({"text": texts, "label": other})
-        with pytest.raises(lsim.LayersimError, match=r"must be integers|`labels` do not fit"):
+        with pytest.raises(lsim.LayersimError, match="`labels`"):
             lsim.analyze(model, odd, analyzer)
         # Nobody who does not ask for labels is bothered with them.
         assert lsim.analyze(model, odd, lsim.Cosine(center="none"))
-    with pytest.raises(lsim.LayersimError, match=r"`labels` do not fit the data(.|\n)*2 labels for 3 texts"):
+    with pytest.raises(lsim.LayersimError, match="`labels` has 2 entries for 3 texts"):
         lsim.analyze(model, {"text": texts[:3], "label": [0, 1]}, analyzer)
     with pytest.raises(lsim.LayersimError, match=r"`data` has no labels(.|\n)*pack=True"):
         lsim.analyze(model, lsim.Data(table, pack=True), analyzer)
@@ -116,7 +116,7 @@ def test_labels_outside_the_head_are_refused(label):
     labels = torch.full((4, 12), 5)
     labels[:, ::2] = label
     labels[:, 1::4] = label
-    with pytest.raises(lsim.LayersimError, match=rf"head cannot predict(.|\n)*from {label} to {label}(.|\n)*0 to 99"):
+    with pytest.raises(lsim.LayersimError, match=rf"`labels` holds ids from {label} to {label}(.|\n)*0 to 99"):
         lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))
 
 

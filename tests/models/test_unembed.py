@@ -134,7 +134,7 @@ class Odd(torch.nn.Module):
 
 def test_a_head_that_no_table_knows_can_be_named():
     layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
-    with pytest.raises(lsim.LayersimError, match=r"needs an unembedding(.|\n)*unembed=\['path.of.final_norm'"):
+    with pytest.raises(lsim.LayersimError, match=r"needs an unembedding.*unembed="):
         lsim.analyze(lsim.open_model(Odd(), layers=layers), tokens, lsim.LogitLens())
     for model in (Odd(), nnsight(Odd())):
         found = lsim.analyze(lsim.open_model(model, layers=layers, unembed=["polish", "speak"]), tokens, lsim.LogitLens())[
@@ -142,9 +142,7 @@ def test_a_head_that_no_table_knows_can_be_named():
         ]
         assert found.unembedding == "speak(polish(x))"
         assert found.provenance.options["unembed"] == ["polish", "speak"]
-    with pytest.raises(
-        lsim.LayersimError, match=r"names a module that(.|\n)*unembed=\[..., 'polis'(.|\n)*did you mean 'polish'"
-    ):
+    with pytest.raises(lsim.LayersimError, match=r"`unembed` is \[..., 'polis'(.|\n)*did you mean 'polish'"):
         lsim.analyze(lsim.open_model(Odd(), layers=layers, unembed=["polis", "speak"]), tokens, lsim.LogitLens())
 
 
@@ -152,9 +150,9 @@ def test_a_head_that_no_table_knows_can_be_named():
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["hooked", "nnsight"])
 def test_a_lens_that_is_not_the_models_is_refused(lens, wrap):
     layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
-    with pytest.raises(lsim.LayersimError, match=r"does not give the model's own logits(.|\n)*speak\(polish\(x\)\): off by"):
+    with pytest.raises(lsim.LayersimError, match=r"does not give the model's own logits(.|\n)*speak\(polish\(x\)\) is off by"):
         lsim.analyze(lsim.open_model(wrap(Odd(twice=True)), layers=layers, unembed=["polish", "speak"]), tokens, lens())
-    with pytest.raises(lsim.LayersimError, match=r"does not give the model's own logits(.|\n)*speak\(x\): off by"):
+    with pytest.raises(lsim.LayersimError, match=r"does not give the model's own logits(.|\n)*speak\(x\) is off by"):
         lsim.analyze(lsim.open_model(wrap(Odd()), layers=layers, unembed=["speak"]), tokens, lens())
 
 
@@ -207,9 +205,9 @@ def test_classifiers_are_read_where_they_classify(family):
     assert lens.accuracy[-1] == np.mean(right)
     assert found["saturation"].counts.sum() == 4
     assert found["exit_curve"].at(1.0).accuracy == lens.accuracy[-1]
-    with pytest.raises(lsim.LayersimError, match=r"classifies whole rows(.|\n)*LogitLens\(labels='data'\)"):
+    with pytest.raises(lsim.LayersimError, match=r"classifies whole rows.*LogitLens\(labels='data'\)"):
         lsim.analyze(model, rows, lsim.LogitLens())
-    with pytest.raises(lsim.LayersimError, match="classifies whole rows"), lsim.attach(model, lsim.Saturation()):
+    with pytest.raises(lsim.LayersimError, match="Saturation cannot be attached"), lsim.attach(model, lsim.Saturation()):
         pass
 
 

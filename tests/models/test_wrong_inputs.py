@@ -25,14 +25,12 @@ EVERY = pytest.mark.parametrize("wrap", [lambda model: model, nnsight], ids=["mo
     ],
 )
 def test_images_of_another_size(wrap, shape, given, do):
-    with pytest.raises(
-        lsim.LayersimError, match=rf"`pixel_values` do not have the size(.|\n)*{given}(.|\n)*3 x 8 x 8(.|\n)*{do}"
-    ):
+    with pytest.raises(lsim.LayersimError, match=rf"`pixel_values` has images of {given}(.|\n)*3 x 8 x 8(.|\n)*{do}"):
         lsim.analyze(wrap(image_vit()), torch.randn(shape), "cosine")
 
 
 def test_texts_and_images_for_the_other_kind_of_model():
-    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are texts(.|\n)*tokenizer=processor"):
+    with pytest.raises(lsim.LayersimError, match=r"texts, and .* takes `pixel_values`"):
         lsim.analyze(image_vit(), ["a text", "another"], "cosine")
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are tokens"):
         lsim.analyze(image_vit(), random_tokens(), "cosine")
@@ -46,9 +44,9 @@ def test_texts_and_images_for_the_other_kind_of_model():
 def test_labels_that_are_no_classes(wrong):
     labels = torch.full((6,), wrong)
     for data, own in ((pixels(), labels), ({"pixel_values": pixels(), "labels": labels}, "data")):
-        with pytest.raises(lsim.LayersimError, match=rf"cannot predict(.|\n)*from {wrong} to {wrong}(.|\n)*0 to 2"):
+        with pytest.raises(lsim.LayersimError, match=rf"`labels` holds ids from {wrong} to {wrong}(.|\n)*0 to 2"):
             lsim.analyze(image_vit(), data, lsim.LogitLens(labels=own))
-    with pytest.raises(lsim.LayersimError, match=r"no classes(.|\n)*from -1 to -1(.|\n)*numbered from 0"):
+    with pytest.raises(lsim.LayersimError, match="`labels` are numbers from -1 to -1"):
         lsim.analyze(image_vit(), pixels(), lsim.NeuralCollapse(labels=torch.full((6,), -1)))
 
 
@@ -69,14 +67,14 @@ def test_images_by_another_name_or_without_a_name(make, name, options):
     expected = called(lsim.analyze, model, {name: x}, cosine, **options)["cosine"].values
     with pytest.raises(lsim.LayersimError, match=r"no unambiguous column") as error:
         called(lsim.analyze, model, {"x": x, "label": y}, cosine, **options)
-    assert error.value.do == f"{{'{name}': data['x']}}, the name that the model gives it; or column='x'"
+    assert name in str(error.value)
     named = called(lsim.analyze, model, {"x": x, "label": y}, cosine, column="x", **options)["cosine"].values
     assert torch.equal(named, expected)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=3)
     for data in ((x, y), loader):
         with pytest.raises(lsim.LayersimError, match="several things without names") as error:
             called(lsim.analyze, model, data, cosine, **options)
-        assert f"[{{'{name}': x, 'label': y}} for x, y in loader]" in error.value.do
+        assert f"'{name}'" in str(error.value)
         assert "token" not in str(error.value)
     batches = [{name: a, "label": b} for a, b in loader]
     torch.testing.assert_close(called(lsim.analyze, model, batches, cosine, **options)["cosine"].values, expected)
@@ -88,6 +86,6 @@ def test_images_of_bytes_for_a_model_without_a_processor():
         with pytest.raises(lsim.LayersimError, match="whole numbers of 4 axes, such as images of bytes") as error:
             lsim.analyze(conv(), data, "cosine", at=["0"])
         assert "inputs_embeds" not in str(error.value)
-        assert error.value.do == "torch.as_tensor(data).float() / 255, with channels first: .movedim(-1, -3)"
+        assert "movedim(-1, -3)" in str(error.value)
     found = lsim.analyze(conv(), lsim.Data(images.float().div(255).movedim(-1, -3), positions="mean"), "cosine", at=["0"])
     assert found["cosine"].provenance.sequences == 4

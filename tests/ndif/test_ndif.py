@@ -278,7 +278,7 @@ def test_a_model_that_the_server_cannot_load(server, hub, tmp_path):
     model = load("tests/gone")
     for path in (HUB.root / "tests/gone").glob("*"):
         path.unlink()
-    with pytest.raises(lsim.LayersimError, match=r"does not run this model(.|\n)*those are:"):
+    with pytest.raises(lsim.LayersimError, match=r"does not run this model(.|\n)*It runs"):
         lsim.analyze(lsim.open_model(model, remote=server.url), rows(2, 8), ["cka"])
 
 
@@ -302,7 +302,7 @@ def test_stitched_there_as_here(server, trust):
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
     training = {"fit": "sgd", "training": lsim.StitchTraining(steps=3, warmup=1)}
     if trust == "sandboxed":
-        with pytest.raises(lsim.LayersimError, match="sandbox of this server does not provide"):
+        with pytest.raises(lsim.LayersimError, match="sandbox of this server"):
             called(lsim.stitch, *there, data, remote=server.url, **options | training)
         return
     trained = called(lsim.stitch, *there, data, remote=server.url, **options | training | {"adapter": "affine-norm"})

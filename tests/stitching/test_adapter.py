@@ -97,7 +97,7 @@ class TestAdapter:
         ],
     )
     def test_parts_that_do_not_belong_to_the_kind(self, given):
-        with pytest.raises(lsim.LayersimError, match=r"`kind` must be|do not match an adapter of kind"):
+        with pytest.raises(lsim.LayersimError, match=f"kind.*{given[0]}"):
             lsim.Adapter(*given)
 
     def test_nothing_of_it_learns(self):

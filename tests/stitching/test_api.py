@@ -228,7 +228,7 @@ class TestNumbers:
 
     def test_a_table_of_labels_is_of_one_data_set(self):
         table = torch.full((6, 8), 5)
-        with pytest.raises(lsim.LayersimError, match="a table belongs to one data set"):
+        with pytest.raises(lsim.LayersimError, match=r"`labels`.*`eval_data`"):
             lsim.stitch(
                 tiny_gpt2(0), tiny_gpt2(1), rows(6, 8), at=(1, 1), adapter="identity", labels=table, eval_data=rows(6, 8)
             )

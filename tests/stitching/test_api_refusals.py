@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ class TestRefusals:
             )
 
     def test_data_of_one_row_cannot_be_split(self):
-        with pytest.raises(lsim.LayersimError, match="too few rows with targets"):
+        with pytest.raises(lsim.LayersimError, match="`data` has 1 rows"):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), fit="lstsq")
 
     def test_few_tokens_for_least_squares(self):
@@ -85,7 +86,7 @@ class TestRefusals:
     @pytest.mark.parametrize("layer", [4, -1, "blocks.3.hook_resid_post", "blocks.0.attn"])
     def test_a_layer_that_does_not_exist(self, layer):
         for at in ((layer, 1), (1, layer)):
-            with pytest.raises(lsim.LayersimError, match="has no layer"):
+            with pytest.raises(lsim.LayersimError, match=re.escape(str(layer))):
                 lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=at, adapter="identity")
 
     def test_layers_by_name(self):
@@ -110,12 +111,12 @@ class TestRefusals:
         torch.manual_seed(0)
         short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
         for pair in ((tiny_gpt2(), short), (short, tiny_gpt2())):
-            with pytest.raises(lsim.LayersimError, match="longer than the model's context"):
+            with pytest.raises(lsim.LayersimError, match=r"16 tokens.* 8"):
                 lsim.stitch(*pair, rows(), at=(1, 1), adapter="identity")
 
     def test_half_precision(self):
         front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
-        with pytest.raises(lsim.LayersimError, match="float16 model, through which gradients vanish"):
+        with pytest.raises(lsim.LayersimError, match=r"`fit`.*float16"):
             lsim.stitch(front, back, rows(), at=(1, 1), fit="sgd")
         for dtype in (torch.float16, torch.bfloat16):
             model = tiny_llama(dtype=dtype)
@@ -151,9 +152,9 @@ class TestRefusals:
         wide = LlamaForCausalLM(
             LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100)
         ).eval()
-        with pytest.raises(lsim.LayersimError, match="`adapter='identity'` needs residual streams of equal width"):
+        with pytest.raises(lsim.LayersimError, match=r"`adapter`.*identity"):
             lsim.stitch(wide, tiny_llama(), rows(), at=(1, 1), adapter="identity")
-        with pytest.raises(lsim.LayersimError, match="starts from the identity, which needs residual streams of equal width"):
+        with pytest.raises(lsim.LayersimError, match=r"`fit` is 'sgd'.* 48 and 32"):
             lsim.stitch(wide, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="sgd")
         for kind in ("linear", "affine", "affine-norm"):
             result = lsim.stitch(
@@ -164,7 +165,7 @@ class TestRefusals:
             assert float(result.curve[-5:].mean()) < float(result.curve[:5].mean())
             with torch.no_grad():
                 assert result.model(rows(2)).logits.shape == (2, 16, 100)
-        with pytest.raises(lsim.LayersimError, match="`adapter` does not match the widths"):
+        with pytest.raises(lsim.LayersimError, match=r"`adapter`.* 48 to 32.* 32 to 48"):
             lsim.stitch(tiny_llama(), wide, rows(), at=(1, 1), adapter=result.adapter)
 
     def test_identity_between_bases_is_warned_of(self):
@@ -176,16 +177,15 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"adapter": "identity", "fit": "lstsq"}, "an adapter without weights to fit"),
-            ({"adapter": "identity", "training": QUICK}, "an adapter without weights to fit"),
-            ({"fit": "lstsq", "training": QUICK}, "`training` needs a fit by gradients"),
-            ({"fit": "sgd", "ridge": 1.0}, "`ridge` must be"),
-            ({"fit": "lstsq", "ridge": -1.0}, "`ridge` must be"),
-            ({"adapter": "twisted"}, "`adapter` must be the name of a kind"),
-            ({"fit": "adam"}, r"`fit` of \w+ cannot be"),
-            ({"eval_data": []}, "`eval_data` has no targets"),
-            ({"labels": "class"}, "`labels` must be 'next_token'"),
-            ({"cache": "."}, "`cache` needs a fit by gradients or several backs"),
+            ({"adapter": "identity", "fit": "lstsq"}, "`fit`, `training` and `ridge`.*identity"),
+            ({"adapter": "identity", "training": QUICK}, "`fit`, `training` and `ridge`.*identity"),
+            ({"fit": "lstsq", "training": QUICK}, "`training`.*lstsq"),
+            ({"fit": "sgd", "ridge": 1.0}, "`ridge`.*sgd"),
+            ({"fit": "lstsq", "ridge": -1.0}, "`ridge`.* -1.0"),
+            ({"adapter": "twisted"}, "`adapter`.*twisted"),
+            ({"fit": "adam"}, "`fit`.*adam"),
+            ({"eval_data": []}, "`eval_data`"),
+            ({"labels": "class"}, "`labels`.*class"),
             ({"eval_data": lsim.Data(rows(), positions="mean")}, "`positions` is 'mean'"),
         ],
     )
@@ -205,7 +205,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("data", [[], torch.zeros(3, 1, dtype=torch.int64), [[5]]])
     def test_no_data(self, data):
-        with pytest.raises(lsim.LayersimError, match="`data` has no targets"):
+        with pytest.raises(lsim.LayersimError, match="`data`"):
             lsim.stitch(tiny_llama(), tiny_llama(), data, at=(1, 1), adapter="identity")
 
     def test_a_back_that_is_broken(self):
@@ -219,16 +219,16 @@ class TestRefusals:
         broken = tiny_llama()
         with torch.no_grad():
             broken.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
-        with pytest.warns(lsim.LayersimWarning, match="stitched loss of .* is not finite"):
+        with pytest.warns(lsim.LayersimWarning, match=r"stitched loss of .* is not finite"):
             result = lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), adapter="identity")
         assert math.isnan(result.penalty)
-        with pytest.raises(lsim.LayersimError, match="not finite, so that least squares"):
+        with pytest.raises(lsim.LayersimError, match="not finite"):
             lsim.stitch(broken, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(2, 2), fit="lstsq")
 
     def test_blocks_that_are_not_the_residual(self):
         model = tiny_llama()
         paths = ["model.layers.2", "model.layers.0"]
-        with pytest.raises(lsim.LayersimError, match="must name the blocks in the order"):
+        with pytest.raises(lsim.LayersimError, match=r"`layers` has 'model.layers.0' after 'model.layers.2'"):
             lsim.stitch(model, lsim.open_model(model, layers=paths), rows(), at=(1, 2), adapter="identity")
 
     def test_a_layer_that_nothing_reads(self):
@@ -246,7 +246,7 @@ class TestRefusals:
                 return self.head(x)
 
         paths = ["steps.0", "steps.1"]
-        with pytest.raises(lsim.LayersimError, match=r"cannot be split(.|\n)*and another loss from another residual"):
+        with pytest.raises(lsim.LayersimError, match=r"cannot be split at steps\.0"):
             lsim.stitch(
                 lsim.open_model(Constant(), layers=paths),
                 lsim.open_model(Constant(), layers=paths),

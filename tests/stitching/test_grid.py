@@ -40,7 +40,7 @@ class TestGrid:
         assert (table["difference"] <= table["high"]).all()
         swapped = grid.asymmetry("b", "a")
         np.testing.assert_allclose(swapped["difference"], -table["difference"], atol=1e-12)
-        with pytest.raises(lsim.LayersimError, match="not a model of this grid"):
+        with pytest.raises(lsim.LayersimError, match="'c'"):
             grid.asymmetry("a", "c")
 
     def test_beyond_what_fitting_costs(self, models):
@@ -79,7 +79,7 @@ class TestGrid:
 
     def test_models_of_different_depths(self, models):
         mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
-        with pytest.raises(lsim.LayersimError, match="`layers` must be given for models of different depths"):
+        with pytest.raises(lsim.LayersimError, match=r"`layers`.*3 blocks, deep: 5 blocks"):
             lsim.stitch_grid(mixed, rows(), adapter="identity")
         grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [1, 3], "deep": [2, 5]})
         one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(2, 1), adapter="identity")
@@ -89,14 +89,14 @@ class TestGrid:
 
     @pytest.mark.parametrize("layers", [[], {"a": [1]}, {"a": [1, 2], "b": [1]}])
     def test_stitch_points_that_do_not_fit(self, models, layers):
-        with pytest.raises(lsim.LayersimError, match="`layers` must give every model a non-empty list"):
+        with pytest.raises(lsim.LayersimError, match="`layers`"):
             lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
 
     def test_a_stitch_point_counts_once(self, models):
         for layers in ([2, 1, 2], {name: [1, 2, 1] for name in models}):
-            with pytest.raises(lsim.LayersimError, match="`layers` names a stitch point twice"):
+            with pytest.raises(lsim.LayersimError, match=r"`layers`.*twice"):
                 lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
 
     def test_models_without_names(self, models):
-        with pytest.raises(lsim.LayersimError, match="`models` must be a mapping from names"):
+        with pytest.raises(lsim.LayersimError, match="`models`"):
             lsim.stitch_grid(list(models.values()), rows(), adapter="identity")

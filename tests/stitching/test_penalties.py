@@ -97,12 +97,12 @@ class TestGroups:
 
     def test_refusals(self, models, grid):
         for wrong in (2, -1, "blocks.0.hook_resid_post"):
-            with pytest.raises(lsim.LayersimError, match="`seam` is not a stitch point"):
+            with pytest.raises(lsim.LayersimError, match=f"`seam`.*{wrong}"):
                 grid.between_models(wrong)
-        with pytest.raises(lsim.LayersimError, match="`groups` must name the group of every model"):
+        with pytest.raises(lsim.LayersimError, match="`groups`"):
             lsim.stitch_grid(models, texts(), adapter="identity", groups={"p0": "p"})
         one = lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter="identity")
-        with pytest.raises(lsim.LayersimError, match="needs two of them"):
+        with pytest.raises(lsim.LayersimError, match="two"):
             one.between_models()
 
 

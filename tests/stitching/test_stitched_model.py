@@ -149,7 +149,7 @@ class TestStitchedModel:
         assert torch.equal(made, expected)
 
     def test_no_cache(self, result):
-        with pytest.raises(lsim.LayersimError, match="keeps no cache"):
+        with pytest.raises(lsim.LayersimError, match="`use_cache`"):
             result.model(rows(1), use_cache=True)
 
     def test_measured_like_any_model(self, result):
@@ -186,11 +186,11 @@ class TestStitchedModel:
         result = lsim.stitch(model, model, rows(4), at=(3, 3), adapter="identity")
         with torch.no_grad():
             assert torch.equal(result.model(rows(4)).logits, model(rows(4)).logits)
-        with pytest.raises(lsim.LayersimError, match="no blocks left"):
+        with pytest.raises(lsim.LayersimError, match="no blocks"):
             lsim.analyze(result.model, rows(4), ["cosine"])
 
     def test_gradients_reach_what_comes_before_the_adapter_and_nothing_is_left(self, result):
         back = result.model.back
-        with pytest.raises(lsim.LayersimError, match="needs token ids"):
+        with pytest.raises(lsim.LayersimError, match=r"token ids.*inputs_embeds"):
             result.model(inputs_embeds=torch.zeros(1, 3, 32), input_ids=None)
         assert all("forward" not in vars(module) for module in back.modules())

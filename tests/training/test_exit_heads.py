@@ -134,9 +134,9 @@ def test_heads_belong_to_the_trained_weights(tmp_path):
     assert torch.equal(
         lsim.analyze(loaded, tokens, lens)["logit_lens"].values, lsim.analyze(model, tokens, lens)["logit_lens"].values
     )
-    with pytest.raises(lsim.LayersimError, match=r"trained with other weights(.|\n)*ExitHeads\(heads.weight"):
+    with pytest.raises(lsim.LayersimError, match=r"trained with weights(.|\n)*ExitHeads\(heads.weight"):
         lsim.analyze(tiny_llama(), tokens, lens)
-    with pytest.raises(lsim.LayersimError, match="trained with other weights"):
+    with pytest.raises(lsim.LayersimError, match="`heads` were trained with weights"):
         lsim.EarlyExit(tiny_llama(), heads=heads)
     lsim.EarlyExit(loaded, heads=tmp_path / "m" / "heads.safetensors")
     freed = lsim.ExitHeads(heads.weight, heads.bias, norm=heads.norm)
@@ -156,7 +156,7 @@ def test_a_result_without_heads_says_so(tmp_path):
     shared = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), SHORT)
     own = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
     for result in (shared, lsim.load(own.save(tmp_path / "result.safetensors"))):
-        with pytest.raises(lsim.LayersimError, match="no heads of layers below the last"):
+        with pytest.raises(lsim.LayersimError, match="no heads"):
             _ = result.heads
 
 
@@ -166,7 +166,7 @@ def test_a_head_that_does_not_end_in_a_linear_layer_is_refused():
     torch.manual_seed(0)
     config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=100)
     data = {"input_ids": random_tokens(4, 6), "labels": random_tokens(4, 6, seed=1)}
-    with pytest.raises(lsim.LayersimError, match="ends in a linear layer"):
+    with pytest.raises(lsim.LayersimError, match=r"`objective`.*multi-head"):
         lsim.finetune_aligned(BertForMaskedLM(config).eval(), data, OWN_HEADS, labels="data")
 
 
@@ -202,5 +202,5 @@ def test_a_multi_exit_model_beside_an_aligned_one():
     assert found.provenance.options["heads"] == [str(heads), None]
     assert found.provenance.options["norm"] == ["none", "final"]
     assert report["generation"].values.shape == (2, 3)
-    with pytest.raises(lsim.LayersimError, match="trained with other weights"):
+    with pytest.raises(lsim.LayersimError, match="`heads` were trained with weights"):
         lsim.evaluate_layers(multi, aligned, tokens, heads=(None, heads))

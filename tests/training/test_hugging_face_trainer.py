@@ -70,7 +70,7 @@ class TestTrainer:
         assert found["eval_loss"] == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
 
     def test_heads_of_their_own_are_refused(self, tmp_path):
-        with pytest.raises(lsim.LayersimError, match="does not support this argument"):
+        with pytest.raises(lsim.LayersimError, match="objective='multi-head'"):
             lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(objective="multi-head"))
 
 
@@ -138,7 +138,7 @@ class TestTrainersLabels(TestTrainer):
                 return out
 
         model = Mine(tiny_llama().config)
-        with pytest.raises(lsim.LayersimError, match="computes a loss that is not"):
+        with pytest.raises(lsim.LayersimError, match="`model` computes a loss of"):
             lsim.AlignedTrainer(model, self.arguments(tmp_path, remove_unused_columns=False), train_dataset=self.rows()).train()
 
     def test_a_model_that_is_made_for_each_training(self, tmp_path):
@@ -154,12 +154,12 @@ class TestTrainersLabels(TestTrainer):
             return lsim.AlignedTrainer(**given, args=self.arguments(tmp_path), train_dataset=self.rows())
 
         assert trainer(0, 1, 2).train().global_step == 6
-        with pytest.raises(lsim.LayersimError, match="consecutive blocks"):
+        with pytest.raises(lsim.LayersimError, match="layers="):
             trainer(0, 2)
 
     @pytest.mark.parametrize("wrong", [{"label_smoothing_factor": 0.1}])
     def test_what_would_be_ignored_is_refused(self, tmp_path, wrong):
-        with pytest.raises(lsim.LayersimError, match="does not support this argument"):
+        with pytest.raises(lsim.LayersimError, match=next(iter(wrong))):
             lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path, **wrong))
-        with pytest.raises(lsim.LayersimError, match="does not support this argument"):
+        with pytest.raises(lsim.LayersimError, match="save_to="):
             lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(save_to=tmp_path / "x"))

@@ -78,13 +78,13 @@ class TestResume:
     def test_a_model_that_the_run_has_trained_is_told_apart(self, tmp_path):
         model, tokens, path = tiny_llama(), random_tokens(20, 6), tmp_path / "run.safetensors"
         lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
-        with pytest.raises(lsim.LayersimError, match="`model` differs from the model"):
+        with pytest.raises(lsim.LayersimError, match="`model` is LlamaForCausalLM with other weights"):
             lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
 
     def test_places_that_are_none_are_refused_at_once(self, tmp_path):
-        with pytest.raises(lsim.LayersimError, match="`checkpoint` names a file in a folder that does not exist"):
+        with pytest.raises(lsim.LayersimError, match=r"`checkpoint`.*no"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), SHORT, checkpoint=tmp_path / "no" / "x")
-        with pytest.raises(lsim.LayersimError, match="`save_to` must be an existing folder"):
+        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*no"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "no" / "x"))
 
 

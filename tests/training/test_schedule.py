@@ -124,5 +124,5 @@ def test_presets_have_the_values_of_the_papers():
     few = replace(stitch, steps=1)
     found = lsim.stitch(model, tiny_llama(), tokens, at=(1, 1), adapter="affine-norm", fit="sgd", training=few)
     assert len(found.curve) == 1
-    with pytest.raises(lsim.LayersimError, match="rows=0"):
+    with pytest.raises(lsim.LayersimError, match=r"`rows`.*0"):
         lsim.AlignedTraining.paper_bert(0)

@@ -60,10 +60,8 @@ class AllPairs(Analyzer):
             object.__setattr__(self, name, getattr(self.measure, name))
         if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
             raise LayersimError(
-                f"`distance` must be given for {type(self.measure).__name__}, whose result has no distance of its own.",
-                given=f"{self.measure!r} without distance=",
-                expected="a function that takes the result of two models and returns a number, 0 for equal models",
-                do="distance=lambda result: 1 - float(result.values.diagonal().mean())",
+                f"`distance` is None, and the result of {type(self.measure).__name__} has no distance of its own. Pass a "
+                "function of the result, such as lambda result: 1 - float(result.values.diagonal().mean())."
             )
 
     def __repr__(self) -> str:
@@ -103,11 +101,10 @@ class AllPairs(Analyzer):
     def check_sites(self, *models: Model) -> None:
         self.measure.check_sites(*models)
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
+            sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
             raise LayersimError(
-                "The distance between models is defined for models of equal depth.",
-                given=", ".join(f"{name}: {len(model.layers)} sites" for name, model in zip(self.models, models, strict=True)),
-                expected="models with the same number of sites; at= with as many sites of each; or distance=",
-                do="distance=lambda result: float(result.values[-1, -1].clamp(-1, 1).arccos()), of the last layers",
+                f"The models have different numbers of sites ({sites}), and their distance compares equal layers. Pass "
+                "`distance`, or as many sites of each model in `at`."
             )
 
     def check(self, *models: Model) -> None:
@@ -180,19 +177,10 @@ class AllPairs(Analyzer):
             return self.measure.compute(sums_of_pair(sums, pair), Run(models[0].layers, models[1].layers, *about))
         except LayersimError as error:
             names = " and ".join(self.models[number] for number in pair)
-            raise LayersimError(error.what, given=f"{names}: {error.given}", expected=error.expected, do=error.do) from error
+            raise LayersimError(f"{names}: {error}") from error
 
     def _number(self, result: Any) -> float:
-        number = result.distance() if self.distance is None else self.distance(result)
-        try:
-            return float(number)
-        except (TypeError, ValueError) as error:
-            raise LayersimError(
-                "`distance` must return one number for each pair of models.",
-                given=f"{type(number).__name__}, for two of {', '.join(self.models[:3])}",
-                expected="a number",
-                do="distance=lambda result: 1 - float(result.values.diagonal().mean())",
-            ) from error
+        return float(result.distance() if self.distance is None else self.distance(result))
 
 
 def _result_class(analyzer: Analyzer) -> Any:

@@ -224,7 +224,7 @@ def compare(
         found: Report | Result = compare(**given | {"data": data, "baseline": None})
         joined: Report | Result = with_untrained(found, data, twins)
         return joined
-    refuse_no_comparison(chosen, "compare(model_a, model_b, data, {})")
+    refuse_no_comparison(chosen)
     for opened in pair:
         refuse_idle_options(opened.remote, True, checkpoint)
     sources = [open_source(opened, either_stack=True, at=at) for opened in pair]

@@ -22,6 +22,7 @@ from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.results import Report
 from ..core.sum_tree import SumTree
 from ..core.sums import Sums
+from ..core.wording import brief, first_line
 from ..data.digest import new_digest
 from ..data.positions import Positions
 from ..models.activation_checks import refuse_not_finite, refuse_other_logits
@@ -89,12 +90,7 @@ class Probe:
 
     def __enter__(self) -> Probe:
         if self._hooks is not None:
-            raise LayersimError(
-                "The probe was already attached: each `lsim.attach(...)` can be entered once.",
-                given="a second `with` on what one lsim.attach(...) returned",
-                expected="one `with` block for each lsim.attach(...)",
-                do="with lsim.attach(model, ...) as probe: model(tokens)",
-            )
+            raise LayersimError("The probe was already attached; each `lsim.attach(...)` can be entered once.")
         compare = None if self._checked else self._compare
         hooks = ExitStack()
         hooks.enter_context(self._source.settling(on_error=self._fail))
@@ -161,30 +157,17 @@ class Probe:
         Raises:
             LayersimError: there are none, or a forward pass could not be measured.
         """
-        if self._hooks is None:
-            raise LayersimError(
-                "The probe was never attached, so it has no results: `lsim.attach(...)` needs a `with` block.",
-                given="results() of a probe that was never attached",
-                expected="a `with` block around the forward passes",
-                do="with lsim.attach(model, ...) as probe: model(tokens)",
-            )
         if self._error:
             raise self._error
         if self._forwards == 0:
             raise LayersimError(
-                "The probe measured nothing: no forward pass went through the model while it was attached.",
-                given="0 forward passes",
-                expected="at least one inside the with block, by a call of the model: model(tokens), not model.forward(tokens) "
-                "or a graph that was compiled before",
-                do="with lsim.attach(model, ...) as probe: model(tokens); of a compiled model also "
-                'torch.compiler.set_stance("force_eager")',
+                "The probe measured nothing: no forward pass ran inside its `with` block. Call model(tokens), not "
+                'model.forward(tokens); a compiled model also needs torch.compiler.set_stance("force_eager").'
             )
         if not self._checked:
             raise LayersimError(
-                "The head never ran, so the lens could not be checked against the model's own logits.",
-                given=f"{self._forwards} forward passes of the blocks alone",
-                expected="at least one forward pass up to the logits",
-                do="run the whole model once inside the with block, or lsim.analyze(model, data, analyzers)",
+                f"The lens cannot be checked: the head never ran in {self._forwards} forward passes of the blocks alone. Run "
+                "the whole model once inside the `with` block."
             )
         # Views that wait are reduced for this report and wait on: calling results() must not change the minibatches.
         pending = {name: self._reduced(name, views) for name, views in self._waiting.items() if views}
@@ -216,12 +199,9 @@ class Probe:
             link = link.with_traceback(None)
             link = link.__cause__ or link.__context__
         if not isinstance(error, LayersimError):
-            first = (str(error).strip().splitlines() or [""])[0]
             refusal = LayersimError(
-                "A forward pass could not be measured; the loop continued without the probe.",
-                given=f"{type(error).__name__}: {first[:200]}",
-                expected="analyzers that accept this model's activations",
-                do="lsim.analyze(model, data, analyzers) on the same tokens, which raises the error where it occurs",
+                "A forward pass could not be measured; the loop continued without the probe. "
+                f"{type(error).__name__}: {first_line(error)}"
             )
             refusal.__cause__, error = error, refusal
         with self._lock:
@@ -230,7 +210,7 @@ class Probe:
             self._error = error
         # A filter of the user may make errors of warnings.
         with suppress(Warning):
-            warn(f"The probe stopped measuring, and probe.results() raises the reason: {error.what} Given: {error.given}.")
+            warn(f"The probe stopped measuring, and probe.results() raises the reason: {error}")
 
     def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
         """Compare the lens with the model's own logits on the first forward pass that reaches the head."""
@@ -411,10 +391,8 @@ def attach(
     opened = open_source(model, either_stack=True, at=at)
     if not opened.can_hook:
         raise LayersimError(
-            "`model` must have modules that run in this process.",
-            given=type(OpenedModel.of(model).model).__name__,
-            expected="HookedTransformer, TransformerBridge or a Hugging Face model",
-            do="lsim.analyze(model, data, analyzers)",
+            f"`model` is {brief(OpenedModel.of(model).model)}, whose modules do not run in this process, so it cannot be "
+            "attached. Use lsim.analyze(model, data, analyzers)."
         )
     source = cast(HookedSource, opened)
     plan = plan_sites([source], chosen, at, per_head)

@@ -27,38 +27,17 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
         analyzer.check(*plan.models(name, [source.model], [source]))
+        instead = "lsim.analyze(model, data, analyzers)"
         if analyzer.label_source:
-            raise LayersimError(
-                f"{type(analyzer).__name__} needs labels from the data, and `attach` receives tokens only.",
-                given=f"labels={analyzer.options().get('labels')!r}",
-                expected="labels='next_token'",
-                do="lsim.analyze(model, data, analyzers)",
-            )
-        if analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every":
-            raise LayersimError(
-                f"The head of {source.model.name} classifies whole rows, and under `attach` it is not known where a row ends.",
-                given=type(analyzer).__name__,
-                expected="a head that says something at every position",
-                do="lsim.analyze(model, data, analyzers)",
-            )
-        if analyzer.needs_rows:
-            raise LayersimError(
-                f"{type(analyzer).__name__} holds out rows of the data, and under `attach` it is not known which rows run.",
-                given=type(analyzer).__name__,
-                expected="an analyzer of all rows",
-                do="lsim.analyze(model, data, analyzers)",
-            )
-        if analyzer.needs_calls:
-            raise LayersimError(
-                f"{type(analyzer).__name__} cannot be attached: replaying blocks would add forward passes to your loop.",
-                given=type(analyzer).__name__,
-                expected="an analyzer that only reads",
-                do="lsim.analyze(model, data, analyzers)",
-            )
-        if analyzer.first_kernel() is not None:
-            raise LayersimError(
-                f"{type(analyzer).__name__} needs a first pass over the data, and `attach` makes one pass only.",
-                given=", ".join(f"{k}={v!r}" for k, v in analyzer.options().items()),
-                expected="an analyzer of one pass",
-                do=analyzer.one_pass or "lsim.analyze(model, data, analyzers), which makes two passes",
-            )
+            reason = f"labels={analyzer.options().get('labels')!r} are those of the data, and a loop has tokens only"
+        elif analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every":
+            reason = f"the head of {source.model.name} classifies whole rows, and it is not known where a row ends"
+        elif analyzer.needs_rows:
+            reason = "it holds out rows of the data, and it is not known which rows run"
+        elif analyzer.needs_calls:
+            reason = "it replays blocks, which would add forward passes to your loop"
+        elif analyzer.first_kernel() is not None:
+            reason, instead = "it needs a first pass over the data", analyzer.one_pass or instead
+        else:
+            continue
+        raise LayersimError(f"{type(analyzer).__name__} cannot be attached: {reason}. Use {instead}.")

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..core.errors import LayersimError
 from ..core.results import Report, Result
+from ..core.wording import brief
 from ..models.open import OpenedModel
 from ..models.untrained import refuse_changed, untrained
 from .model_grid import ModelGrid
@@ -30,10 +31,8 @@ def with_untrained(found: Any, data: Any, run: Callable[[int], Any]) -> Any:
     """
     if data.read_once:
         raise LayersimError(
-            '`data` can be read only once, and `baseline="untrained"` needs it for each model.',
-            given=type(data.source).__name__,
-            expected="data that can be iterated over again",
-            do="list(data)",
+            f'`data` is {brief(data.source)}, which can be read only once, and `baseline="untrained"` reads it for each model. '
+            "Pass list(data)."
         )
     twins = [run(seed) for seed in range(SEEDS)]
     if isinstance(found, Report):
@@ -74,12 +73,9 @@ def refuse_no_twin(models: Iterable[OpenedModel], blocking: bool, shard: Any) ->
     for name, wrong in idle.items():
         if wrong:
             raise LayersimError(
-                f'`baseline="untrained"` cannot be combined with `{name}`: fresh weights are made and run in this process.',
-                given=f"{name}=",
-                expected="a model in this process and all data in one call",
-                do="lsim.analyze(lsim.untrained(model), data, analyzers) of a model that is loaded here",
+                f'`baseline="untrained"` cannot be combined with `{name}`: models with fresh weights run in this process, on '
+                "all data."
             )
-
     for one in models:
         refuse_changed(one.model)
 

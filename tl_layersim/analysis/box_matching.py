@@ -116,10 +116,8 @@ def detection_kernel(
     logits, boxes = heads(view.activations[1:])
     if not bool(logits.isfinite().all() and boxes.isfinite().all()):
         raise LayersimError(
-            "Logits or boxes are NaN or infinite.",
-            given=f"{int((~logits.isfinite()).sum())} logits and {int((~boxes.isfinite()).sum())} coordinates of boxes",
-            expected="finite predictions",
-            do="load the model in float32 or bfloat16: float16 overflows above 65504",
+            f"{int((~logits.isfinite()).sum())} logits and {int((~boxes.isfinite()).sum())} coordinates of boxes are NaN or "
+            "infinite. float16 overflows above 65504; load the model in float32 or bfloat16."
         )
     names = ("correct", "l1", "giou", "no_object", "cross_entropy", "class_weight")
     sums = {name: torch.zeros(len(logits), dtype=torch.float64) for name in names}

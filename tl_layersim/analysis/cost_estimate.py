@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from ..core.argument_checks import typed
 from ..core.blocks import first_block_size
-from ..core.errors import LayersimError, in_words
+from ..core.bounds import PositiveInt
+from ..core.errors import in_words
 from ..core.sum_tree import most_nodes
 from ..core.sums import analyzer_of
 from ..core.wording import duration_in_words
@@ -96,7 +97,7 @@ class CostEstimate:
     tokens_per_request: int | None = None
 
     @typed
-    def scaled(self, *, tokens: int | None = None, devices: str | Devices | None = None) -> CostEstimate:
+    def scaled(self, *, tokens: PositiveInt | None = None, devices: str | Devices | None = None) -> CostEstimate:
         """The estimate of the same run on more or fewer tokens, or on other devices, without metering a batch again.
 
         Args:
@@ -169,12 +170,7 @@ def assemble(
         remote: whether the model is on a server.
         intervals: whether sums of blocks are kept.
         tokens_per_request: positions in a request to a server.
-
-    Raises:
-        LayersimError: there are no tokens.
     """
-    if tokens < 1:
-        raise LayersimError("`tokens` must be at least 1.", given=tokens, expected="1 or more", do="tokens=1_000_000")
     share = tokens / workload.samples
     batches = math.ceil(share)
     counts = {operation: count * share for operation, count in workload.counts.items()}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveFloat
 from ..core.errors import LayersimError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ else:
 
 @typed
 def plot_adjacency(
-    result: BlockCouplingResult, *, strongest: int | float | None = None, title: str = "Coupling of blocks"
+    result: BlockCouplingResult, *, strongest: PositiveFloat | None = None, title: str = "Coupling of blocks"
 ) -> Figure:
     """A figure of blocks on a circle; the edge between two blocks is darker the more they are coupled beyond chance.
 
@@ -41,19 +41,9 @@ def plot_adjacency(
     from ..reporting.network import coupling_network
     from ..reporting.style import described
 
-    if strongest is not None and not 0 < strongest < math.inf:
-        raise LayersimError(
-            "`strongest` must be above 0.",
-            given=f"strongest={strongest}",
-            expected="the strength of the darkest edge, 0 to 1",
-            do="leave strongest= out",
-        )
     if not result.normalize:
         raise LayersimError(
-            "`result` must hold normalised couplings, between 0 and 1.",
-            given="normalize=False",
-            expected="a result of BlockCoupling(normalize=True)",
-            do="lsim.BlockCoupling()",
+            "`result` has normalize=False; its couplings must be normalised, those of BlockCoupling(normalize=True)."
         )
     strength = _strength(result)
     full = float(strength.max()) if strongest is None else strongest

@@ -27,10 +27,8 @@ def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
         statistics = analyzer.exchange()
         if statistics is None:
             raise LayersimError(
-                f"{analyzer!r} needs the activations of both models in one process.",
-                given="a model on a server",
-                expected="an analyzer that compares models by small statistics of each",
-                do='CKA(estimator="minibatch"), for which Gram matrices cross; or load both models here',
+                f"{analyzer!r} needs the activations of both models in one process, and one of them is on a server. Load both "
+                'here, or use CKA(estimator="minibatch").'
             )
         by_name[name] = statistics
     return by_name

@@ -356,12 +356,7 @@ def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
 
 
 def _other_data(given: str) -> LayersimError:
-    return LayersimError(
-        "`data` differs from the data of the checkpoint.",
-        given=given,
-        expected="the same data in the same order",
-        do="pass the data of the interrupted run, or another checkpoint path",
-    )
+    return LayersimError(f"`data` differs from the data of the checkpoint: it has {given}.")
 
 
 def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, Sums]) -> dict[str, Sums]:
@@ -386,9 +381,6 @@ def _addable(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> Iterator[tuple
             before.refuse_others(own)
         except (AttributeError, KeyError, ValueError) as error:
             raise LayersimError(
-                f"The kernel of {name!r} returned sums that cannot be added across batches.",
-                given=str(error),
-                expected="a dict of tensors whose shapes do not depend on the batch",
-                do="sum over the token axis inside the kernel",
+                f"The kernel of {name!r} must return a dict of tensors whose shapes do not depend on the batch: {error}"
             ) from error
         yield name, before, own

@@ -14,6 +14,7 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Report
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.annotations import AnnotatedImages
 from ..data.batches import Batch, Batches
 from ..data.data import Data
@@ -77,10 +78,7 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     source = open_source(model, either_stack=True)
     if not isinstance(source, HookedSource):
         raise LayersimError(
-            "`model` must be the Hugging Face model itself: its heads are called in this process.",
-            given=source.model.source,
-            expected="DetrForObjectDetection of transformers",
-            do="the model that was wrapped",
+            f"`model` is {brief(model)}; it must be the Hugging Face model itself, whose heads are called in this process."
         )
     heads = detection_heads(source)
     config: Any = source.module.config
@@ -129,10 +127,8 @@ class _Detection(Analyzer):
             gap = float((own[-1] - theirs).norm() / theirs.norm().clamp(min=1e-3))
             if not gap <= allowed:
                 raise LayersimError(
-                    f"The heads at the last decoder layer do not give the model's own {name}.",
-                    given=f"{name} off by {gap:.2g} of their size",
-                    expected=f"the model's {name} to rounding, {allowed:.1g} of their size",
-                    do="the model as transformers defines it, without hooks or code that change the outputs of its heads",
+                    f"The heads at the last decoder layer do not give the model's own {name}: they are off by {gap:.2g} of "
+                    f"their size, and rounding is {allowed:.1g}. Remove hooks that change the outputs of the heads."
                 )
 
     def check_batch(self, batch: Batch, model: Model) -> None:

@@ -119,9 +119,6 @@ def devices_of(given: str | Devices) -> Devices:
     name = match[2].upper() if match else ""
     if match is None or name not in _KNOWN or match[1] == "0":
         raise LayersimError(
-            "`devices` names no device whose speed is known here.",
-            given=f"devices={given!r}",
-            expected=f"a number and one of {', '.join(_KNOWN)}, or Devices(...)",
-            do='devices="8xH100"',
+            f'`devices` is {given!r}; it must be a number and one of {", ".join(_KNOWN)}, such as "8xH100", or Devices(...).'
         )
     return replace(_KNOWN[name], count=int(match[1] or 1))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import OpenFraction
 from ..core.errors import LayersimError
-from ..core.intervals import aligned, bounded_field, bounds_of, has_margin, refuse_level, total_of
+from ..core.intervals import aligned, bounded_field, bounds_of, has_margin, total_of
 from ..core.jackknife import ConfidenceInterval
 from ..core.label_table import label_table
 from ..core.p_values import Correction, adjusted, adjusted_table, counted_once, p_value_lines
@@ -59,7 +60,7 @@ class Difference:
     relative_depth: bool = False
 
     @typed
-    def interval(self, what: str | Callable[[Any], Any] = "values", level: int | float = 0.95) -> ConfidenceInterval:
+    def interval(self, what: str | Callable[[Any], Any] = "values", level: OpenFraction = 0.95) -> ConfidenceInterval:
         """Standard error and confidence interval of the difference of a field, or of any number, second minus first.
 
         Args:
@@ -74,7 +75,6 @@ class Difference:
         Raises:
             LayersimError: the results have no such field, or the field has other labels in one of them.
         """
-        refuse_level(level)
         return self._estimate(what).interval(level)
 
     @typed
@@ -89,7 +89,7 @@ class Difference:
         return self._estimate(what).p_value()
 
     @typed
-    def to_frame(self, field: str = "values", level: int | float = 0.95, adjust: Correction = "holm") -> pandas.DataFrame:
+    def to_frame(self, field: str = "values", level: OpenFraction = 0.95, adjust: Correction = "holm") -> pandas.DataFrame:
         """A tidy table with one line for each entry of a field.
 
         Columns of sites as in `Result.to_frame` (`depth`, or `row_depth` and `column_depth`, for relative depths), then
@@ -105,7 +105,6 @@ class Difference:
         Raises:
             LayersimError: as `interval`.
         """
-        refuse_level(level)
         found = self._estimate(field)
         table = label_table(self._columns(field))
         ends, p = found.interval(level), found.p_value()
@@ -153,7 +152,7 @@ class Difference:
         return tables
 
     @typed
-    def plot(self, field: str = "values", level: int | float = 0.95) -> plotly.graph_objects.Figure:
+    def plot(self, field: str = "values", level: OpenFraction = 0.95) -> plotly.graph_objects.Figure:
         """A plotly figure of the difference: curves with their intervals as bands, or a heatmap.
 
         A dot in a cell of a heatmap says that the interval of this cell excludes 0. Dots are not corrected for the number
@@ -172,10 +171,7 @@ class Difference:
         labels = self.labels(field)
         if len(labels) not in (1, 2):
             raise LayersimError(
-                f"A figure of `{field}` would have {len(labels)} axes.",
-                given=" x ".join(labels) or "a single number",
-                expected="a field over one axis or two",
-                do=f"difference.to_frame({field!r})",
+                f"`field` is {field!r}, which has {len(labels)} axes; a figure shows one or two. Use to_frame({field!r})."
             )
         own = bounded_field(self.second, field)[0]
         models = [model_name(result.provenance.model) for result in (self.first, self.second)]
@@ -230,10 +226,8 @@ class Difference:
                 continue
             if first != second:
                 raise LayersimError(
-                    f"{type(self.second).__name__}.{field} has other labels along {axis!r} in the two results.",
-                    given=f"{shown_labels(first)}; {shown_labels(second)}",
-                    expected="the same labels",
-                    do="a function of the results that returns one number: difference.interval(lambda result: ...)",
+                    f"`{field}` has other labels along {axis!r} in the two results: {shown_labels(first)}; "
+                    f"{shown_labels(second)}. Compare one number of each, with difference.interval(lambda result: ...)."
                 )
             own[axis] = first
         return own
@@ -277,12 +271,7 @@ class Difference:
     def _same_shapes(self, function: Callable[[Any], Any]) -> Estimate:
         shapes = [tuple(torch.as_tensor(function(result)).shape) for result in (self.first, self.second)]
         if shapes[0] != shapes[1]:
-            raise LayersimError(
-                "The function of `interval` returns numbers of other shapes for the two results.",
-                given=f"{shapes[0]} and {shapes[1]}",
-                expected="one shape",
-                do="a function that returns one number, such as lambda result: result.values.mean()",
-            )
+            raise LayersimError(f"`what` returns shapes {shapes[0]} and {shapes[1]} for the two results; they must be equal.")
         return difference_estimate(self.first, self.second, function, self.paired)
 
     def _headlines(self) -> list[str]:

@@ -9,6 +9,7 @@ from ..core.errors import LayersimError, warn
 from ..core.intervals import refuse_no_blocks
 from ..core.result_differences import same_blocks
 from ..core.results import Report, Result
+from ..core.wording import with_article
 from .difference_results import Difference, ReportDifference, shown_labels
 from .relative_depth import sites_along
 
@@ -73,15 +74,9 @@ def difference(
     """
     if isinstance(first, Report) and isinstance(second, Report):
         return _of_reports(first, second, relative_depth)
-    if isinstance(first, Report) or isinstance(second, Report) or type(first) is not type(second):
-        raise LayersimError(
-            "`first` and `second` must be two reports, or two results of one analyzer.",
-            given=f"{type(first).__name__} and {type(second).__name__}",
-            expected="two reports, or two results of one class",
-            do='lsim.difference(first_report["cka"], second_report["cka"])',
-        )
-    _warn_of_options([_other_options(first, second)])
-    return _of_results(first, second, relative_depth)
+    found = _of_results(first, second, relative_depth)
+    _warn_of_options([_other_options(found.first, found.second)])
+    return found
 
 
 def _of_reports(first: Report, second: Report, relative_depth: bool) -> ReportDifference:
@@ -89,10 +84,7 @@ def _of_reports(first: Report, second: Report, relative_depth: bool) -> ReportDi
     names = [name for name in first if name in second]
     if not names:
         raise LayersimError(
-            "`first` and `second` have no analyzer in common.",
-            given=f"{', '.join(first) or 'none'}; {', '.join(second) or 'none'}",
-            expected="two reports of the same analyzers",
-            do="lsim.analyze(model, data, analyzers, intervals=True) with the same analyzers",
+            f"`first` and `second` have no analyzer in common: {', '.join(first) or 'none'}; {', '.join(second) or 'none'}."
         )
     if alone:
         warn(f"Only one of the two reports has {', '.join(map(repr, alone))}, left out of the difference.")
@@ -105,16 +97,14 @@ def _of_reports(first: Report, second: Report, relative_depth: bool) -> ReportDi
     return ReportDifference({name: _of_results(first[name], second[name], relative_depth) for name in known or names})
 
 
-def _of_results(first: Result, second: Result, relative_depth: bool) -> Difference:
+def _of_results(first: Report | Result, second: Report | Result, relative_depth: bool) -> Difference:
+    if isinstance(first, Report) or isinstance(second, Report) or type(first) is not type(second):
+        raise LayersimError(
+            f"`first` is {with_article(type(first).__name__)}, and `second` {with_article(type(second).__name__)}; they must "
+            "be two reports, or two results of one class."
+        )
     for result in (first, second):
         refuse_no_blocks(result)
-    if type(first) is not type(second):
-        raise LayersimError(
-            "Results of one name are of different classes in the two reports.",
-            given=f"{type(first).__name__} and {type(second).__name__}",
-            expected="results of one class",
-            do="a difference of two results of one class",
-        )
     if not relative_depth:
         _refuse_other_sites(first, second)
     paired = same_blocks(first, second)
@@ -132,10 +122,8 @@ def _refuse_other_sites(first: Result, second: Result) -> None:
         one, other = sites_along(first, axis), sites_along(second, axis)
         if one != other:
             raise LayersimError(
-                "`first` and `second` were measured at different sites.",
-                given=f"{first.provenance.model}: {shown_labels(one)}; {second.provenance.model}: {shown_labels(other)}",
-                expected="the same sites",
-                do="lsim.difference(first, second, relative_depth=True), or at=[...] in both runs",
+                f"`first` and `second` were measured at different sites ({first.provenance.model}: {shown_labels(one)}; "
+                f"{second.provenance.model}: {shown_labels(other)}). Pass relative_depth=True, or `at` in both runs."
             )
 
 

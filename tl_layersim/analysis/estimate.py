@@ -10,6 +10,7 @@ import torch
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveInt, RowCount
 from ..core.errors import LayersimError
+from ..core.wording import with_article
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..models.open import OpenedModel, is_nnsight
@@ -93,10 +94,9 @@ def estimate(
         if not weightless:
             raise
         raise LayersimError(
-            "`model_or_config` or a kernel cannot run without weights, because its course depends on values.",
-            given=f"{source.model.name} with {', '.join(chosen)}: {type(error).__name__}: {str(error)[:160]}",
-            expected="a model with weights, or other analyzers",
-            do="lsim.estimate(AutoModelForCausalLM.from_pretrained(name), ...), or a smaller model of the same architecture",
+            f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because its course depends on values "
+            f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller one of the same "
+            "architecture."
         ) from error
     return assemble(workload, tokens, devices, remote, intervals, opened.tokens_per_request)
 
@@ -106,10 +106,7 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
     model = opened.model
     if isinstance(model, Source):
         raise LayersimError(
-            "`model_or_config` is a Source, whose weights and memory are not known.",
-            given=type(model).__name__,
-            expected="a model, or a configuration",
-            do="lsim.estimate(model, analyzers) with the model that the source runs",
+            f"`model_or_config` is {with_article(type(model).__name__)}; it must be the model that this source runs."
         )
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
@@ -128,18 +125,11 @@ def _random_batch(source: Source, rows: int, length: int, labelled: bool) -> Bat
     described = source.model
     if described.main_input not in ("input_ids", "decoder_input_ids", "input") or described.vocabulary is None:
         raise LayersimError(
-            "`model_or_config` does not read tokens, so no batch can be made for it.",
-            given=f"{described.name}, which reads `{described.main_input}`",
-            expected="a model of tokens with a known vocabulary",
-            do="time lsim.analyze(model, data, analyzers) on a few batches of your data",
+            f"`model_or_config` is {described.name}, which reads `{described.main_input}`; it must be a model of tokens with a "
+            "known vocabulary."
         )
     if described.context is not None and length > described.context:
-        raise LayersimError(
-            "`seq_len` is longer than the longest row that the model takes.",
-            given=f"seq_len={length} with a context of {described.context}",
-            expected=f"at most {described.context}",
-            do=f"seq_len={described.context}",
-        )
+        raise LayersimError(f"`seq_len` is {length}; the context of {described.name} has {described.context} tokens.")
     tokens = torch.randint(described.vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
     data: Any = {"input_ids": tokens, "label": torch.arange(rows) % 2} if labelled else {"input_ids": tokens}
     data["attention_mask"] = torch.ones_like(tokens)

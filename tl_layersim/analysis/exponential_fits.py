@@ -108,13 +108,6 @@ class ExponentialFit:
         from ..reporting.style import described
         from ..reporting.sweeps import axis_number, fitted_curve
 
-        if not -len(self.names) <= curve < len(self.names):
-            raise LayersimError(
-                "`curve` is not a curve of this fit.",
-                given=f"curve={curve}",
-                expected=f"0 to {len(self.names) - 1}",
-                do="fit.names lists the curves",
-            )
         x = np.linspace(float(self.depth[0]), float(self.depth[-1]), 100)
         a, b = float(self.amplitude[curve]), float(self.rate[curve])
         slope, intercept = float(self.slope[curve]), float(self.intercept[curve])
@@ -187,10 +180,7 @@ def exponential_fit(
     used = curves[0].sites[sites] if curves else ()
     if len(used) < 3:
         raise LayersimError(
-            "An exponential fit needs a field over three sites or more.",
-            given=f"{type(result).__name__}.{field}: {len(used)} sites",
-            expected="three numbers or more, from as many layers",
-            do="exponential_fit(report['trajectory'], 'norm')",
+            f"`field` is {field!r}, which is fitted at {len(used)} sites; an exponential fit needs three sites or more."
         )
     depth = np.array([result.layers.index(site) for site in used], dtype=np.float64)
     values = np.stack([curve.values.numpy()[sites] for curve in curves])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,14 +55,12 @@ class ForwardPassPositions:
             return known
         if continues(call) and self.rule.rule != "last":
             raise LayersimError(
-                f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache.",
-                given=f"{call.shape[1]} new positions, as in cached generation",
-                expected="positions='all' or positions='last', which count each step",
-                do="model(tokens) on the finished rows, with the probe attached to that call alone",
+                f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache. "
+                "Use positions='all' or 'last', or attach the probe to model(tokens) on the finished rows."
             )
         tokens = call.tokens
         if tokens is None:
-            self.rule.refuse_without_tokens("a forward pass of embeddings or other inputs")
+            self.rule.refuse_without_tokens()
         ids = torch.zeros(call.shape, dtype=torch.int64) if tokens is None else tokens.cpu().expand(call.shape)
         rows = zip(ids, known.cpu(), strict=True)
         return torch.stack([self.rule.select(row, counted) for row, counted in rows]).to(known.device)
@@ -73,24 +70,17 @@ class ForwardPassPositions:
         batch, pos = call.shape
         if mask is None and set_elsewhere:
             raise LayersimError(
-                "`probe.mask` was set in another thread than the one that runs this forward pass.",
-                given=f"a forward pass in {threading.current_thread().name}",
-                expected="a mask from the thread that runs the model, or none in any",
-                do="set probe.mask in each thread, or pass attention_mask to the model",
+                "`probe.mask` was set in another thread than the one that runs this forward pass. Set it in each thread, or "
+                "pass `attention_mask` to the model."
             )
         if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
             raise LayersimError(
-                "`probe.mask` does not fit this forward pass.",
-                given=f"a mask of shape {tuple(mask.shape)}",
-                expected=f"{call.shape}: batch x pos of the tokens that the model is given",
-                do="set probe.mask before each forward pass, or probe.mask = None to count all",
+                f"`probe.mask` has shape {tuple(mask.shape)}; the tokens of this forward pass have shape {call.shape}."
             )
         if pos == 1 and self.whole_rows:
             raise LayersimError(
-                "The attached analyzer needs full sequences, but this forward pass has a single position.",
-                given="a forward pass of one position, as in cached generation",
-                expected="whole rows of tokens",
-                do='model(tokens) on the finished rows, or CKA(level="token")',
+                "The attached analyzer needs whole rows, but this forward pass has a single position, as in cached generation. "
+                'Call model(tokens) on the finished rows, or use CKA(level="token").'
             )
         if mask is not None and tuple(mask.shape) == call.shape:
             return mask.bool()
@@ -114,10 +104,8 @@ class ForwardPassPositions:
             return torch.ones(call.shape, dtype=torch.bool)
         if not _has_mask_shape(attention, call):
             raise LayersimError(
-                "`attention_mask` does not tell the probe which positions are padding.",
-                given=f"attention_mask of shape {tuple(getattr(attention, 'shape', ()))}",
-                expected=f"{call.shape}: batch x pos",
-                do="set probe.mask before the forward pass; probe.mask = torch.ones(batch, pos) counts all",
+                f"`attention_mask` has shape {tuple(getattr(attention, 'shape', ()))}; the probe finds padding in one of shape "
+                f"{call.shape} only. Set `probe.mask` before the forward pass."
             )
         attended: Tensor = attention[:, -call.shape[1] :].bool()
         return attended
@@ -125,13 +113,10 @@ class ForwardPassPositions:
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
         """Refuse padding at the ends of rows that no mask excludes, so that the model attended to it."""
         self.notes.runs.add(tokens.cpu(), self.source.model)
-        mask = mask_of(tokens.cpu(), self.source.model)
-        if mask is not None:
+        if mask_of(tokens.cpu(), self.source.model) is not None:
             raise LayersimError(
-                "`attention_mask` is missing, but rows of tokens start or end with padding.",
-                given=f"{int((~mask).any(1).sum())} of {len(mask)} rows with a padding id at an end",
-                expected="an attention mask beside the tokens",
-                do=f"model(..., {'decoder_' if decoder else ''}attention_mask=mask); or probe.mask = mask, where True counts",
+                "`attention_mask` is missing, but rows of tokens start or end with padding. Pass "
+                f"`{'decoder_' if decoder else ''}attention_mask` to the model, or set `probe.mask`."
             )
 
 

@@ -11,7 +11,7 @@ from ..analyzers.base import Analyzer
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.wording import brief
+from ..core.wording import counted
 from ..data.batches import Batches
 from ..data.data import Data
 from ..models.model_info import Model
@@ -42,12 +42,12 @@ class _Grid(SharedKeywords, total=False):
 
 
 @overload
-def compare_grid(models: Any, data: Any, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
+def compare_grid(models: Mapping[str, Any], data: Any, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
 @overload
-def compare_grid(models: Any, data: Any, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
+def compare_grid(models: Mapping[str, Any], data: Any, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
 @typed
 def compare_grid(
-    models: Any,
+    models: Mapping[str, Any],
     data: Any,
     analyzer: Any,
     *,
@@ -106,7 +106,9 @@ def compare_grid(
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
     given = locals()
-    names, data = model_names(models), Data.of(data)
+    names, data = tuple(models), Data.of(data)
+    if len(names) < 2:
+        raise LayersimError(f"`models` holds {counted(len(names), 'model')}; it must hold two or more, each with its own name.")
     opened = {name: OpenedModel.of(models[name]) for name in names}
     if baseline is not None:
         refuse_no_twin(opened.values(), True, None)
@@ -121,7 +123,7 @@ def compare_grid(
         return found
     labels = () if groups is None else group_labels(groups, names)
     chosen = choose_analyzers(analyzer)
-    refuse_no_comparison(chosen, "compare_grid(models, data, {})")
+    refuse_no_comparison(chosen)
     many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
     for one in opened.values():
         refuse_idle_options(one.remote, True, checkpoint)
@@ -137,29 +139,6 @@ def compare_grid(
         return report
     grid: ModelGrid = next(iter(report.values()))
     return grid
-
-
-def model_names(models: Any) -> tuple[str, ...]:
-    """The names of models that are compared.
-
-    Raises:
-        LayersimError: `models` is no mapping from two names or more.
-    """
-    if not isinstance(models, Mapping) or not all(isinstance(name, str) and name for name in models):
-        raise LayersimError(
-            "`models` must be a mapping from names to models.",
-            given=brief(models),
-            expected="a name for each model",
-            do='{"base": model_a, "tuned": model_b}',
-        )
-    if len(models) < 2:
-        raise LayersimError(
-            "`models` must hold two models or more.",
-            given=f"{len(models)} model{'s' * (len(models) != 1)}: a mapping keeps only the last of two models of one name",
-            expected="a name of its own for each of two models or more",
-            do='{"base": model_a, "tuned": model_b}',
-        )
-    return tuple(models)
 
 
 def _tokens_of_all(models: list[Model], given: bool) -> Model:

@@ -15,6 +15,7 @@ from ..core.argument_checks import typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
+from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..data.labels import NO_LABEL, as_labels
@@ -79,15 +80,16 @@ def linear_probe(
     """
     probe, data = probe or LinearProbe(labels="data"), Data.of(data)
     if isinstance(probe, LogisticProbe):
-        _refuse_elsewhere(OpenedModel.of(model), checkpoint)
+        opened, ranks = OpenedModel.of(model), rank_and_size()[1]
+        place = f"{ranks} processes" if ranks > 1 else ""
+        place = f"remote={shown(opened.remote)}" if opened.remote is not False else place
+        if place := "`checkpoint`" if checkpoint is not None else place:
+            raise LayersimError(
+                f"LogisticProbe cannot run with {place}: it keeps activations in the memory of one process. Use LinearProbe."
+            )
     if test_data is None:
         if test_labels is not None:
-            raise LayersimError(
-                "`test_labels` are labels of `test_data`, which is not given.",
-                given="test_labels= without test_data=",
-                expected="both, or labels= for all rows of data",
-                do="test_data=..., or leave out test_labels",
-            )
+            raise LayersimError("`test_labels` are given without `test_data`, whose labels they are.")
     else:
         parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
@@ -98,19 +100,6 @@ def linear_probe(
     options: dict[str, Any] = {"at": at, "per_head": per_head, "intervals": intervals, "checkpoint": checkpoint}
     result: LinearProbeResult = analyze(model, data, [probe], **options)["linear_probe"]
     return result
-
-
-def _refuse_elsewhere(opened: OpenedModel, checkpoint: Any) -> None:
-    """Refuse logistic regression of a model that is elsewhere, or of a run that is resumed."""
-    ranks = rank_and_size()[1]
-    if opened.remote is not False or checkpoint is not None or ranks > 1:
-        place = f"remote={shown(opened.remote)}" if opened.remote is not False else f"{ranks} processes"
-        raise LayersimError(
-            "Logistic regression keeps activations in the memory of one process: no server, checkpoint or group of processes.",
-            given="checkpoint=" if checkpoint is not None else place,
-            expected="a model in this process, without checkpoint=",
-            do="LinearProbe(...), which needs sums only",
-        )
 
 
 def _counts(model: Any, parts: Sequence[Data], at: Any) -> list[int]:
@@ -127,10 +116,7 @@ def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_cou
     if isinstance(labels, str):
         if test_labels is not None:
             raise LayersimError(
-                "`test_labels` are given, and `labels` names the source of all labels.",
-                given=f"labels={labels!r} with test_labels=",
-                expected="labels of both, or of neither",
-                do="labels=tensor, test_labels=tensor; or leave out test_labels",
+                f"`test_labels` cannot be combined with labels={labels!r}, which names the source of all labels."
             )
         return labels
     held_out = as_labels(test_labels) if test_labels is not None else None
@@ -139,12 +125,10 @@ def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_cou
         or held_out.dim() != labels.dim()
         or [count, test_count] != [len(labels), len(held_out)]
     ):
-        given = "nothing" if held_out is None else f"{tuple(held_out.shape)}" if isinstance(held_out, Tensor) else held_out
+        given = f"of shape {tuple(held_out.shape)}" if isinstance(held_out, Tensor) else brief(held_out)
         raise LayersimError(
-            "`labels` and `test_labels` must have one entry for each row of `data` and of `test_data`.",
-            given=f"labels {tuple(labels.shape)} for {count} rows, and test_labels {given} for {test_count} rows",
-            expected="labels of shape (row,), or (row, pos), of both",
-            do="labels=labels, test_labels=labels of the rows of test_data",
+            f"`labels` of shape {tuple(labels.shape)} and `test_labels` {given} must have one entry for each of {count} rows "
+            f"of `data` and {test_count} of `test_data`."
         )
     if labels.dim() == 1:
         return torch.cat([labels.long(), held_out.long()])

@@ -158,9 +158,7 @@ def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[
     held = sum(batch.numel() * batch.element_size() for batch in kept.activations)
     if not held <= probe.max_memory_gb * 1e9:
         raise LayersimError(
-            "The activations that logistic regression keeps need more memory than `max_memory_gb`.",
-            given=f"{held / 1e9:.2f} GB after {sum(map(len, kept.targets))} samples at {len(view.activations)} sites",
-            expected=f"at most max_memory_gb={probe.max_memory_gb:g}",
-            do='method="ridge", which keeps sums only; fewer sites (at=) or samples (positions="last"); or a larger limit',
+            f"`max_memory_gb` is {probe.max_memory_gb:g}, and logistic regression keeps {held / 1e9:.2f} GB of activations "
+            f"after {sum(map(len, kept.targets))} samples. Use LinearProbe, fewer sites (`at`) or fewer positions."
         )
     return {"samples": train.sum()}

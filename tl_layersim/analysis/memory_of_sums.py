@@ -36,11 +36,8 @@ def refuse_large_blocks(sums: Mapping[str, Sums]) -> None:
     if need > free / 2:
         largest = max(sizes, key=lambda name: sizes[name])
         raise LayersimError(
-            "Intervals need more memory than half of what is free: they keep the sums of up to 32 blocks of the data.",
-            given=f"{MOST_BLOCKS} x {in_words(sum(sizes.values()))}, of which {largest!r} {in_words(sizes[largest])}; "
-            f"{in_words(free)} are free",
-            expected="blocks that fit into half of the free memory",
-            do=f"leave {largest!r} to a run of its own without intervals=True, or read fewer sites with at=[...]",
+            f"`intervals` keeps the sums of up to {MOST_BLOCKS} blocks, {in_words(need)}, and {in_words(free)} are free. Most "
+            f"of them are those of {largest!r}; leave it to a run without `intervals`, or read fewer sites with `at`."
         )
     if need > LARGE_BLOCKS:
         tqdm.write(f"Intervals keep the sums of up to {MOST_BLOCKS} blocks of the data: {in_words(need)}.", file=sys.stderr)
@@ -65,10 +62,8 @@ def refuse_sums_over_limits(sums: Mapping[str, Sums], analyzers: Mapping[str, An
         limit = getattr(analyzers[name], "max_memory_gb", math.inf)
         if need > limit:
             raise LayersimError(
-                f"The sums of {name!r} need more memory than `max_memory_gb`.",
-                given=f"{copies} copies of {in_words(need * 1e9 / copies)}: {need:.2g} GB",
-                expected=f"at most max_memory_gb={limit:g}",
-                do=f"fewer sites, at=['blocks.0.hook_resid_post', ...]; or max_memory_gb={math.ceil(need)}",
+                f"`max_memory_gb` is {limit:g}, and the sums of {name!r} need {need:.2g} GB ({copies} copies). Read fewer "
+                "sites with `at`."
             )
 
 

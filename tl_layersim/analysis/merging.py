@@ -23,8 +23,6 @@ from .shard_files import FIRST, MAIN, DataCounts, ShardPart, read_part
 from .shards import FilesArgument, batches_of, listed
 from .validation import AnalyzersArgument
 
-SECOND = "measure all shards again with first= naming the files of the first stage, and merge the files that this writes"
-
 
 @typed
 def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -> Report:
@@ -92,10 +90,7 @@ def merged_first(paths: Sequence[Path], identity: Mapping[str, Any]) -> tuple[di
     own = json.loads(json.dumps({**identity, "first": ""}, default=str))
     if parts[0].identity != own:
         raise LayersimError(
-            f"`first` holds the first stage of another run, with {_difference(own, parts[0].identity)}.",
-            given=", ".join(str(path) for path in paths[:3]) + (" ..." if len(paths) > 3 else ""),
-            expected="a first stage with the same model, analyzers and options",
-            do="make the same call as for the first stage, with first= and another save_to=",
+            f"`first` holds the first stage of another run, with {_difference(own, parts[0].identity)}: {_shard_names(parts)}."
         )
     total = _tree_of_shards(read_part(part.path) for part in parts).total().sums
     assert parts[0].counts is not None
@@ -141,43 +136,42 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
     Raises:
         LayersimError: they are not all shards of one finished run, each once.
     """
-    _refuse_other_stages(parts, stage)
+    others = [part for part in parts if part.stage != stage]
+    if others and stage == MAIN:
+        raise LayersimError(
+            f"Files of a first stage hold no part of a report: {_shard_names(others)}. Measure all shards with `first`, which "
+            "names them, and merge the files that this writes."
+        )
+    if others:
+        raise LayersimError(f"`first` names files of the main pass: {_shard_names(others)}.")
     here = version("tl_layersim")
     if others := [part for part in parts if part.identity["version"] != here]:
         then = others[0].identity["version"]
         raise LayersimError(
-            "Shards were written by another version of tl_layersim, whose sums may have another meaning.",
-            given=f"tl_layersim {here}; {_shard_names(others)} of {then}",
-            expected=f"tl_layersim {then}",
-            do=f"pip install tl_layersim=={then}",
+            f"Shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
+            "another meaning; install that version."
         )
     run = _most_common(parts, lambda part: [part.identity, part.of])
-    for part in parts:
-        if [part.identity, part.of] != run:
-            raise _foreign(parts, run)
+    if others := [part for part in parts if [part.identity, part.of] != run]:
+        words = _difference(run[0], others[0].identity) or f"{others[0].of} shards, not {run[1]}"
+        raise LayersimError(f"Shards belong to another run than the other files, with {words}: {_shard_names(others)}.")
     if unfinished := [part for part in parts if not part.is_done]:
         raise LayersimError(
-            "Shards are not finished.",
-            given=_shard_names(unfinished),
-            expected="files of shards that were measured to their end",
-            do=f"repeat the call with shard=({unfinished[0].number}, {unfinished[0].of}), which continues from its file",
+            f"Shards are not finished: {_shard_names(unfinished)}. The call with shard=({unfinished[0].number}, "
+            f"{unfinished[0].of}) continues from its file."
         )
     counts = _most_common(parts, lambda part: part.counts)
     if others := [part for part in parts if part.counts != counts]:
         raise LayersimError(
-            "Shards are of other data than the rest.",
-            given=f"{_shard_names(others)}: {others[0].counts.tokens if others[0].counts else 0} tokens in other rows",
-            expected=f"the data of all other files, {counts.tokens} tokens in {counts.sequences} rows",
-            do="measure these shards again on the same data in the same order, with other paths",
+            f"Shards are of other data than the rest, which has {counts.tokens} tokens in {counts.sequences} rows: "
+            f"{_shard_names(others)}."
         )
     for part in parts:
         start = batches_of(part.number, part.of, counts.measured).start * counts.capacity
         if part.tally.tree.start != start:
             raise LayersimError(
-                "A file names another shard than the one that it holds.",
-                given=f"{_shard_names([part])}, whose sums begin after row {part.tally.tree.start}",
-                expected=f"sums that begin after row {start}",
-                do=f"measure shard {part.number} again with another path",
+                f"The file names another shard than the one that it holds, whose sums begin after row {part.tally.tree.start}, "
+                f"not {start}: {_shard_names([part])}."
             )
     return _each_once(parts)
 
@@ -188,56 +182,17 @@ def _each_once(parts: Sequence[ShardPart]) -> list[ShardPart]:
     times = Counter(part.number for part in parts)
     if twice := sorted(number for number, count in times.items() if count > 1):
         raise LayersimError(
-            "A shard is given more than once, and its batches would be counted more than once.",
-            given=_shard_names([part for part in parts if part.number in twice]),
-            expected=f"one file for each of {of} shards",
-            do="leave out all but one of the files of each shard",
+            f"Shards are given more than once: {_shard_names([part for part in parts if part.number in twice])}."
         )
     if count := of - len(times):
         # `of` comes from a file: no list is as long as it says.
         missing = list(islice((number for number in range(of) if number not in times), 20))
         words = ", ".join(map(str, missing)) + (" ..." if count > len(missing) else "")
         raise LayersimError(
-            f"{count} of {of} shards {'is' if count == 1 else 'are'} missing: {words}.",
-            given=f"{len(parts)} file{'s' * (len(parts) != 1)}: {_shard_names(parts)}",
-            expected=f"the files of shards 0 to {of - 1}",
-            do=f"measure them with shard=({missing[0]}, {of}){' and no first=' if parts[0].stage == FIRST else ''}, "
-            "or pass their files too",
+            f"{count} of {of} shards {'is' if count == 1 else 'are'} missing: {words}. Pass their files too, or measure them "
+            f"with shard=({missing[0]}, {of}){' and without `first`' if parts[0].stage == FIRST else ''}."
         )
     return sorted(parts, key=lambda part: part.number)
-
-
-def _refuse_other_stages(parts: Sequence[ShardPart], stage: str) -> None:
-    """Refuse files of a first stage where those of a main pass are needed, and the other way round."""
-    others = [part for part in parts if part.stage != stage]
-    if others and stage == MAIN:
-        raise LayersimError(
-            "Files of a first stage hold what the main pass starts from, and are no part of a report.",
-            given=_shard_names(others),
-            expected="files of the second stage",
-            do=SECOND,
-        )
-    if others:
-        raise LayersimError(
-            "`first` must name files of a first stage.",
-            given=f"{_shard_names(others)}, of the main pass",
-            expected="the files that the call without first= wrote",
-            do=SECOND,
-        )
-
-
-def _foreign(parts: Sequence[ShardPart], run: list[Any]) -> LayersimError:
-    """The refusal of shards of another run than that of most files."""
-    identity, of = run
-    others = [part for part in parts if [part.identity, part.of] != run]
-    first = others[0]
-    words = _difference(identity, first.identity) if first.identity != identity else f"{first.of} shards, not {of}"
-    return LayersimError(
-        f"Shards belong to another run than the other files, with {words}.",
-        given=_shard_names(others),
-        expected="files of one run: the same model, analyzers, options, code and number of shards",
-        do="leave these files out, or measure their shards again with the call of the others",
-    )
 
 
 def _difference(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:

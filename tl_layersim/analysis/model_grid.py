@@ -68,12 +68,7 @@ class ModelGrid(ModelMatrix):
             LayersimError: a name is not one of the models'.
         """
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(name in self.models for name in pair):
-            raise LayersimError(
-                "A grid of models is indexed by the names of two of them.",
-                given=repr(pair),
-                expected=f"two of {', '.join(map(repr, self.models))}",
-                do=f"grid[{self.models[0]!r}, {self.models[1]!r}]",
-            )
+            raise LayersimError(f"{pair!r} is no pair of models; index the grid by two of {', '.join(map(repr, self.models))}.")
         return either_order(self.results, self.models.index(pair[0]), self.models.index(pair[1]))
 
     def groups_by_layer(self, groups: Any = None) -> GroupCurves:
@@ -92,11 +87,9 @@ class ModelGrid(ModelMatrix):
         results = [[self[a, b] for b in self.models] for a in self.models]
         first = results[0][0]
         if len({size for row in results for one in row for size in one.values.shape}) > 1:
+            sites = ", ".join(f"{name}: {len(self[name, name].layers)}" for name in self.models)
             raise LayersimError(
-                "Groups by layer need models with as many sites each.",
-                given=", ".join(f"{name}: {len(self[name, name].layers)}" for name in self.models),
-                expected="models of equal depth",
-                do="compare_grid on models of one depth, or at= with as many sites of each",
+                f"`groups_by_layer` compares equal layers, and the models have different numbers of sites: {sites}."
             )
         return group_curves(self, _of_equal_layers, labels, first.layers, self.similarity)
 

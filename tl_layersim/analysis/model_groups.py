@@ -142,32 +142,19 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
     Raises:
         LayersimError: a model has no group, or the groups cannot be compared.
     """
-    do = f"groups={{{', '.join(f'{name!r}: {group!r}' for name, group in zip(models, 'aabb', strict=False))}}}"
-    if isinstance(groups, Mapping):
-        if set(groups) != set(models):
-            odd = [repr(name) for name in (*models, *groups) if (name in groups) != (name in models)]
-            raise LayersimError(
-                "`groups` must name the group of every model, and no other.",
-                given=f"{', '.join(odd[:4])} in one of `groups` and `models` only",
-                expected=f"one group for each of {', '.join(models[:6])}{', ...' if len(models) > 6 else ''}",
-                do=do,
-            )
+    if isinstance(groups, Mapping) and set(groups) == set(models):
         groups = [groups[name] for name in models]
     if isinstance(groups, str) or not isinstance(groups, Sequence) or len(groups) != len(models):
         raise LayersimError(
-            "`groups` must be a mapping from models to groups, or a list of one group for each model.",
-            given=brief(groups),
-            expected=f"{len(models)} groups",
-            do=do,
+            f"`groups` is {brief(groups)}; it must name the group of each of the {len(models)} models, as a mapping from "
+            f"{', '.join(models[:6])}{', ...' if len(models) > 6 else ''}, or as a list in their order."
         )
     labels = tuple(str(group) for group in groups)
     sizes = [labels.count(name) for name in dict.fromkeys(labels)]
     if len(sizes) < 2 or max(sizes) < 2:
         raise LayersimError(
-            "`groups` must have two groups or more, one of them with two models or more.",
-            given=f"groups of {', '.join(map(str, sizes))} models",
-            expected="pairs of models of one group, and pairs of models of two groups",
-            do=do,
+            f"`groups` has groups of {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
+            "two models or more."
         )
     return labels
 
@@ -185,12 +172,7 @@ def chosen_groups(given: Any, known: tuple[str, ...], models: Sequence[str]) -> 
     """
     labels = known if given is None else group_labels(given, models)
     if not labels:
-        raise LayersimError(
-            "`groups` must be given: the models were compared without groups.",
-            given="groups=None",
-            expected="a group for each model",
-            do=f"groups={{{', '.join(f'{name!r}: {group!r}' for name, group in zip(models, 'aabb', strict=False))}}}",
-        )
+        raise LayersimError("`groups` is None, and the models were compared without groups.")
     return labels
 
 
@@ -207,21 +189,10 @@ def compare_groups(
         about: names of the models, and the distance in words.
         most: largest number of relabelings.
         seed: of random relabelings.
-
-    Raises:
-        LayersimError: a distance of two different models is not a finite number.
     """
     models, quantity = about
     distances = matrix.values
     different = ~torch.eye(len(models), dtype=torch.bool)
-    bad = (~distances.isfinite() & different).nonzero().tolist()
-    if bad:
-        raise LayersimError(
-            "Groups of models cannot be compared: the distance of some pairs is not defined or infinite.",
-            given=", ".join(f"{models[a]} and {models[b]}" for a, b in bad[:3]),
-            expected="a finite number for each pair of models",
-            do="leave these models out, or sites at which the measure is defined, such as at=... without the embedding",
-        )
     directed = have_directions(distances)
     pairs = pairs_by_groups(labels, directed)
     own = torch.tensor([[one == other for other in labels] for one in labels])

@@ -11,6 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveInt
 from ..core.errors import LayersimError
 from ..core.intervals import headline_lines
 from ..core.results import Result, axes
@@ -62,14 +63,7 @@ class ModelMatrix(Result):
         """
         from scipy.cluster.hierarchy import linkage
 
-        bad = self._undefined()
-        if bad:
-            raise LayersimError(
-                "Models cannot be clustered: the distance of some pairs is not defined or infinite.",
-                given=", ".join(f"{a} and {b}" for a, b in bad[:3]),
-                expected="a finite number for each pair of models",
-                do="leave these models out, or sites at which the measure is defined, such as at=... without the embedding",
-            )
+        self._check_distances()
         return linkage(self._both_directions().numpy(), method="average", optimal_ordering=True)
 
     @property
@@ -82,7 +76,7 @@ class ModelMatrix(Result):
         return tuple(leaves_list(self.clusters()).tolist())
 
     @typed
-    def compare_groups(self, groups: Any = None, *, relabelings: int = 100_000, seed: int = 0) -> GroupComparison:
+    def compare_groups(self, groups: Any = None, *, relabelings: PositiveInt = 100_000, seed: int = 0) -> GroupComparison:
         """Distances within and between groups of models, and a permutation test of their difference.
 
         Args:
@@ -103,10 +97,7 @@ class ModelMatrix(Result):
             Brown et al. 2023 (arXiv 2310.14993), section 4, appendix B, figure 8.
         """
         labels = chosen_groups(groups, self.groups, self.models)
-        if relabelings < 1:
-            raise LayersimError(
-                "`relabelings` must be at least 1.", given=f"relabelings={relabelings}", expected="1 or more", do="100_000"
-            )
+        self._check_distances()
         return compare_groups(self, labels, (self.models, self.quantity), relabelings, seed)
 
     @typed
@@ -170,6 +161,15 @@ class ModelMatrix(Result):
     def _undefined(self) -> list[tuple[str, str]]:
         """The pairs of different models whose distance is not a finite number."""
         return [(self.models[a], self.models[b]) for a, b in (~self.values.isfinite()).nonzero().tolist() if a != b]
+
+    def _check_distances(self) -> None:
+        """Raises if the distance of different models is not a finite number."""
+        if undefined := self._undefined():
+            pairs = ", ".join(f"{a} and {b}" for a, b in undefined[:3])
+            raise LayersimError(
+                f"The distance is not a finite number for {pairs}. Leave these models out, or sites at which the measure is "
+                "not defined, such as the embedding."
+            )
 
     def _both_directions(self) -> Tensor:
         """Mean over both directions of each pair, each at least 0, `pair`, in the order of scipy's condensed matrices."""

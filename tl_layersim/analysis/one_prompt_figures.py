@@ -16,6 +16,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
+from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import likeliest, read_lens, saturation_layers
@@ -61,10 +62,8 @@ class PredictionGrid(Result):
         Result.__post_init__(self)
         if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
             raise LayersimError(
-                "`PredictionGrid.words` must have one word for each token and layer.",
-                given=f"rows of {[len(row) for row in self.words]} words",
-                expected=f"{tuple(self.values.shape)}: token x layer",
-                do="one word for each probability",
+                f"`words` has rows of {brief([len(row) for row in self.words])} words; it must have "
+                f"{tuple(self.values.shape)}, `token layer`."
             )
 
     @property
@@ -140,12 +139,7 @@ class TrajectoryPCA(Result):
         skipped = self.provenance.options.get("skip_first", 0)
         # A bool is an int; positions of a figure are counted from this number.
         if type(skipped) is not int or not 0 <= skipped < 2**31:
-            raise LayersimError(
-                "`skip_first` of the provenance is no number of positions.",
-                given=f"skip_first={skipped!r}"[:100],
-                expected="a whole number, 0 or more",
-                do="leave options of the provenance as trajectory_pca writes them",
-            )
+            raise LayersimError(f"`skip_first` of the provenance is {brief(skipped)}; it must be a whole number of 0 or more.")
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -248,10 +242,7 @@ def trajectory_pca(model: Any, prompt: Any) -> TrajectoryPCA:
     out, tokens, _, provenance = run_on_prompt(source, prompt, PromptKernel(make=lambda _: pca_kernel, options={}))
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
-            "The last layer has no principal plane: its residual is the same at every token.",
-            given=f"{len(tokens)} tokens, {len(set(tokens))} of them different",
-            expected="tokens that differ",
-            do="another prompt",
+            f"The last layer has no principal plane: its residual is the same at all {len(tokens)} tokens of the prompt."
         )
     return TrajectoryPCA(
         values=out["coordinates"].double(),

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
+from ..core.wording import brief
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -41,10 +42,7 @@ def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: st
         found = re.fullmatch(start + POSITIONS, label)
         if found is None or max(map(int, found.groups())) >= len(tokens):
             raise LayersimError(
-                f"`{field}` has a label that names no two tokens of the prompt.",
-                given=f"{label!r}, of a prompt of {len(tokens)} tokens",
-                expected=f"{form}, with positions below {len(tokens)}",
-                do=f"write {field} as block_jacobians and coupling_matrices do",
+                f"`{field}` contains {brief(label)}; a label must be {form}, with positions below {len(tokens)}."
             )
 
 

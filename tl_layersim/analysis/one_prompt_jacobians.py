@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat, Seed
+from ..core.bounds import PositiveFloat, Seed, TwoOrMore
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..models.model_info import Model
@@ -105,7 +106,7 @@ def coupling_matrices(
     layers: list[int] | list[str] | None = None,
     token: int | None = None,
     positions: list[int] | None = None,
-    k: int = 10,
+    k: TwoOrMore = 10,
     method: Literal["auto", "dense", "krylov", "finite-difference"] = "auto",
     diagonal: Literal["signed", "positive"] = "signed",
     memory_mb: PositiveFloat = 1024,
@@ -145,7 +146,9 @@ def coupling_matrices(
         >>> found.connections[:2], found.matrices.shape
         (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
     """
-    _refuse_unused(along, token, positions)
+    for name, value, without in (("token", token, "self"), ("positions", positions, "depth")):
+        if value is not None and along == without:
+            raise LayersimError(f"`{name}` is {brief(value)}; it cannot be used with along={along!r}.")
     source = _open_layers(model, layers)
     blocks = len(source.model.layers) - 1
     chosen = numbers_of(layers, blocks) if along == "depth" or layers is not None else ((blocks - 1) // 2,)
@@ -191,20 +194,6 @@ def coupling_matrices(
     )
 
 
-def _refuse_unused(along: str, token: int | None, positions: list[int] | None) -> None:
-    """Refuse `token` or `positions` where `along` does not use it."""
-    unused = (
-        "token" if along == "self" and token is not None else "positions" if along == "depth" and positions is not None else ""
-    )
-    if unused:
-        raise LayersimError(
-            f"`{unused}` cannot be used with along={along!r}.",
-            given=f"token={token}, positions={positions}",
-            expected="positions=[...]" if unused == "token" else "token=...",
-            do=f"leave {unused}= out",
-        )
-
-
 def _open_layers(model: Any, layers: Sequence[Any] | None) -> Source:
     """The source of a model, with the modules that `layers` names by path."""
     opened, paths = OpenedModel.of(model), [path for path in layers or [] if isinstance(path, str)]
@@ -214,13 +203,8 @@ def _open_layers(model: Any, layers: Sequence[Any] | None) -> Source:
 def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:
     """Refuse a model whose blocks have no Jacobian, or one with fewer than k dimensions."""
     need_calls(model, what, differences)
-    if k is not None and not 2 <= k <= (model.d_model or k):
-        raise LayersimError(
-            "`k` must be at least 2 and at most d_model.",
-            given=f"k={k}, and {model.name} with d_model {model.d_model}",
-            expected=f"k from 2 to {model.d_model or 'd_model'}",
-            do="k=10",
-        )
+    if k is not None and k > (model.d_model or k):
+        raise LayersimError(f"`k` is {k}; it must be at most {model.d_model}, d_model of {model.name}.")
 
 
 def jacobians_kernel(

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.argument_checks import typed
+from ..core.bounds import OpenFraction
 from ..core.errors import LayersimError
-from ..core.intervals import refuse_level
 from ..core.provenance import JOINT
 from ..core.results import Report, Result, load
 from ..core.wording import brief
 from .relative_depth import SITE_AXES
-from .sweep_curves import FieldCurve, field_curve
+from .sweep_curves import FieldCurve, field_curve, held_field
 from .sweep_results import quantity_of
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ else:
 
 @typed
 def overlay(
-    runs: Any,
+    runs: Mapping[Any, Any] | list[Any] | tuple[Any, ...],
     analyzer: str | None = None,
     field: str = "values",
     *,
     select: dict[str, Any] | None = None,
     title: str | None = None,
-    level: int | float = 0.95,
+    level: OpenFraction = 0.95,
 ) -> Figure:
     """Draw one field of several runs in one figure: curves as lines with bands, matrices side by side with one colour scale.
 
@@ -70,11 +70,9 @@ def overlay(
     from ..reporting.interval_bands import Ends
     from ..reporting.overlays import RunCurve, overlaid_curves, overlaid_heatmaps
 
-    refuse_level(level)
     results = _results(runs, analyzer)
     first = next(iter(results.values()))
-    held = _held_field(results, field)
-    axes = first.tensor_fields()[held]
+    held, axes = held_field(first, field)
     shown = first.values_name if held == "values" else held
     quantity, note = quantity_of(first, shown), _data(list(results.values()))
     chosen = select or {}
@@ -82,7 +80,10 @@ def overlay(
         return overlaid_heatmaps(results, shown, axes, (title or _overlay_title(first, shown, ""), quantity), note)
     curves = {name: field_curve(result, shown, chosen, level) for name, result in results.items()}
     if not all(curve.sites for curve in curves.values()):
-        raise _not_over_sites(first, field)
+        known = ", ".join(_fields_over_sites(first)) or "none"
+        raise LayersimError(
+            f"`field` is {field!r}, which is not over sites; fields of {type(first).__name__} that are: {known}."
+        )
     drawn = [
         RunCurve(name, one.sites, one.depth, one.values.numpy(), None if ends is None else Ends(*ends))
         for name, one in curves.items()
@@ -92,37 +93,17 @@ def overlay(
     return overlaid_curves(drawn, title or _overlay_title(first, shown, words), quantity, note)
 
 
-def _results(runs: Any, analyzer: str | None) -> dict[str, Result]:
+def _results(runs: Mapping[Any, Any] | Sequence[Any], analyzer: str | None) -> dict[str, Result]:
     """The results by the name of their run."""
-    if isinstance(runs, Mapping) and not isinstance(runs, Report):
-        given, keys = list(runs.values()), [str(key) for key in runs]
-    elif isinstance(runs, Sequence) and not isinstance(runs, str | bytes):
-        given, keys = list(runs), []
-    else:
-        given, keys = [], []
-    if not given:
-        raise LayersimError(
-            "`runs` must be a list of runs, or a mapping from names to runs.",
-            given=brief(runs),
-            expected="reports, results, or paths of their files",
-            do='overlay([report_a, report_b], "cosine", "to_last")',
-        )
+    keys = [str(key) for key in runs] if isinstance(runs, Mapping) else []
+    given = list(runs.values()) if isinstance(runs, Mapping) else list(runs)
     opened = [load(run) if isinstance(run, str | os.PathLike) else run for run in given]
-    if analyzer is not None and all(isinstance(run, Result) for run in opened):
-        raise LayersimError(
-            "`analyzer` is for reports; these are results already.",
-            given=f"analyzer={analyzer!r} with {brief(opened[0])}",
-            expected="reports, or results without analyzer=",
-            do="overlay(results, field=...)",
-        )
+    if analyzer is not None and opened and all(isinstance(run, Result) for run in opened):
+        raise LayersimError(f"`analyzer` is {analyzer!r}; it is for reports, and `runs` holds results.")
     found = [_result(run, analyzer) for run in opened]
-    if len({type(one) for one in found}) > 1:
-        raise LayersimError(
-            "`runs` must hold results of one analyzer.",
-            given=", ".join(dict.fromkeys(type(one).__name__ for one in found)),
-            expected="results of one class",
-            do='overlay([report_a, report_b], "cosine")',
-        )
+    kinds = dict.fromkeys(type(one).__name__ for one in found)
+    if len(kinds) != 1:
+        raise LayersimError(f"`runs` holds {', '.join(kinds) or 'no runs'}; it must hold runs of one analyzer.")
     return dict(zip(keys or _run_names(found, given), found, strict=True))
 
 
@@ -131,21 +112,12 @@ def _result(run: Any, analyzer: str | None) -> Result:
     if isinstance(run, Result):
         return run
     if not isinstance(run, Report):
-        raise LayersimError(
-            "`runs` holds something that is no run.",
-            given=brief(run),
-            expected="reports, results, or paths of their files",
-            do='overlay([report_a, report_b], "cosine")',
-        )
+        raise LayersimError(f"`runs` contains {brief(run)}; it must hold reports, results, or paths of their files.")
     if analyzer is None and len(run) == 1:
         [analyzer] = run
     if analyzer is None or analyzer not in run:
-        headline = "`analyzer` must name one of the results of a report."
         raise LayersimError(
-            headline if analyzer is None else f"`analyzer` names a result that a run does not have: {analyzer!r}.",
-            given=f"analyzer={analyzer!r}",
-            expected=f"one of {', '.join(map(repr, run)) or 'none'}",
-            do=f"overlay(runs, {next(iter(run), 'cosine')!r})",
+            f"`analyzer` is {analyzer!r}; it must be one of {', '.join(map(repr, run)) or 'none'}, the results of a report."
         )
     found: Result = run[analyzer]
     return found
@@ -163,31 +135,6 @@ def _run_names(results: list[Result], given: list[Any]) -> list[str]:
         known = file and [files[m] for m in alike].count(file) == 1
         names.append(model if len(alike) == 1 else f"{model} ({file if known else f'run {n + 1}'})")
     return names
-
-
-def _held_field(results: dict[str, Result], field: str) -> str:
-    """The attribute that holds the field in every result."""
-    first = next(iter(results.values()))
-    held = "values" if field == first.values_name else field
-    if held not in first.tensor_fields():
-        known = _fields_over_sites(first)
-        raise LayersimError(
-            f"{type(first).__name__} has no field {field!r}.",
-            given=f"field={field!r}",
-            expected=f"one of {', '.join(known)}",
-            do=f"overlay(runs, ..., {known[0]!r})" if known else "another analyzer",
-        )
-    return held
-
-
-def _not_over_sites(result: Result, field: str) -> LayersimError:
-    known = _fields_over_sites(result)
-    return LayersimError(
-        f"{type(result).__name__}.{field} is not over sites, so runs have no common axis.",
-        given=f"field={field!r}",
-        expected=f"one of {', '.join(known) or 'none'}",
-        do=f"overlay(runs, ..., {known[0]!r})" if known else "report.to_frame(...) of each run",
-    )
 
 
 def _fields_over_sites(result: Result) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from ..data.data import Data
 from ..data.positions import PositionRule, Positions
 from ..models.model_info import Model
@@ -29,10 +30,8 @@ def chosen_rule(
     for analyzer in analyzers.values():
         if rule == "mean" and analyzer.needs_positions:
             raise LayersimError(
-                f"{type(analyzer).__name__} cannot be computed at the mean of a row.",
-                given="positions='mean'",
-                expected="single positions: the mean of a row has no next token, no logits and no block call of its own",
-                do="positions='all', 'first' or 'last'; or analyzers such as Cosine and CKA in a call of their own",
+                f"`positions` is 'mean', at which {type(analyzer).__name__} is not defined: the mean of a row has no next "
+                "token and no logits."
             )
         for model in models:
             _refuse_other_position(rule, analyzer, model)
@@ -49,10 +48,8 @@ def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[s
     positions = Positions(chosen_rule(given, [model], analyzers))
     if positions.marked:
         raise LayersimError(
-            "`positions` names a column of data, and `attach` receives forward passes only.",
-            given=f"positions={positions.rule!r}",
-            expected="'all', 'first', 'last', 'mean', a slice or a function of a row's token ids",
-            do="probe.mask = mask, before the forward pass",
+            f"`positions` is {brief(positions.rule)}, a column of data, and `attach` receives forward passes only. Set "
+            "`probe.mask` before the forward pass."
         )
     return positions
 
@@ -70,12 +67,7 @@ def refuse_selection(data: Data, reads: str, *names: str) -> None:
     """
     for name in names:
         if getattr(data, name):
-            raise LayersimError(
-                f"`{name}` of `Data` cannot be chosen here: {reads}.",
-                given=f"{name}={getattr(data, name)!r}",
-                expected=f"Data(...) without {name}=",
-                do=f"leave out {name}=",
-            )
+            raise LayersimError(f"`{name}` of `Data` is {brief(getattr(data, name))}; it cannot be chosen here: {reads}.")
 
 
 def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
@@ -92,17 +84,16 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
     if whole or len(set(rules)) > 1:
         raise LayersimError(
             "`positions` must be given: "
-            + (f"{whole[0]} reads whole rows, and {single[0]} single positions." if whole else "the models' heads differ."),
-            given=", ".join(f"{m.name}, whose head reads {_head_reads(rule)}" for m, rule in zip(models, rules, strict=True)),
-            expected="positions='all', 'first', 'last', ...",
-            do="positions='all'" + (f", or one call for {whole[0]} and one for {single[0]}" if whole else ""),
+            + (
+                f"{whole[0]} reads whole rows, and {single[0]} single positions. Use positions='all', or a call for each."
+                if whole
+                else f"the heads of the models read {' and '.join(map(_head_reads, rules))}."
+            )
         )
     if rules[0] == "first" and skip_first:
         raise LayersimError(
-            "`skip_first` leaves out the position that the model's head reads, which is measured by default.",
-            given=f"skip_first={skip_first}, and {models[0].name}, whose head reads {_head_reads(rules[0])}",
-            expected="skip_first=0, or positions=",
-            do=f"positions='all', skip_first={skip_first}",
+            f"`skip_first` is {skip_first}, which leaves out the position that the head of {models[0].name} reads. Use "
+            "positions= to measure others."
         )
     return rules[0]
 
@@ -113,14 +104,10 @@ def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model)
         return
     own = _rule_of(model)
     if rule not in ("all", own):
+        allowed = "'all'" if own == "all" else f"{own!r} or 'all'"
         raise LayersimError(
-            f"{type(analyzer).__name__} reads the logits of {model.name}, whose head reads {_head_reads(model.head.reads)} "
-            "of a row.",
-            given=f"positions={Positions(rule).record()}",
-            expected="positions='all'"
-            if own == "all"
-            else f"positions={own!r} or positions='all', of which the lens reads the same position",
-            do=f"leave out positions=, or a call of its own for {type(analyzer).__name__}",
+            f"`positions` is {Positions(rule).record()}; {type(analyzer).__name__} needs {allowed}, as the head of "
+            f"{model.name} reads {_head_reads(model.head.reads)} of a row."
         )
 
 
@@ -128,10 +115,8 @@ def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -
     """Refuse the lens of a head that reads whole rows where some of their positions are left out."""
     if skip_first and analyzer.reads_head and model.head is not None and model.head.reads == "rows":
         raise LayersimError(
-            f"`skip_first` leaves out positions that the head of {model.name} reads.",
-            given=f"skip_first={skip_first}, and a head {model.head}",
-            expected=f"skip_first=0 for {type(analyzer).__name__}",
-            do=f"leave out skip_first=, or a call of its own for {type(analyzer).__name__}",
+            f"`skip_first` is {skip_first}; it must be 0 for {type(analyzer).__name__}, as the head of {model.name} reads "
+            "whole rows."
         )
 
 

@@ -112,14 +112,9 @@ def _single_batch(batches: Batches, least: int) -> Batch:
     rows = list(batches)
     if len(rows) != 1:
         raise LayersimError(
-            "`prompt` must be one row of tokens." if rows else "`prompt` is empty.",
-            given=f"{len(rows)} rows of tokens",
-            expected=f"one row, of at most {batches.model.context or 256} tokens",
-            do="one shorter prompt; lsim.analyze(model, texts, ...) for many",
+            f"`prompt` gives {len(rows)} rows of tokens; it must be one row, of at most {batches.model.context or 256} tokens."
         )
     tokens = int(rows[0].counted.sum())
     if tokens < least:
-        raise LayersimError(
-            "`prompt` is too short.", given=f"{tokens} tokens", expected=f"{least} or more", do="a longer prompt"
-        )
+        raise LayersimError(f"`prompt` has {tokens} tokens; it must have {least} or more.")
     return rows[0]

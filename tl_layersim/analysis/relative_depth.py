@@ -58,10 +58,7 @@ def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Ten
         return values
     if grid < 2:
         raise LayersimError(
-            "The relative depth of a single site is not defined.",
-            given=f"{grid} and {sites} sites",
-            expected="at least two sites of each model",
-            do='at="resid_post", or at=[...] with several sites',
+            "The relative depth of a single site is not defined; `at` must name two sites or more of each model."
         )
     first = int(axis in BLOCK_AXES)
     place = torch.arange(first, grid) * (sites - 1)

@@ -80,8 +80,9 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
                 result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
-        why = f"{error.what} Given: {error.given}." if isinstance(error, LayersimError) else str(error)
-        warn(f"{name!r} has no intervals, because it is not defined on the data without one of its {len(blocks)} blocks: {why}")
+        warn(
+            f"{name!r} has no intervals, because it is not defined on the data without one of its {len(blocks)} blocks: {error}"
+        )
         return result
     return with_replicates(result, tuple(replicates), tokens)
 

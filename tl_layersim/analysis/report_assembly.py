@@ -15,6 +15,7 @@ from ..core.errors import LayersimError, recorded_warnings
 from ..core.provenance import JOINT, OF_MODELS, Provenance
 from ..core.results import Report, Result
 from ..core.sums import Sums, with_pools
+from ..core.wording import brief
 from ..models.model_info import Model
 from .replicates import blocks_of, replicated, warn_of_drift, warn_of_few
 from .size_warnings import warn_of_sizes
@@ -30,12 +31,10 @@ def refuse_empty(tally: Tally) -> None:
     """
     if tally.tokens == 0:
         raise LayersimError(
-            "`data` is empty." if tally.sequences == 0 else "`data` has no token to measure: all are masked or skipped.",
-            given=f"{tally.sequences} rows, 0 counted tokens",
-            expected="at least one row with a token that is not masked",
-            do="list(data), if it is a generator, which can be read once"
+            "`data` is empty. A generator can be read only once: pass list(data)."
             if tally.sequences == 0
-            else "check mask, skip_first= and positions=",
+            else f"`data` has no token to measure: all tokens of its {tally.sequences} rows are masked, or left out by "
+            "`skip_first` or `positions`."
         )
 
 
@@ -75,15 +74,10 @@ def make_report(
         run = Run(models[0].layers, models[-1].layers, provenance, *about)
         with recorded_warnings() as given:
             result = analyzer.compute(with_pools(sums, name), run)
-            if isinstance(result, Result) and name in own_blocks:
+            if not isinstance(result, Result):
+                raise LayersimError(f"{type(analyzer).__name__}.compute returned {brief(result)}; it must return a Result.")
+            if name in own_blocks:
                 result = replicated(result, analyzer, run, name, own_blocks[name])
-        if not isinstance(result, Result):
-            raise LayersimError(
-                f"{type(analyzer).__name__}.compute must return a Result.",
-                given=type(result).__name__,
-                expected="a Result, such as LayerCurve or LayerMatrix",
-                do="return tl_layersim.core.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
-            )
         given += [few[name]] if name in few else []
         given += large[name]
         results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(given))))

@@ -133,10 +133,7 @@ def check_arguments(
             refuse_large_heads(analyzer)
         if analyzer.prompts and batches.data.pack:
             raise LayersimError(
-                f"`pack` must be False for {type(analyzer).__name__}, which takes each row for a prompt.",
-                given="pack=True",
-                expected="one text a row",
-                do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
+                f"`pack` is True; it must be False for {type(analyzer).__name__}, which takes each row for a prompt."
             )
     for name, analyzer in analyzers.items():
         if cost := analyzer.cost(models[name][0]):
@@ -186,10 +183,9 @@ def refuse_other_rows(first: Tally, main: Tally) -> None:
     """Refuse data whose rows on the second pass differ from those on the first."""
     if first.digest != main.digest:
         raise LayersimError(
-            "`data` gave different rows on the second data pass.",
-            given=f"{first.tokens} tokens, then {main.tokens}" + (" others" if main.tokens else ""),
-            expected="data that gives the same rows each time it is iterated over",
-            do="list(data)",
+            f"`data` gave different rows on the second data pass: {first.tokens} tokens, then {main.tokens}"
+            + (" others" if main.tokens else "")
+            + ". Pass list(data)."
         )
 
 

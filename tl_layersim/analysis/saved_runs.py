@@ -243,12 +243,7 @@ def restored_analyzers(
     chosen = choose_analyzers(analyzers)
     given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != recipes:
-        raise LayersimError(
-            "`analyzers` differ from the analyzers of the saved run.",
-            given=str(given)[:300],
-            expected=str(recipes)[:300],
-            do="pass analyzers= as they were given to analyze()",
-        )
+        raise LayersimError(f"`analyzers` are {str(given)[:300]}; those of the saved run are {str(recipes)[:300]}.")
     return chosen
 
 
@@ -267,9 +262,6 @@ def _restored(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
             restored = None
     if restored is None or recipe_of(restored) != recipe:
         raise LayersimError(
-            f"The analyzer {name!r} of the run cannot be restored from the file.",
-            given=f"{recipe['class']} with {recipe['options']}",
-            expected="the analyzers as they were given to analyze()",
-            do=call,
+            f"The analyzer {name!r} cannot be restored from the file: {recipe['class']} with {recipe['options']}. Use {call}."
         )
     return restored

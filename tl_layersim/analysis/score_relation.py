@@ -12,8 +12,8 @@ from torch import Tensor, from_numpy
 
 from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
+from ..core.bounds import OpenFraction
 from ..core.errors import LayersimError, warn
-from ..core.intervals import refuse_level
 from ..core.wording import brief, equation, p_value_text
 from .exponential_fits import fit_exponential
 
@@ -106,7 +106,7 @@ def relate(
     scores: Any,
     *,
     shape: Literal["line", "exponential"] = "line",
-    confidence: int | float = 0.95,
+    confidence: OpenFraction = 0.95,
     quantity: str | None = None,
     score: str | None = None,
 ) -> Relation:
@@ -137,18 +137,21 @@ def relate(
     """
     from scipy.stats import pearsonr, spearmanr
 
-    given, quantity_name = _points_by_name(results, "results")
-    targets, score_name = _points_by_name(scores, "scores")
-    _check_points(given, targets, confidence)
+    given, quantity_name = _points_by_name(results)
+    targets, score_name = _points_by_name(scores)
+    if unmatched := sorted(map(str, given.keys() ^ targets.keys())):
+        raise LayersimError(
+            f"`results` and `scores` must name the same models; {', '.join(unmatched[:8])} is in one of them only."
+        )
+    if len(given) < 3:
+        raise LayersimError(f"`results` holds {len(given)} points; a regression needs three or more.")
     names = list(given)
     x, y = (np.array([own[name] for name in names], dtype=np.float64) for own in (given, targets))
     flat = [bool(np.ptp(v) <= 1e-9 * np.abs(v).max()) for v in (x, y)]
     if not (np.isfinite(x).all() and np.isfinite(y).all()) or any(flat):
         raise LayersimError(
-            "`results` and `scores` must be finite and differ between points.",
-            given=f"values {x.round(4).tolist()}, scores {y.tolist()}",
-            expected="finite numbers that differ",
-            do="leave out undefined ones; a model of a single block has no coupling",
+            f"`results` and `scores` must be finite and differ between points; they are {brief(x.round(4).tolist())} and "
+            f"{brief(y.tolist())}."
         )
     intercept, slope, r_squared, p_value, band = (_line_with_band if shape == "line" else _exponential_with_band)(
         x, y, confidence
@@ -190,14 +193,11 @@ def same_coupling_options(results: list[BlockCouplingResult]) -> None:
     options = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in recorded))) for r in results}
     if len(options) > 1:
         raise LayersimError(
-            "`results` were measured with different options.",
-            given=f"k, normalize, diagonal, positions: {sorted(options)}",
-            expected="one set of options",
-            do=f"the same options for all, such as lsim.BlockCoupling(k={results[0].ks[0]})",
+            f"`results` were measured with different options (k, normalize, diagonal, positions): {sorted(options)}."
         )
 
 
-def _points_by_name(given: Any, argument: str) -> tuple[dict[Any, float], str]:
+def _points_by_name(given: Any) -> tuple[dict[Any, float], str]:
     """Numbers by name or position, and what they are in words; "" if that is not known."""
     label = ""
     if isinstance(given, Mapping):
@@ -205,49 +205,12 @@ def _points_by_name(given: Any, argument: str) -> tuple[dict[Any, float], str]:
     elif hasattr(given, "to_dict") and hasattr(given, "index"):
         numbers, label = given.to_dict(), str(given.name or "")
     else:
-        try:
-            numbers = dict(enumerate(np.asarray(given, dtype=np.float64).reshape(-1).tolist()))
-        except (TypeError, ValueError) as error:
-            raise _no_numbers(argument, given) from error
+        numbers = dict(enumerate(np.asarray(given, dtype=np.float64).reshape(-1).tolist()))
     couplings = [one for one in numbers.values() if isinstance(one, BlockCouplingResult)]
     if couplings:
         same_coupling_options(couplings)
         label = COUPLING
-    return {name: _as_number(one, argument) for name, one in numbers.items()}, label
-
-
-def _as_number(one: Any, argument: str) -> float:
-    if isinstance(one, BlockCouplingResult):
-        return one.mean()
-    if isinstance(one, bool | str) or one is None:
-        raise _no_numbers(argument, one)
-    try:
-        return float(one)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_numbers(argument, one) from error
-
-
-def _no_numbers(argument: str, given: Any) -> LayersimError:
-    return LayersimError(
-        f"`{argument}` must contain numbers" + (", or results of BlockCoupling." if argument == "results" else "."),
-        given=brief(given),
-        expected="a number for each model or prompt",
-        do="sweep.numbers('cka', layer=0), report['block_coupling'], or float(...)",
-    )
-
-
-def _check_points(given: Mapping[Any, float], targets: Mapping[Any, float], confidence: float) -> None:
-    if given.keys() != targets.keys() or len(given) < 3:
-        unmatched = sorted(map(str, given.keys() ^ targets.keys()))
-        raise LayersimError(
-            "`results` and `scores` must name the same models."
-            if unmatched
-            else "`results` holds too few points for a regression.",
-            given=f"{', '.join(unmatched[:8])} on one side only" if unmatched else f"{len(given)} points",
-            expected="the same names in both, three or more",
-            do="relate({name: report['block_coupling'], ...}, {name: score, ...})",
-        )
-    refuse_level(confidence, "confidence")
+    return {name: one.mean() if isinstance(one, BlockCouplingResult) else float(one) for name, one in numbers.items()}, label
 
 
 def _line_with_band(x: Any, y: Any, confidence: float) -> tuple[float, float, float, float, Any]:
@@ -269,12 +232,7 @@ def _exponential_with_band(x: Any, y: Any, confidence: float) -> tuple[float, fl
     try:
         fit = fit_exponential(x, y)
     except RuntimeError as error:
-        raise LayersimError(
-            "No exponential fits these scores: least squares did not converge.",
-            given=f"scores {y.round(4).tolist()}",
-            expected="scores that rise or fall with the values",
-            do='shape="line"',
-        ) from error
+        raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.") from error
     a, b = map(float, fit.parameters)
     grid = np.linspace(x.min(), x.max(), 50)
     curve = _fitted_scores("exponential", grid, a, b)

@@ -77,7 +77,7 @@ def capabilities(model: Any) -> Capabilities:
                 cls().check_sites(source.model)
                 cls().check(source.model)
         except LayersimError as error:
-            reasons[name] = f"{error.what} {error.given}"
+            reasons[name] = str(error)
         else:
             reasons[name] = ""
     return Capabilities(source.model.name, source.model.layers, source.offer, reasons)

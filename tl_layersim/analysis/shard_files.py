@@ -173,10 +173,8 @@ def _refuse_other_shard(path: Path, identity: Any, found: Any) -> None:
         return
     given, expected = ({key: side.get(key) for key in differing} for side in (identity, found))
     raise LayersimError(
-        f"{path} belongs to another shard or to another run: other {', '.join(_entry_in_words(key) for key in differing)}.",
-        given=str(given)[:300],
-        expected=str(expected)[:300],
-        do="make the same call as before, or pass another path as save_to=",
+        f"`save_to` is {path}, a file of another shard or another run, with other "
+        f"{', '.join(map(_entry_in_words, differing))}: {str(given)[:300]} in this call, {str(expected)[:300]} in the file."
     )
 
 

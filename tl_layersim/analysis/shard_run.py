@@ -166,12 +166,7 @@ class ShardRun:
         if self.shard.first is None:
             return
         if not in_two_stages:
-            raise LayersimError(
-                "`first` is not needed: no analyzer of this call has a first pass with the model.",
-                given=f"first= with {', '.join(type(analyzer).__name__ for analyzer in self.analyzers.values())}",
-                expected="analyzers that need the sums of a first stage",
-                do="leave out first=",
-            )
+            raise LayersimError("`first` is given, but no analyzer of this call has a first pass with the model.")
         self.first, self.first_seconds, self.first_counts = merged_first(self.shard.first, identity)
 
     def _refuse_other_data(self, kept: ShardPart) -> None:
@@ -179,10 +174,8 @@ class ShardRun:
         now, then = count_data(self.batches), kept.counts
         if then is not None and now != then:
             raise LayersimError(
-                "`save_to` holds the shard of other data.",
-                given=f"{now.tokens} tokens in {now.sequences} rows",
-                expected=f"the data of {self.shard.save_to}: {then.tokens} tokens in {then.sequences} rows",
-                do="pass the data of that file, or another save_to=",
+                f"`save_to` is {self.shard.save_to}, the shard of other data: {then.tokens} tokens in {then.sequences} "
+                f"rows, not {now.tokens} in {now.sequences}."
             )
 
     def _refuse_other_first(self) -> None:
@@ -190,10 +183,8 @@ class ShardRun:
         counts, others = self.counts, self.first_counts
         if counts is not None and others is not None and others != counts:
             raise LayersimError(
-                "`first` holds the first stage of other data.",
-                given=f"{others.tokens} tokens in {', '.join(map(str, (self.shard.first or ())[:2]))} ...",
-                expected=f"{counts.tokens} tokens, with the same rows",
-                do="run the first stage again on this data, with other paths",
+                f"`first` holds the first stage of other data: {others.tokens} tokens in {others.sequences} rows, not "
+                f"{counts.tokens} in {counts.sequences}."
             )
 
     def _described(self) -> Snapshot:

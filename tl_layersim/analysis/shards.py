@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable
+from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.digest import fingerprint, new_digest
 from .shard_files import DataCounts
@@ -77,43 +78,25 @@ def chosen_shard(
     if shard is None:
         for name, value in (("save_to", save_to), ("first", first)):
             if value is not None:
-                raise LayersimError(
-                    f"`{name}` belongs to a shard, and `shard` is not given.",
-                    given=f"{name}={value!r} without shard=",
-                    expected="shard= with it",
-                    do='analyze(..., shard=(0, 64), save_to="part-0.safetensors"); report.save(path) writes a whole report',
-                )
+                raise LayersimError(f"`{name}` is {brief(value)}; it needs `shard`, such as shard=(0, 64).")
         return None
     number, of = shard
     if not 0 <= number < of:
         raise LayersimError(
-            "`shard` must be the number of a shard, from 0, and the number of shards.",
-            given=f"shard=({number}, {of})",
-            expected=f"shard=(0, {of}) to shard=({of - 1}, {of})" if of > 0 else "at least one shard",
-            do=f"shard=({of - 1}, {of}) for the last one" if of > 0 else "shard=(0, 1)",
+            f"`shard` is ({number}, {of}); it must be the number of a shard, from 0, and the number of shards, above it."
         )
     if save_to is None:
         raise LayersimError(
-            "`shard` needs `save_to`: the sums of a shard are a file, which lsim.merge reads.",
-            given=f"shard=({number}, {of}) without save_to=",
-            expected="a path for the file of this shard",
-            do=f'analyze(..., shard=({number}, {of}), save_to="part-{number}.safetensors")',
+            f"`shard` is ({number}, {of}), and `save_to` is missing: the path of the file with the sums of this shard."
         )
-    idle = {"checkpoint": "save_to= alone: the file of a shard is its checkpoint", "blocking": "a call that waits"}
-    for name, wrong in (("checkpoint", checkpoint is not None), ("blocking", not blocking)):
-        if wrong:
-            raise LayersimError(
-                f"`{name}` cannot be combined with `shard`.",
-                given=f"checkpoint={checkpoint!r} with shard=" if name == "checkpoint" else "blocking=False with shard=",
-                expected=idle[name],
-                do=f"leave out {name}=",
-            )
+    if checkpoint is not None:
+        raise LayersimError("`checkpoint` cannot be combined with `shard`: the file of a shard, `save_to`, is its checkpoint.")
+    if not blocking:
+        raise LayersimError("`blocking=False` cannot be combined with `shard`.")
     if rank_and_size()[1] > 1:
         raise LayersimError(
-            "`shard` cannot be used in a torch.distributed group, whose ranks divide the data among them already.",
-            given=f"shard=({number}, {of}) in a group of {rank_and_size()[1]} processes",
-            expected="one process for each shard, or a group without shard=",
-            do="start the processes without torchrun or accelerate launch, each with its own shard=",
+            f"`shard` is ({number}, {of}); it cannot be used in a torch.distributed group, whose {rank_and_size()[1]} "
+            "ranks divide the data already."
         )
     refuse_unwritable(save_to, "save_to")
     return Shard(number, of, Path(save_to), None if first is None else listed(first, "first"))
@@ -140,12 +123,7 @@ def listed(files: FilesArgument, argument: str) -> tuple[Path, ...]:
     else:
         found = [Path(file) for file in files]
     if not found:
-        raise LayersimError(
-            f"`{argument}` names no file.",
-            given=repr(files),
-            expected="the files of all shards",
-            do=f'{argument}: a folder, a pattern such as "parts/*.safetensors", or the paths of the files',
-        )
+        raise LayersimError(f"`{argument}` is {brief(files)}, where there is no file.")
     return tuple(found)
 
 
@@ -157,10 +135,8 @@ def refuse_one_shot(batches: Batches) -> None:
     """
     if batches.one_shot:
         raise LayersimError(
-            "`data` can be read only once, and a shard reads it twice: to count its batches, and to run on its own part.",
-            given=type(batches.data.source).__name__,
-            expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset or IterableDataset",
-            do="list(data), or datasets.Dataset.from_generator(...)",
+            "`data` can be read only once, and a shard reads it twice. Pass list(data), or "
+            "datasets.Dataset.from_generator(...)."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
 from ..core.sums import POOL, SIZES, Sums
+from ..core.wording import brief
 from ..data.positions import PositionRule
 from ..models.activation_sizes import activation_sizes
 from ..models.hook_point import HookPoint
@@ -184,10 +185,9 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
         if analyzer.reads_mid and not callable(families) and set(families) <= {DEFAULT, MID}:
             return _with_ends(source, source.hook_points(families, per_head))
         raise LayersimError(
-            f"`at` cannot be given for {type(analyzer).__name__}, which reads the residual stream after every block.",
-            given=f"at={at!r}",
-            expected=f"at={DEFAULT!r}" + (f", or at={MID!r} or both" if analyzer.reads_mid else ""),
-            do=f"analyze(model, data, [{type(analyzer).__name__}()]) in a call of its own; Cosine and CKA read any sites",
+            f"`at` is {brief(at)}; it must be {DEFAULT!r}"
+            + (f", {MID!r} or both" if analyzer.reads_mid else "")
+            + f" for {type(analyzer).__name__}, which reads the residual stream after every block."
         )
     return source.hook_points(at, per_head)
 

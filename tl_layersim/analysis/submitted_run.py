@@ -216,13 +216,12 @@ class RemoteRun:
         if self._source is None or single or often:
             rows = len(job.batches[0].tokens)
             why = "and one forward pass cannot be split" if single else "and cannot be sent again without the model"
+            remedy = (
+                f"Use batch_size={max(1, rows // 2)} in a new analysis." if single else "Use lsim.load_run(path, model=model)."
+            )
             raise LayersimError(
-                f"A job on the server failed, {f'{job.attempts} times' if often else why}.",
-                given=f"job {job.id}: {job.failure}",
-                expected="a forward pass that fits into a job"
-                if single
-                else "a server that completes it, and the model to send it again",
-                do=f"batch_size={max(1, rows // 2)} in a new analysis" if single else "lsim.load_run(path, model=model), later",
+                f"A job on the server failed, {f'{job.attempts} times' if often else why}: {job.failure} (job {job.id}). "
+                f"{remedy}"
             )
         if not self._source.is_settled:
             # A source that `load_run` opened has run nothing yet.
@@ -307,12 +306,7 @@ def start(
         make_report(analyzers, {name: [own] for name, own in models.items()}, state.tally, {}, first, settings)
     jobs[-1].steps += state.waiting
     if digest and jobs[-1].steps[-1].digest != digest:
-        raise LayersimError(
-            "`data` gave different rows on the second data pass.",
-            given=type(batches.data.source).__name__,
-            expected="data that gives the same rows each time it is iterated over",
-            do="list(data)",
-        )
+        raise LayersimError("`data` gave different rows on the second data pass. Pass list(data).")
     settings = {**settings, **batches.row_counts()}
     before = {"requests": 0, "bytes_sent": 0, "bytes_received": 0}
     record = {"sent": sent, "place": source.record(), "before": before, "first_block": first_block, "names": [*kernels]}
@@ -339,10 +333,8 @@ def load_run(
     def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Mapping[str, Any], KeptRun]:
         if notes.get("version") != version("tl_layersim"):
             raise LayersimError(
-                f"{path} was sent by another version of tl_layersim, whose sums may have another meaning.",
-                given=f"tl_layersim {version('tl_layersim')}",
-                expected=f"tl_layersim {notes.get('version')}",
-                do=f"pip install tl_layersim=={notes.get('version')}",
+                f"{path} was sent by tl_layersim {notes.get('version')}, and this is {version('tl_layersim')}: sums of "
+                "another version may have another meaning."
             )
         return notes, parsed(notes, tensors)
 
@@ -351,12 +343,7 @@ def load_run(
     server = header["server"] if remote is None else remote
     ndif = NdifClient(server, header["model_key"], {})
     if ndif.name != header["server"]:
-        raise LayersimError(
-            "`remote` differs from the server that the saved run was sent to.",
-            given=f"remote={shown(server)}",
-            expected=header["server"],
-            do="pass the same address, with its login",
-        )
+        raise LayersimError(f"`remote` is {shown(server)}; the saved run was sent to {header['server']}.")
     settings = header["settings"]
     sites, models = tuple(header.get("sites", described.layers)), models_read(header, described)
     kernels: dict[str, AnyKernel] = {}
@@ -371,10 +358,8 @@ def load_run(
         now, then = ((m.name, m.config_hash, m.dtype, m.source, m.layers) for m in (opened.model, described))
         if now != then or without_secrets(opened.ndif.model_key) != header["model_key"]:
             raise LayersimError(
-                "`model` differs from the model of the saved run.",
-                given=f"{without_secrets(opened.ndif.model_key)} {now[:4]}",
-                expected=f"{header['model_key']} {then[:4]}",
-                do="load the same model from the same place, revision and adapter included",
+                f"`model` is {without_secrets(opened.ndif.model_key)} {now[:4]}; the saved run is of "
+                f"{header['model_key']} {then[:4]}."
             )
         source, ndif = opened, opened.ndif
     analysis = SubmittedAnalysis(described, sites, models, chosen, kernels, first, settings, header["record"])

@@ -30,7 +30,7 @@ from .validation import AnalyzersArgument, choose_analyzers
 
 @typed
 def sweep(
-    models: Any,
+    models: Mapping[Any, Any],
     data: Any,
     analyzers: AnalyzersArgument,
     *,
@@ -80,17 +80,11 @@ def sweep(
     chosen, data = choose_analyzers(analyzers), Data.of(data)
     options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
     keys = sweep_keys(models, "models")
-    if not keys:
-        raise LayersimError("`models` is empty.", given="{}", expected="one model or more", do="{0: model_a, 1000: model_b}")
     for key, model in models.items():
-        _refuse_path(key, model)
+        if isinstance(model, str | os.PathLike):
+            raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must hold models, or functions that load one.")
     if data.read_once:
-        raise LayersimError(
-            "`data` can be read only once, and a sweep reads it for each model.",
-            given=brief(data.source),
-            expected="data that can be iterated over again",
-            do="list(data)",
-        )
+        raise LayersimError("`data` can be read only once, and a sweep reads it for each model. Pass list(data).")
     folder = SweepFolder(checkpoint, chosen, data, options)
     reports = {key: report for key in keys if (report := folder.report(key)) is not None}
     _announce_sweep(keys, reports, chosen, folder)
@@ -148,29 +142,13 @@ def _announce_sweep(
 
 
 def _failed(key: Any, error: Exception, measured: Sweep, kept: str) -> SweepError:
-    if isinstance(error, LayersimError):
-        what, given, expected, do = error.what, error.given, error.expected, error.do
-    else:
-        what, given = f"{type(error).__name__}: {error}", brief(error)
-        expected, do = "a model that can be loaded and analyzed", "see the error above"
+    why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
     failed = SweepError(
-        f"Model {key!r} of the sweep could not be measured: {what}",
-        given=given,
-        expected=expected,
-        do=f"{do}. {kept}" + (" They are in error.sweep." if len(measured) else ""),
+        f"Model {key!r} of the sweep could not be measured: {why}\n{kept}"
+        + (" They are in error.sweep." if len(measured) else "")
     )
     failed.sweep = measured
     return failed
-
-
-def _refuse_path(key: Any, model: Any) -> None:
-    if isinstance(model, str | os.PathLike):
-        raise LayersimError(
-            "`models` must hold models, or functions that load one.",
-            given=f"{key!r}: {brief(model)}",
-            expected="a loaded model, or a function without arguments",
-            do=f"{{{key!r}: functools.partial(AutoModelForCausalLM.from_pretrained, {os.fspath(model)!r}), ...}}",
-        )
 
 
 def _warn_of_same_weights(found: Sweep, loaded: list[Any]) -> None:

@@ -144,7 +144,7 @@ def field_axes(result: Result, field: str) -> tuple[str, ...]:
     Raises:
         LayersimError: the result has no such field.
     """
-    return _held(result, field)[1]
+    return held_field(result, field)[1]
 
 
 def _headline(result: Result, name: str, level: float) -> FieldCurve:
@@ -155,15 +155,7 @@ def _headline(result: Result, name: str, level: float) -> FieldCurve:
 
 
 def _single_number(value: Any) -> Tensor:
-    try:
-        return torch.tensor(float(value), dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LayersimError(
-            "The function of a result must return one number.",
-            given=brief(value),
-            expected="a number",
-            do="lambda result: float(result.values.mean())",
-        ) from error
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def _single(result: Result, function: Callable[[Any], Any], words: str, level: float) -> FieldCurve:
@@ -184,17 +176,23 @@ def _row_means(values: Tensor) -> Tensor:
     return values.nanmean(-1) if values.dim() == 2 else values
 
 
-def _held(result: Result, field: str) -> tuple[str, tuple[str, ...]]:
-    """The attribute that holds a field, and the field's axes."""
+def held_field(result: Result, field: str) -> tuple[str, tuple[str, ...]]:
+    """The attribute that holds a field, and the field's axes.
+
+    Args:
+        result: whose field.
+        field: name of a tensor field.
+
+    Raises:
+        LayersimError: the result has no such field.
+    """
     held = result.tensor_fields()
     name = "values" if field == result.values_name else field
     if name not in held:
         known = [result.values_name if one == "values" else one for one in held]
         raise LayersimError(
-            f"{type(result).__name__} has no field {field!r}.",
-            given=field,
-            expected=f"one of {', '.join(known)}; or a headline: {', '.join(map(repr, result.headline())) or 'none'}",
-            do=f"{known[0]!r}",
+            f"`field` is {field!r}; {type(result).__name__} has {', '.join(known)}; or the headlines "
+            f"{', '.join(map(repr, result.headline())) or 'none'}."
         )
     return name, held[name]
 
@@ -205,14 +203,11 @@ def _is_sites(result: Result, axis: str) -> bool:
 
 
 def _part(result: Result, field: str, select: Mapping[str, Any]) -> _Part:
-    name, names = _held(result, field)
+    name, names = held_field(result, field)
     unknown = [axis for axis in select if axis not in names]
     if unknown:
         raise LayersimError(
-            f"`select` names an axis that {field!r} of {type(result).__name__} does not have.",
-            given=unknown[0],
-            expected=f"some of {', '.join(names) or 'no axes'}",
-            do=f"select={{{names[0]!r}: ...}}" if names else "leave select= out",
+            f"`select` names {unknown[0]!r}; {field!r} of {type(result).__name__} has {', '.join(names) or 'no axes'}."
         )
     kept = next((axis for axis in names if _is_sites(result, axis) and axis not in select), None)
     numbers: dict[str, int] = {}
@@ -239,10 +234,7 @@ def _part(result: Result, field: str, select: Mapping[str, Any]) -> _Part:
             words.append(f"{axis} {labels[0]}")
         else:
             raise LayersimError(
-                f"{field!r} has an axis of which a label must be selected.",
-                given=f"{type(result).__name__}.{field}: {' x '.join(names)}",
-                expected=f"one of {axis}: {', '.join(map(str, labels[:8]))}{', ...' if len(labels) > 8 else ''}",
-                do=f"select={{{axis!r}: {labels[0]!r}}}" if labels else f"a result with a label of {axis}",
+                f"`select` must name a label of {axis!r} for {field!r} of {type(result).__name__}: {_choices(labels)}."
             )
     index = tuple(numbers.get(axis, slice(None)) for axis in names)
 
@@ -264,9 +256,11 @@ def _label_number(label: Any, labels: tuple[Any, ...], axis: str) -> int:
     if by_number and -len(labels) <= label < len(labels):
         return int(label) % len(labels)
     raise LayersimError(
-        f"{axis!r} has no label {label!r}.",
-        given=repr(label),
-        expected=f"one of {', '.join(map(repr, labels[:12]))}{', ...' if len(labels) > 12 else ''}"
-        + (f", or a number from {-len(labels)} to {len(labels) - 1}" if all(isinstance(one, str) for one in labels) else ""),
-        do=f"{labels[-1]!r}" if labels else "another field",
+        f"`{axis}` is {brief(label)}; it must be one of {_choices(labels)}"
+        + (f", or a number from {-len(labels)} to {len(labels) - 1}." if all(isinstance(one, str) for one in labels) else ".")
     )
+
+
+def _choices(labels: tuple[Any, ...]) -> str:
+    """The first labels of an axis, for messages."""
+    return ", ".join(map(repr, labels[:12])) + (", ..." if len(labels) > 12 else "")

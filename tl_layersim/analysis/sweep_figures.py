@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
+from ..core.bounds import OpenFraction
 from ..core.errors import LayersimError
 from ..core.results import Result
-from ..core.wording import amount, brief
+from ..core.wording import amount
 from .score_relation import same_coupling_options
 from .sweep_curves import FieldCurve, field_curve, field_number
 from .sweep_results import Sweep, quantity_of, sweep_keys
@@ -24,7 +25,7 @@ else:
 
 @typed
 def plot_sweep(
-    results: Any,
+    results: Mapping[Any, Any],
     analyzer: str | None = None,
     field: str | None = None,
     *,
@@ -32,7 +33,7 @@ def plot_sweep(
     select: dict[str, Any] | None = None,
     key_title: str | None = None,
     title: str | None = None,
-    level: int | float = 0.95,
+    level: OpenFraction = 0.95,
 ) -> Figure:
     """A figure of a field over training steps or model sizes, over depth, or over both.
 
@@ -117,29 +118,17 @@ def _results_of(results: Any, analyzer: str | None) -> dict[Any, Any]:
     if isinstance(results, Sweep):
         if analyzer is None and len(results.analyzers) != 1:
             raise LayersimError(
-                "`analyzer` must name one of the analyzers of the sweep.",
-                given="analyzer=None",
-                expected=f"one of {', '.join(results.analyzers) or 'none'}",
-                do=f"plot_sweep(sweep, {results.analyzers[0]!r})" if results.analyzers else "a sweep of one model or more",
+                f"`analyzer` is None; it must be one of {', '.join(results.analyzers) or 'none'}, the analyzers of the sweep."
             )
         results = results.results(analyzer or results.analyzers[0])
     elif analyzer is not None:
-        raise LayersimError(
-            "`analyzer` is for a Sweep; these are results already.",
-            given=f"analyzer={analyzer!r} with {brief(results)}",
-            expected="a Sweep, or results without analyzer=",
-            do="plot_sweep(results, field='coupling')",
-        )
+        raise LayersimError(f"`analyzer` is {analyzer!r}; it is for a Sweep, and `results` holds results.")
     keys = sweep_keys(results, "results")
     own = dict(zip(keys, results.values(), strict=True))
-    others = [type(one).__name__ for one in own.values() if not isinstance(one, Result)]
     kinds = {type(one).__name__ for one in own.values()}
-    if not own or others or len(kinds) > 1:
+    if len(kinds) != 1 or not isinstance(own[keys[0]], Result):
         raise LayersimError(
-            "`results` must hold results of one analyzer.",
-            given=", ".join(others or sorted(kinds)) or "no results",
-            expected="a Sweep, or one result or more of one class",
-            do="plot_sweep({step: report['block_coupling'], ...})",
+            f"`results` holds {', '.join(sorted(kinds)) or 'no results'}; it must hold results of one analyzer."
         )
     return own if isinstance(keys[0], str) else {key: own[key] for key in sorted(own)}
 
@@ -174,12 +163,7 @@ def _figure(curves: list[FieldCurve], axis: Any, over: str, titles: tuple[str, s
 
     if not curves[0].sites:
         if over != "key":
-            raise LayersimError(
-                '`over` must be "key" for a field that is one number for each model.',
-                given=f"over={over!r}",
-                expected='a field over layers, or over="key"',
-                do='over="key"',
-            )
+            raise LayersimError(f'`over` is {over!r}; it must be "key" for a field that is one number for each model.')
         return lines_over_keys([_line_of("", [*curves], BLUE)], axis, titles, by_depth=False)
     if over == "depth":
         return lines_over_depth([(one.depth, one.sites, *_ends(one)) for one in curves], axis, titles)
@@ -187,10 +171,8 @@ def _figure(curves: list[FieldCurve], axis: Any, over: str, titles: tuple[str, s
     if over == "both":
         if any(own != sites[0] for own in sites):
             raise LayersimError(
-                "A heat map of layers by models needs models with the same layers.",
-                given=", ".join(f"{key}: {len(own)} sites" for key, own in zip(axis.keys, sites, strict=True)),
-                expected="models of one depth",
-                do='over="depth"',
+                '`over` is "both", which needs models with the same layers; they have '
+                f"{', '.join(str(len(own)) for own in sites)} sites."
             )
         return heatmap_over_keys([one.values.tolist() for one in curves], sites[0], axis, titles)
     names = dict.fromkeys(site for own in sites for site in own)

@@ -41,14 +41,6 @@ class Sweep(Mapping[int | float | str, Report]):
 
     def __init__(self, reports: Mapping[int | float | str, Report]) -> None:
         keys = sweep_keys(reports, "reports")
-        wrong = [key for key, report in zip(keys, reports.values(), strict=True) if not isinstance(report, Report)]
-        if wrong:
-            raise LayersimError(
-                "`reports` must hold a report for each key.",
-                given=f"{wrong[0]!r}: {brief(list(reports.values())[keys.index(wrong[0])])}",
-                expected="a Report",
-                do="Sweep({step: analyze(model, data, analyzers), ...})",
-            )
         self._reports = dict(zip(keys, reports.values(), strict=True))
 
     def __getitem__(self, key: int | float | str) -> Report:
@@ -85,10 +77,8 @@ class Sweep(Mapping[int | float | str, Report]):
         """
         if analyzer not in self.analyzers:
             raise LayersimError(
-                f"The sweep has no results of {analyzer!r}.",
-                given=analyzer,
-                expected=f"one of {', '.join(self.analyzers) or 'none'}",
-                do=f"sweep.results({self.analyzers[0]!r})" if self.analyzers else "a sweep of one model or more",
+                f"`analyzer` is {analyzer!r}; it must be one of {', '.join(map(repr, self.analyzers)) or 'none'}, the "
+                "analyzers of the sweep."
             )
         return {key: report[analyzer] for key, report in self._reports.items()}
 
@@ -196,7 +186,7 @@ class SweepError(LayersimError):
     sweep: Sweep
 
 
-def sweep_keys(models: Any, argument: str) -> list[int | float | str]:
+def sweep_keys(models: Mapping[Any, Any], argument: str) -> list[int | float | str]:
     """The keys of models: training steps, sizes or names.
 
     Args:
@@ -204,34 +194,15 @@ def sweep_keys(models: Any, argument: str) -> list[int | float | str]:
         argument: its name, for messages.
 
     Raises:
-        LayersimError: `models` is no mapping, or its keys are neither all numbers nor all names.
+        LayersimError: the keys are neither all numbers nor all names, or two are the same.
     """
-    if not isinstance(models, Mapping):
-        raise LayersimError(
-            f"`{argument}` must be a mapping from training steps, sizes or names.",
-            given=brief(models),
-            expected="a mapping, with a key for each model",
-            do="{0: model_a, 1000: model_b}",
-        )
     # A key of NumPy or torch is the same number.
     keys = [key.item() if hasattr(key, "item") else key for key in models]
     numbers = [isinstance(key, int | float) and not isinstance(key, bool) and math.isfinite(key) for key in keys]
     names = [isinstance(key, str) and bool(key.strip()) for key in keys]
-    if not (all(numbers) or all(names)):
-        odd = next(key for key, number, name in zip(keys, numbers, names, strict=True) if not (number if numbers[0] else name))
+    if not (all(numbers) or all(names)) or len(set(keys)) < len(keys):
         raise LayersimError(
-            f"The keys of `{argument}` must be finite numbers only, or names only.",
-            given=repr(odd),
-            expected="numbers such as training steps, or names of models",
-            do="{0: model_a, 1000: model_b}, or {'small': model_a, 'large': model_b}",
-        )
-    repeated = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
-    if repeated is not None:
-        raise LayersimError(
-            f"The keys of `{argument}` must differ.",
-            given=f"{repeated!r} twice, as numbers of NumPy or torch",
-            expected="a key of its own for each model",
-            do="{0: model_a, 1000: model_b}",
+            f"The keys of `{argument}` are {brief(keys)}; they must be different finite numbers, or different names."
         )
     return keys
 

@@ -152,10 +152,8 @@ def _refuse_zeros(sums: Sums, run: Run) -> None:
         zero = {name: int(n) for name, n in zip(names, sums[f"{tower} zeros"], strict=True) if n}
         if zero:
             raise LayersimError(
-                f"The cosine is not defined: vectors of the {tower} tower are zero.",
-                given=", ".join(f"{name}: {n} rows" for name, n in list(zero.items())[:4]),
-                expected="vectors other than zero",
-                do="load the trained weights of both towers and of both projections",
+                f"The cosine is not defined: vectors of the {tower} tower are zero, at "
+                f"{', '.join(f'{name} in {n} rows' for name, n in list(zero.items())[:4])}."
             )
 
 
@@ -240,10 +238,7 @@ def _refuse_images_alone(data: Any) -> None:
     alone = is_image(first) or is_floats(first) or (isinstance(first, Mapping) and {*first} <= {PIXELS, *LABELS})
     if alone:
         raise LayersimError(
-            "`data` has images without texts.",
-            given=f"{', '.join(first)} alone" if isinstance(first, Mapping) else type(first).__name__,
-            expected=f"`input_ids` beside `{PIXELS}`, or a column of texts beside the images, with tokenizer=processor",
-            do=f"data={{'{PIXELS}': pixels, 'input_ids': tokens, 'attention_mask': mask}}, with one text for each image",
+            f"`data` has images without texts; it must hold one text for each image, such as `input_ids` beside `{PIXELS}`."
         )
 
 
@@ -263,9 +258,7 @@ def _projections(
         return sources[0].projected(), sources[1].projected()
     if not same:
         raise LayersimError(
-            "The towers have different widths, so a cosine between them needs their projections.",
-            given=f"projected=False, with a vision tower of width {widths[0]} and a text tower of width {widths[1]}",
-            expected=f"projected=True, which applies `{towers[0].head.parts[-1]}` and `{towers[1].head.parts[-1]}`",
-            do="tower_similarity(clip, data); its `cka` compares residuals of any widths",
+            f"`projected` is False; it must be True for towers of different widths, {widths[0]} (vision) and {widths[1]} "
+            "(text)."
         )
     return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -52,16 +51,12 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         items = list(analyzers) if is_several(analyzers) else [analyzers]
         for item in map(_analyzer_of, items):
             if item.name in chosen:
-                cls = type(item).__name__
                 raise LayersimError(
-                    "`analyzers` holds two analyzers of the same name, and a report has one result for each name.",
-                    given=f"{item.name!r} twice",
-                    expected="each analyzer once in a list, or a mapping from names to analyzers",
-                    do=f'{{"{item.name}_a": {cls}(...), "{item.name}_b": {cls}(...)}} in place of the list',
+                    f"`analyzers` holds {item.name!r} twice. A mapping from names to analyzers gives each a name of its own."
                 )
             chosen[item.name] = item
     if not chosen:
-        raise LayersimError("`analyzers` is empty.", given="[]", expected="at least one", do="[lsim.Cosine(), lsim.CKA()]")
+        raise LayersimError("`analyzers` is empty; it must hold one analyzer or more.")
     return chosen
 
 
@@ -75,14 +70,7 @@ def _analyzer_of(item: Any) -> Analyzer:
     if isinstance(item, str):
         known = find_analyzers()
         if item not in known:
-            parts = [part.strip().lower() for part in item.split(",")]
-            near = [n for part in parts for n in difflib.get_close_matches(part, known, n=1)]
-            raise LayersimError(
-                "`analyzers` names an analyzer that does not exist.",
-                given=brief(item),
-                expected=f"one of {', '.join(sorted(known))}",
-                do=f"did you mean {near[0] if len(near) == 1 else near!r}?" if near else "tl-layersim analyzers lists them",
-            )
+            raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(known))}.")
         item = known[item]()
     _check_analyzer(item)
     return cast(Analyzer, item)
@@ -91,69 +79,34 @@ def _analyzer_of(item: Any) -> Analyzer:
 def _check_name(name: Any, analyzer: Analyzer) -> None:
     """Refuse a name that files, columns of tables or options of the command line cannot hold, or that misleads."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-        fitting = re.sub(r"\W+", "_", str(name), flags=re.ASCII).strip("_")
-        fitting = fitting if fitting[:1].isalpha() else f"{analyzer.name}_{fitting}".rstrip("_")
         raise LayersimError(
-            "A name in `analyzers` must be letters, digits and _, with a letter first.",
-            given=brief(name),
-            expected="a name that files, columns of tables and --option can hold",
-            do=f'{{"{fitting}": {type(analyzer).__name__}(...)}}',
+            f"`analyzers` has the name {brief(name)}; a name must be letters, digits and _, with a letter first."
         )
     if name in COSTS:
-        raise LayersimError(
-            f"A name in `analyzers` is that of a part of the model in `estimate`, {name!r}.",
-            given=f'"{name}": {type(analyzer).__name__}(...)',
-            expected=f"a name other than {' and '.join(COSTS)}",
-            do=f'{{"{name}_{analyzer.name}": {type(analyzer).__name__}(...)}}',
-        )
+        raise LayersimError(f"`analyzers` has the name {name!r}, that of a part of the model in `estimate`.")
     other = find_analyzers().get(name)
     if other is not None and not isinstance(analyzer, other):
         raise LayersimError(
-            f"A name in `analyzers` is that of another analyzer, {other.__name__}.",
-            given=f'"{name}": {type(analyzer).__name__}(...)',
-            expected="a name of your own, or the analyzer's own name",
-            do=f'{{"{analyzer.name}": {type(analyzer).__name__}(...)}}',
+            f"`analyzers` has the name {name!r} for {type(analyzer).__name__}; it is the name of {other.__name__}."
         )
 
 
 def _check_analyzer(analyzer: Any) -> None:
     """Refuse, before the model runs, an analyzer whose result could not be recorded."""
-    if not isinstance(analyzer, Analyzer | type):
+    if isinstance(analyzer, type) or not isinstance(analyzer, Analyzer):
         raise LayersimError(
-            "`analyzers` must contain only analyzers, or the names of analyzers.",
-            given=brief(analyzer),
-            expected="an Analyzer or the name of one",
-            do="[lsim.Cosine(), lsim.CKA()]",
-        )
-    if isinstance(analyzer, type):
-        raise LayersimError(
-            f"`analyzers` holds the class {analyzer.__name__}, not an instance of it.",
-            given=analyzer.__name__,
-            expected="an object",
-            do=f"{analyzer.__name__}(), with brackets" if issubclass(analyzer, Analyzer) else "lsim.Cosine()",
+            f"`analyzers` contains {brief(analyzer)}; it must contain objects such as lsim.Cosine(), or their names."
         )
     name = getattr(analyzer, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise LayersimError(
-            f"{type(analyzer).__name__} has no name that a report can use as a key.",
-            given=f"name = {name!r}",
-            expected="lower-case letters, digits and _",
-            do=f'name: ClassVar[str] = "{type(analyzer).__name__.lower()}" in the class',
+            f"`name` of {type(analyzer).__name__} is {brief(name)}; it must be lower-case letters, digits and _."
         )
-    if not is_dataclass(analyzer):
-        raise LayersimError(
-            f"{type(analyzer).__name__} must be a dataclass, so that its options can be recorded.",
-            given=type(analyzer).__name__,
-            expected="a frozen dataclass",
-            do="@dataclass(frozen=True) above the class",
-        )
-    clash = cast(Analyzer, analyzer).options().keys() & set(DATA_OPTIONS)
+    clash = analyzer.options().keys() & set(DATA_OPTIONS)
     if clash:
         raise LayersimError(
-            f"{type(analyzer).__name__} has an option whose name is reserved for a data option.",
-            given=", ".join(sorted(clash)),
-            expected=f"names other than {', '.join(DATA_OPTIONS)}",
-            do="rename the field of the dataclass",
+            f"{type(analyzer).__name__} has the option {', '.join(sorted(clash))}, whose name is reserved for an option "
+            "of the data."
         )
 
 
@@ -166,10 +119,8 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
     heads = getattr(analyzer, "heads", None)
     if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
         raise LayersimError(
-            f"`heads` of {type(analyzer).__name__} are too large for a server: every request carries them.",
-            given=f"{in_words(heads.nbytes)}, {heads}",
-            expected=f"at most {in_words(LARGEST_HEADS)}",
-            do="the model in this process; heads.to(torch.bfloat16) halves the size of float32 heads",
+            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; every request to a server carries them, "
+            f"and may have {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
         )
 
 
@@ -183,12 +134,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
     if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
         return replace(model, processor=tokenizer)
     if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType | Module):
-        raise LayersimError(
-            "`tokenizer` must be a loaded tokenizer.",
-            given=f"tokenizer={brief(tokenizer)}",
-            expected="a loaded Hugging Face tokenizer, or a processor of images",
-            do="AutoTokenizer.from_pretrained(name)",
-        )
+        raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or a processor of images.")
     return replace(model, tokenizer=tokenizer)
 
 
@@ -208,18 +154,13 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
         if words_a != words_b:
             odd = next((w for w in words_a if words_b.get(w) != words_a[w]), next(iter(words_b), ""))
             raise LayersimError(
-                "The two models have different tokenizers, so their samples do not match.",
-                given=f"{odd!r} is token {words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}",
-                expected="models with the same tokenizer",
-                do="models of one family; tokenizer=... only if both were trained with it; or vectors of whole texts, as "
-                "docs/add_a_source.md compares them",
+                f"The two models have different tokenizers, so their samples do not match: {odd!r} is token "
+                f"{words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}."
             )
     if a.token_input != b.token_input:
         raise LayersimError(
-            "The models read different inputs of the data, so their samples do not match.",
-            given=f"`{a.token_input}` of {a.name} and `{b.token_input}` of {b.name}",
-            expected="the decoders of two encoder-decoders, or encoders and models of one stack",
-            do="at='encoder.resid_post', or layers=, for the encoder of an encoder-decoder",
+            f"The models read different inputs of the data, so their samples do not match: `{a.token_input}` of {a.name} and "
+            f"`{b.token_input}` of {b.name}."
         )
 
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
@@ -243,48 +184,27 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     return replace(a, name=name, vocabulary=vocabulary, context=context, head=head, **a.inputs_with(b))
 
 
-def refuse_no_comparison(analyzers: Mapping[str, Analyzer], call: str) -> None:
+def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
     """Refuse analyzers that do not compare two models.
 
     Args:
         analyzers: by name.
-        call: the call to make, with a place for an analyzer.
 
     Raises:
         LayersimError: names the analyzer.
     """
-    for name, analyzer in analyzers.items():
+    for analyzer in analyzers.values():
         if not analyzer.compares:
             able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
-            raise LayersimError(
-                f"{type(analyzer).__name__} cannot compare two models.",
-                given=f"{name!r} in {call.partition('(')[0]}()",
-                expected=f"one of {', '.join(able)}",
-                do=call.format(f"{able[0]}()"),
-            )
+            raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
 
 
 def refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
     """Refuse options that contradict each other, before a model is opened."""
     on_server = remote not in (False, "local")
     if on_server and rank_and_size()[1] > 1:
-        raise LayersimError(
-            "`remote` cannot be used in a torch.distributed group: every process would send the same requests.",
-            given="remote= in a torch.distributed group",
-            expected="one process",
-            do="call it in one process; the server does the work",
-        )
+        raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
     if not blocking and not on_server:
-        raise LayersimError(
-            "`blocking=False` needs a model on an NDIF server.",
-            given=f"blocking=False with remote={shown(remote)}",
-            expected="remote=True, or the address of an NDIF server",
-            do="leave out blocking=False",
-        )
+        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(remote)}.")
     if not blocking and checkpoint is not None:
-        raise LayersimError(
-            "`checkpoint` cannot be combined with `blocking=False`: the server keeps the state of a non-blocking job.",
-            given="checkpoint= with blocking=False",
-            expected="one of them",
-            do="run.save(path) keeps the sums that arrived too",
-        )
+        raise LayersimError("`checkpoint` cannot be combined with `blocking=False`. Use run.save(path) to keep the run.")

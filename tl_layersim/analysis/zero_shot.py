@@ -90,12 +90,7 @@ def zero_shot(
     model = zero_shot_classifier(clip, class_names, template=template, prompts=prompts, tokenizer=data.tokenizer)
     first = data.source[0] if isinstance(data.source, list | tuple) and data.source else data.source
     if is_text(first):
-        raise LayersimError(
-            "`images` must be images, not texts.",
-            given=brief(first),
-            expected="Data(images, tokenizer=processor), or `pixel_values`",
-            do="zero_shot(clip, images, class_names), where prompts are made of class_names",
-        )
+        raise LayersimError(f"`images` contains {brief(first)}; it must hold images, or `pixel_values`.")
     if top_k is None:
         top_k = (1, 5) if len(model.class_names) > 5 else (1,)
     lens = LogitLens(labels=labels, top_k=top_k)
@@ -168,22 +163,12 @@ def _prompts_by_class(
         LayersimError: neither names nor prompts are given, or both; a template has no place for a name; or a class has none.
     """
     if (class_names is None) == (prompts is None):
-        raise LayersimError(
-            "`class_names` or `prompts` must be given, and not both.",
-            given="both" if prompts is not None else "neither",
-            expected="names of the classes, which `template` turns into prompts; or the prompts of each class",
-            do="class_names=['cat', 'dog']; or prompts=[['a photo of a cat.', 'a cat.'], ['a photo of a dog.']]",
-        )
+        raise LayersimError("`class_names` or `prompts` must be given, and not both.")
     if class_names is not None:
         names = [class_names] if isinstance(class_names, str) else list(class_names)
         templates = [template] if isinstance(template, str) else list(template)
         if not templates or not all("{}" in each for each in templates):
-            raise LayersimError(
-                "`template` must have a place {} for the name of a class.",
-                given=f"template={brief(template)}",
-                expected="a text with {}, or several",
-                do=f"template={TEMPLATE!r}",
-            )
+            raise LayersimError(f"`template` is {brief(template)}; it must have a place {{}} for the name of a class.")
         by_class = [[each.replace("{}", name) for each in templates] for name in names]
     else:
         given = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
@@ -193,10 +178,9 @@ def _prompts_by_class(
     empty = [number for number, each in enumerate(by_class) if not len(each)]
     if empty or len(by_class) < 2:
         raise LayersimError(
-            "`prompts` must have at least one prompt for each of two classes or more.",
-            given=f"{len(by_class)} classes" + (f", no prompt for class {empty[0]}" if empty else ""),
-            expected="one prompt, or a list of prompts, for each class",
-            do="class_names=['cat', 'dog']; or prompts=[['a photo of a cat.', 'a cat.'], ['a photo of a dog.']]",
+            f"`prompts` has {len(by_class)} classes"
+            + (f", and no prompt for class {empty[0]}" if empty else "")
+            + "; it must have two or more, with a prompt for each."
         )
     return tuple(names), by_class
 
@@ -232,10 +216,7 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
     found = torch.cat(vectors) if vectors else torch.zeros(0, 0)
     if len(found) != len(prompts):
         raise LayersimError(
-            "`prompts` has prompts without tokens, or that are several rows.",
-            given=f"{len(prompts)} prompts, {len(found)} rows of tokens",
-            expected="a text or one row of token ids for each prompt",
-            do="prompts=[['a photo of a cat.', 'a cat.'], ['a photo of a dog.']]",
+            f"`prompts` holds {len(prompts)} prompts, which give {len(found)} rows of tokens; each must be one row."
         )
     return tokens, found
 
@@ -259,8 +240,6 @@ def _verify_logits(clip: torch.nn.Module, vision: TowerSource, tokens: Tensor, v
     ours, theirs = scale * float(unit(pooled)[0] @ vector.to(pooled.device)), float(output.logits_per_image[0, 0])
     if not abs(ours - theirs) <= scale * rounding(first.dtype):
         raise LayersimError(
-            "The zero-shot logits differ from the model's own `logits_per_image`.",
-            given=f"{ours:.4g} and {theirs:.4g}, for the first prompt and a generated image, of {type(clip).__name__}",
-            expected="exp(logit_scale) times the cosine of the projected image and text",
-            do="a model whose class computes its logits as transformers does",
+            f"The zero-shot logits differ from `logits_per_image` of {type(clip).__name__}: {ours:.4g} and {theirs:.4g} "
+            "for the first prompt and a generated image."
         )

@@ -23,10 +23,7 @@ def arccos_distance(result: LayerMatrix) -> float:
     )
     if rows != columns or result.values.shape[0] != result.values.shape[1]:
         raise LayersimError(
-            "The arccos distance is defined for models of equal depth.",
-            given=f"models of {rows} and {columns} blocks, or other sites",
-            expected="two models of equal depth",
-            do="read .values, or compare models with the same number of blocks",
+            f"The arccos distance is defined for models of equal depth; these have {rows} and {columns} blocks, or other sites."
         )
     equal: Tensor = result.values.diagonal()[-rows:]
     return float(equal.clamp(-1, 1).arccos().square().sum().sqrt())

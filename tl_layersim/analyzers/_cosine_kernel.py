@@ -33,10 +33,8 @@ def refuse_unequal_widths(view: View) -> None:
     odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
     if odd:
         raise LayersimError(
-            "Cosine needs sites of equal width: a cosine between vectors of different widths is not defined.",
-            given=f"{view.sites[0]} of width {view.widths[0]} and {view.sites[odd[0]]} of width {view.widths[odd[0]]}",
-            expected="sites of one width",
-            do="one call for each width; CKA takes sites of any widths",
+            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]} and {view.sites[odd[0]]} "
+            f"{view.widths[odd[0]]}."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from copy import copy
 from functools import partial
@@ -15,7 +14,7 @@ from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..core.wording import duration_in_words
 from ..models.model_info import Model
-from ._permutation_null import LEAST_PERMUTATIONS
+from ._memory_limit import need_memory
 from ._ridge import ROUNDING
 from .base import Analyzer
 
@@ -147,10 +146,8 @@ def check_defined(sides: Iterable[tuple[tuple[str, ...], Tensor]], analyzer: str
     digits = "the mean is so much larger than the spread that the sums lose the spread to rounding"
     if not all(bool(known.any()) for _, known in sides):
         raise LayersimError(
-            f"{analyzer} is not defined at any site: the samples do not differ, or {digits}.",
-            given=f"{count}, all equal at {listed}",
-            expected="activations that differ from sample to sample",
-            do='pass more varied data; or CKA(estimator="minibatch"), which centres each minibatch',
+            f"{analyzer} is not defined at any site: all of {count} are equal at {listed}, or {digits}. "
+            'CKA(estimator="minibatch") centres each minibatch.'
         )
     if equal:
         warn(
@@ -170,34 +167,24 @@ def check_sums_fit(models: tuple[Model, ...], analyzer: Analyzer, limit_gb: floa
         parts: number of groups of samples that are summed separately.
 
     Raises:
-        LayersimError: names fewer sites, fewer permutations, or the limit that is enough.
+        LayersimError: the sums need more.
     """
     if any(model.widest is None for model in models):
         return
     shapes = [(len(model.layers), model.widest or 0) for model in models]
     if len(shapes) == 1:
         [(sites, width)] = shapes
-        pairs, own = sites * (sites + 1) // 2, 0
-        cross = pairs * width**2
+        cross, own = sites * (sites + 1) // 2 * width**2, 0
     else:
         # More than two models are each compared with themselves too.
         pairs_of = partial(combinations_with_replacement, r=2) if analyzer.symmetric else partial(product, repeat=2)
         both = list(pairs_of(shapes)) if len(shapes) > 2 else [(shapes[0], shapes[1])]
-        pairs = sum(a * b for (a, _), (b, _) in both)
         cross = sum(a * b * d * e for (a, d), (b, e) in both)
         own = sum(a * d**2 + b * e**2 for (a, d), (b, e) in both)
     # The batch's products, the running sum, and the new sum while the two are added.
     name, need = type(analyzer).__name__, 3 * 8 * parts * (own + cross * (1 + permutations)) / 1e9
-    if not need <= limit_gb:
-        times = f" x (1 + {permutations} permutations)" if permutations else ""
-        groups = " of training and of held-out samples" if parts == 2 else ""
-        fewer = f"permutations={LEAST_PERMUTATIONS}; " if permutations > LEAST_PERMUTATIONS else ""
-        raise LayersimError(
-            f"The sums of {name} need more memory than `max_memory_gb`.",
-            given=f"{pairs} pairs of sites of width {max(width for _, width in shapes)}{times}{groups}: {need:.2g} GB",
-            expected=f"at most max_memory_gb={limit_gb:g}",
-            do=f"fewer sites, at=['blocks.0.hook_resid_post', ...]; {fewer}or {name}(max_memory_gb={math.ceil(need)})",
-        )
+    fewer = "Fewer sites (at=) or permutations= take less." if permutations else "Fewer sites (at=) take less."
+    need_memory(f"The sums of {name}", need, limit_gb, fewer)
 
 
 def seconds_of_pairs(model: Model, per_pair: float, permutations: int) -> float:

@@ -8,14 +8,13 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Seed
+from ..core.bounds import Limit, Permutations, Seed
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.pools import Draws, PoolKernel, pool_rows
 from ..models.view import Kernel
 from ._covariances import check_sums_fit
 from ._cross_products import cross_product_kernel, draw_exchanged, exchanged_sums
-from ._permutation_null import check_permutations
 from ._sample_vectors import samples
 from .base import Analyzer
 
@@ -42,13 +41,10 @@ class CrossProductAnalyzer(Analyzer):
 
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
-    permutations: int = 0
+    permutations: Permutations = 0
     unit: Literal["row", "token"] = "row"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
-
-    def __post_init__(self) -> None:
-        check_permutations(self.permutations, type(self).__name__)
 
     @property
     def whole_rows(self) -> bool:

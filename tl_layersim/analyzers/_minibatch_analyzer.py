@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, PositiveInt, Seed
+from ..core.bounds import Limit, Permutations, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..core.wording import amount
@@ -26,7 +26,7 @@ from ._minibatch_pairs import (
     products_of_pairs,
     relations_of_pairs,
 )
-from ._permutation_null import CalibratedMatrix, check_null_memory, check_permutations, is_one_model, null_fields
+from ._permutation_null import CalibratedMatrix, check_null_memory, is_one_model, null_fields
 from ._sample_vectors import samples
 from .base import Analyzer, Exchange, Run
 
@@ -88,7 +88,7 @@ class MinibatchAnalyzer(Analyzer):
     level: Literal["token", "sequence"]
     pool: Literal["mean", "last", "first"]
     seed: Seed
-    permutations: int
+    permutations: Permutations
     max_memory_gb: Limit
 
     @property
@@ -116,19 +116,17 @@ class MinibatchAnalyzer(Analyzer):
         return "tokens" if self.level == "token" else "sequences"
 
     def __post_init__(self) -> None:
-        check_permutations(self.permutations, type(self).__name__)
+        if self.minibatch < self.least:
+            raise LayersimError(f"`minibatch` of {type(self).__name__} is {self.minibatch}; it must be at least {self.least}.")
 
     def check_sites(self, *models: Model) -> None:
         super().check_sites(*models)
         for model in models:
             if getattr(self, "deconfound", None) and not model.layers[0].endswith(EMBEDDING):
                 raise LayersimError(
-                    "`deconfound` regresses the embedding out, which must be the first site.",
-                    given=f"deconfound='input' with {model.layers[0]} first",
-                    expected=EMBEDDING,
-                    do="at='resid_post', or a list of sites that begins with the embedding",
+                    f"`deconfound` needs the embedding as the first site, {EMBEDDING}; the first is {model.layers[0]}."
                 )
-        check_null_memory(self.permutations, models, self.max_memory_gb, type(self).__name__)
+        check_null_memory(self.permutations, models, self.max_memory_gb)
 
     def pool_need(self, density: float) -> int:
         return pool_rows(self.minibatch, 1 if self.whole_rows else density)
@@ -240,10 +238,7 @@ class MinibatchAnalyzer(Analyzer):
         """
         rows = " of 4 rows, as pairs of tokens of one row are left out" if self.unit == "row" else ""
         tokens, given = amount(run.provenance.tokens, "token"), amount(run.provenance.sequences, "row")
-        need = f"{self.least} {self.samples_in_words}{rows}"
         return LayersimError(
-            f"{type(self).__name__} needs {need}, and the data has fewer.",
-            given=f"{tokens} in {given}, level={self.level!r}",
-            expected=f"at least {need}",
-            do="pass more rows" + (', or unit="token" for tokens that do not depend on each other' if rows else ""),
+            f"{type(self).__name__} needs {self.least} {self.samples_in_words}{rows}; the data has {tokens} in {given}."
+            + (' unit="token" takes tokens of one row as independent.' if rows else "")
         )

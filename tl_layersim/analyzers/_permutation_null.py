@@ -17,11 +17,10 @@ from ..core.errors import LayersimError
 from ..core.histogram_quantiles import QUANTILES
 from ..core.results import LayerMatrix, Picture, axes
 from ..models.model_info import Model
+from ._memory_limit import need_memory
 
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05
-# With fewer permutations the threshold at ALPHA is the largest value itself, and no value exceeds it.
-LEAST_PERMUTATIONS = math.ceil(1 / ALPHA) - 1
 # The fields of one number for each pair of layers, and those of the maximum over pairs.
 PAIR_FIELDS = ("observed", "calibrated", "p_values", "null_mean", "null_threshold")
 NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
@@ -118,12 +117,7 @@ class CalibratedMatrix(LayerMatrix):
     @typed
     def plot(self, field: str = "values") -> Any:
         if not self.permutations and field.startswith(("null_", "max_", "observed", "calibrated", "p_values")):
-            raise LayersimError(
-                f"`{field}` was not measured: the run had no permutations.",
-                given="permutations=0",
-                expected="a run with permutations",
-                do=f"{type(self).__name__.removesuffix('Result')}(permutations=200)",
-            )
+            raise LayersimError(f"`field` is {field!r}, which was not measured: the run had permutations=0.")
         return super().plot(field)
 
     def with_halves(self, first: Any, second: Any) -> Any:
@@ -313,52 +307,23 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
     return (above / (1 - threshold).clamp(min=EQUAL_WITHIN)).clamp(0, 1)
 
 
-def check_permutations(permutations: int, analyzer: str) -> None:
-    """Refuse a number of permutations with which no value can exceed its threshold.
-
-    Args:
-        permutations: as the user gave it.
-        analyzer: name of its class, for the message.
-
-    Raises:
-        LayersimError: the number is negative, or between 1 and 18.
-    """
-    if permutations < 0 or 0 < permutations < LEAST_PERMUTATIONS:
-        raise LayersimError(
-            f"`permutations` must be 0, or at least {LEAST_PERMUTATIONS}: with fewer, no p-value can be {ALPHA} or less.",
-            given=f"permutations={permutations}",
-            expected=f"0 for no null, or {LEAST_PERMUTATIONS} or more",
-            do=f"{analyzer}(permutations=200)",
-        )
-
-
-def check_null_memory(permutations: int, models: Sequence[Model], limit_gb: float, analyzer: str) -> None:
+def check_null_memory(permutations: int, models: Sequence[Model], limit_gb: float) -> None:
     """Refuse a null whose sums need more memory than the user allows.
 
     Args:
         permutations: as the user gave it.
         models: one model, two that are compared, or more of which all pairs are.
         limit_gb: `max_memory_gb` of the analyzer.
-        analyzer: name of its class, for the message.
 
     Raises:
-        LayersimError: names the number of permutations that fits.
+        LayersimError: the sums need more.
     """
     layers = [len(model.layers) for model in models]
     # More than two models are each compared with themselves too.
     pairs = list(combinations_with_replacement(layers, 2)) if len(models) > 2 else [(layers[0], layers[-1])]
     # The sums of the batch, the running sum, and the new sum while the two are added.
     each = 3 * 8 * sum(row * column for row, column in pairs) / 1e9
-    if permutations and not each * permutations <= limit_gb:
-        fitting = math.floor(limit_gb / each)
-        fewer = f"{analyzer}(permutations={fitting}), or " if fitting >= LEAST_PERMUTATIONS else ""
-        raise LayersimError(
-            "The null needs more memory than `max_memory_gb`.",
-            given=f"{permutations} permutations of {sum(row * column for row, column in pairs)} pairs of layers: "
-            f"{each * permutations:.3g} GB",
-            expected=f"at most max_memory_gb={limit_gb:g}",
-            do=f"{fewer}{analyzer}(permutations={permutations}, max_memory_gb={math.ceil(each * permutations)})",
-        )
+    need_memory(f"The sums of {permutations} permutations", each * permutations, limit_gb)
 
 
 def is_one_model(models: Sequence[Model]) -> bool:

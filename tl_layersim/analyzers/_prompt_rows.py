@@ -25,10 +25,7 @@ def row_counts_kernel(view: View) -> dict[str, Tensor]:
     assert view.row is not None
     if len(view.row) and int(view.row.max()) >= COUNTED_ROWS:
         raise LayersimError(
-            "`per_prompt` must be False for so many rows.",
-            given=f"row {int(view.row.max())} of the data",
-            expected=f"at most {COUNTED_ROWS} rows",
-            do="per_prompt=False, or one call for each part of the data",
+            f"`per_prompt` is True, but the data has more than {COUNTED_ROWS} rows, which is the limit for values by prompt."
         )
     return {"rows": torch.bincount(view.row, minlength=COUNTED_ROWS)}
 
@@ -66,11 +63,6 @@ def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict
         LayersimError: values by row were not measured.
     """
     if not rows:
-        raise LayersimError(
-            "This result has no values by prompt.",
-            given="per_prompt=False, the default",
-            expected="a run with per_prompt=True",
-            do=f"{analyzer}(per_prompt=True)",
-        )
+        raise LayersimError(f"This result has no values by prompt; {analyzer}(per_prompt=True) measures them.")
     known = (~values.isnan()).tolist()
     return {f"row {row}": value for row, value, one in zip(rows, values.tolist(), known, strict=True) if one}

@@ -36,10 +36,8 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
     least = 100 * EPS * (power / variance).where(spread, 0).max()
     if not ridge >= least:
         raise LayersimError(
-            "`ridge` is within the rounding error of the sums, because the mean of the activations is large.",
-            given=f"ridge={ridge:g}",
-            expected=f"at least {float(least):.1g}",
-            do=f"ridge={float(2 * least):.1g}",
+            f"`ridge` is {ridge:g}, within the rounding error of the sums, because the mean of the activations is large; it "
+            f"must be at least {float(2 * least):.1g}."
         )
     scale = variance.where(spread, torch.inf).rsqrt()
     penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)

@@ -5,8 +5,6 @@ Plain functions of torch: they are serialised by value and also run on a server.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,11 @@ from ..models.chunked_logit_lens import bad_logits, head_input, logits_of_layers
 from ..models.layer_heads import LayerHeads
 from ..models.targets import with_labels
 from ..models.view import View
+from ._memory_limit import need_memory
 
 
-def refuse_large_sums(layers: int, size: int, max_memory_gb: float) -> None:
-    """Refuse sums that need more memory than the limit.
+def need_memory_for_sums(layers: int, size: int, max_memory_gb: float) -> None:
+    """Raise an error if the sums need more memory than the limit.
 
     Args:
         layers: number of layers.
@@ -30,14 +29,7 @@ def refuse_large_sums(layers: int, size: int, max_memory_gb: float) -> None:
         LayersimError: they need more.
     """
     # The batch's table, the running sum, and the new sum while the two are added.
-    need = 3 * 8 * layers * size / 1e9
-    if not need <= max_memory_gb:
-        raise LayersimError(
-            "The sums of TaskMetrics need more memory than `max_memory_gb`.",
-            given=f"{layers} layers x {size} numbers: {need:.1f} GB",
-            expected=f"at most max_memory_gb={max_memory_gb:g}",
-            do=f"TaskMetrics(max_memory_gb={math.ceil(need)}); LogitLens for the predictions of a language model",
-        )
+    need_memory("The sums of TaskMetrics", 3 * 8 * layers * size / 1e9, max_memory_gb, "LogitLens has none.")
 
 
 def confusion_kernel(
@@ -69,12 +61,9 @@ def confusion_kernel(
     classes = view.unembed(last[:, :1], needs_norm).shape[-1]
     if classes == 1:
         raise LayersimError(
-            "`labels` are classes, and the head has one output: it is a regression head.",
-            given="whole numbers as labels",
-            expected="one score for each row, as floats",
-            do="TaskMetrics(labels=labels.float())",
+            "`labels` are classes, and the head has one output: it is a regression head, which takes labels.float()."
         )
-    refuse_large_sums(layers, classes**2, max_memory_gb)
+    need_memory_for_sums(layers, classes**2, max_memory_gb)
     lens = read_lens(view, target, normed, memory_mb, 1, label_key(labels), heads)
     known = target != NO_LABEL
     cells = target[known].to(last.device) * classes + lens["best"][:, known]
@@ -101,10 +90,7 @@ def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads |
     z = logits_of_layers(view.unembed, x, needs_norm, normed, heads)
     if z.shape[-1] != 1:
         raise LayersimError(
-            "`labels` are floats, and the head has several outputs: it is a classifier.",
-            given=f"scores, and {z.shape[-1]} outputs",
-            expected="whole numbers, the classes of the head",
-            do="TaskMetrics(labels=labels.long()), of classes; floats are for num_labels=1",
+            f"`labels` are floats, and the head has {z.shape[-1]} outputs: it is a classifier, which takes labels.long()."
         )
     z = z[..., 0].T.to(x.device).double()
     scores = torch.zeros(len(x), len(rows), dtype=torch.float64, device=x.device)

@@ -17,6 +17,7 @@ from ..core.function_code import digest_of_code
 from ..core.provenance import Provenance
 from ..core.results import Result
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.positions import PositionRule
 from ..models.activation_checks import need_equal_width, need_stream
@@ -294,10 +295,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise LayersimError(
-        "An analyzer option has a type that cannot be recorded in the result.",
-        given=f"{value!r}, a {type(value).__name__}",
-        expected="text, a number, a tensor, None, or a list or tuple of these",
-        do="int(value) or float(value) for NumPy's numbers, sorted(value) for a set",
+        f"An option of the analyzer is {brief(value)}; it must be text, a number, a tensor, None, or a list or tuple of these."
     )
 
 
@@ -314,12 +312,7 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
         LayersimError: there are too few samples.
     """
     if given < needed:
-        raise LayersimError(
-            f"{analyzer} is not defined on so few {unit}.",
-            given=f"{given} {unit}",
-            expected=f"at least {needed} {unit}",
-            do="pass more data, a larger max_tokens=, or a smaller skip_first=",
-        )
+        raise LayersimError(f"{analyzer} needs at least {needed} {unit}; the data has {given}.")
 
 
 def need_whole_rows(batch: Batch, analyzer: str) -> None:
@@ -333,12 +326,7 @@ def need_whole_rows(batch: Batch, analyzer: str) -> None:
         LayersimError: rows join several texts.
     """
     if bool((batch.sources[0] < 0).any()):
-        raise LayersimError(
-            f"`pack` must be False for {analyzer}, which holds out whole rows of the data.",
-            given="pack=True, whose rows join several texts",
-            expected="a row for each text",
-            do="pack=False",
-        )
+        raise LayersimError(f"`pack` must be False for {analyzer}, which holds out whole rows of the data.")
 
 
 def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:
@@ -358,12 +346,8 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
     if model.head is None:
         why = NO_HEAD.get(model.source)
         raise LayersimError(
-            f"{analyzer} needs an unembedding, but no unembedding is known for this model.",
-            given=f"{model.name} ({model.source})" + (f": {why}" if why else ""),
-            expected="a model with a final norm and a head that gives logits",
-            do="measures that read no logits"
-            if why
-            else f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
+            f"{analyzer} needs an unembedding, but none is known for {model.name} ({model.source}): "
+            f"{why or f'load it by {classes_with_head(model.source)}, or name its norm and head in unembed= of open_model'}."
         )
     if isinstance(heads, ExitHeads):
         heads.check(model)
@@ -376,10 +360,8 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(
-            f"The head of {model.name} classifies whole rows, so it does not predict a next token.",
-            given="labels='next_token'",
-            expected="a class for each row",
-            do=f"{analyzer}(labels='data'), with a column `label` beside the texts; or {analyzer}(labels=tensor)",
+            f"The head of {model.name} classifies whole rows, so it does not predict a next token. {analyzer}(labels='data') "
+            "reads classes from a column `label` beside the texts."
         )
 
 

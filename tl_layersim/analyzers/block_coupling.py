@@ -16,6 +16,7 @@ from ..core.bounds import PositiveFloat, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
@@ -154,10 +155,8 @@ class BlockCouplingResult(Result):
         if k is not None:
             if k not in self.ks or field in ("std", "defined"):
                 raise LayersimError(
-                    f"`k` cannot be used to select {field!r} from this result.",
-                    given=f"k={k}",
-                    expected=f"one of {', '.join(map(str, self.ks))}, for coupling, values and null",
-                    do=f"BlockCoupling(k=({', '.join(map(str, (*self.ks, k)))}))",
+                    f"`k` is {k}; {field!r} of this result has "
+                    f"{', '.join(map(str, self.ks)) if field not in ('std', 'defined') else 'no k'}."
                 )
             matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
             matrix = float(self.normalize) - matrix if "coupling" in field else matrix
@@ -252,10 +251,8 @@ class BlockCoupling(Analyzer):
             if not given or len(set(given)) < len(given) or (least is not None and min(given) < least):
                 name = "k" if least else "tokens"
                 raise LayersimError(
-                    f"`{name}` must be one or more different numbers.",
-                    given=f"{name}={getattr(self, name)}",
-                    expected="different whole numbers" + (" of at least 2: a matrix of one entry is diagonal" if least else ""),
-                    do="k=10" if least else "tokens='last'",
+                    f"`{name}` is {brief(getattr(self, name))}; it must be one or more different "
+                    f"numbers{' of at least 2' if least else ''}."
                 )
 
     @property
@@ -276,12 +273,7 @@ class BlockCoupling(Analyzer):
         [model] = models
         need_calls(model, f"{type(self).__name__}", self.method == "finite-difference")
         if model.d_model is not None and max(self.ks) > model.d_model:
-            raise LayersimError(
-                "`k` must be at most d_model.",
-                given=f"k={max(self.ks)} and {model.name} with d_model {model.d_model}",
-                expected=f"k of at most {model.d_model}",
-                do=f"k={min(10, model.d_model)}",
-            )
+            raise LayersimError(f"`k` is {max(self.ks)}; {model.name} has d_model {model.d_model}.")
 
     def cost(self, model: Model) -> str:
         d_model, blocks = model.d_model or 0, len(model.layers) - 1
@@ -302,10 +294,8 @@ class BlockCoupling(Analyzer):
         short = int((lengths < needed).sum())
         if short and needed > 1:
             raise LayersimError(
-                "`tokens` must lie inside every prompt, but some prompts are too short.",
-                given=f"{short} of {len(lengths)} rows of a batch, the shortest with {int(lengths.min())} counted tokens",
-                expected=f"at least {needed} tokens for tokens={self.tokens}",
-                do="omit short prompts, or tokens='last'",
+                f"`tokens` is {brief(self.tokens)}, but {short} of {len(lengths)} rows of a batch have fewer than {needed} "
+                "counted tokens."
             )
 
     def first_kernel(self) -> Kernel | None:

@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, PositiveInt, Seed
+from ..core.bounds import Limit, Permutations, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
@@ -23,6 +23,7 @@ from ..models.view import Kernel
 from ._arccos_distance import arccos_distance
 from ._exact_hsic import exact_hsic, exact_kernel, means_kernel
 from ._hsic import centred, grams, tuples_of_rows, without_rows
+from ._memory_limit import need_memory
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
 from ._permutation_null import null_pictures
@@ -169,7 +170,7 @@ class CKA(MinibatchAnalyzer):
     seed: Seed = 0
     deconfound: Literal["input"] | None = None
     max_memory_gb: Limit = 4.0
-    permutations: int = 0
+    permutations: Permutations = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
@@ -188,18 +189,8 @@ class CKA(MinibatchAnalyzer):
         for name, value in (("permutations", self.permutations), ("deconfound", self.deconfound)):
             if value and self.estimator == "exact":
                 raise LayersimError(
-                    f'`{name}` cannot be combined with estimator="exact", which has no Gram matrices.',
-                    given=f'CKA(estimator="exact", {name}={value!r})',
-                    expected='estimator="minibatch" or "biased"',
-                    do=f'CKA(estimator="minibatch", {name}={value!r})',
+                    f'`{name}` is {value!r}; it needs estimator="minibatch" or "biased", because "exact" has no Gram matrices.'
                 )
-        if self.minibatch < 4:
-            raise LayersimError(
-                "`minibatch` must be at least 4: the unbiased HSIC is not defined on fewer samples.",
-                given=f"minibatch={self.minibatch}",
-                expected="4 or more",
-                do="CKA(minibatch=256)",
-            )
 
     def check_sites(self, *models: Model) -> None:
         super().check_sites(*models)
@@ -210,14 +201,7 @@ class CKA(MinibatchAnalyzer):
         pairs = list(combinations_with_replacement(widths, 2)) if len(models) > 2 else [(widths[0], widths[-1])]
         # Two matrices: of the batch, the running sum, and the new sum while the two are added.
         need = 2 * 3 * 8 * sum(row * column for row, column in pairs) / 1e9
-        if not need <= self.max_memory_gb:
-            products = f"{len(pairs)} pairs of models" if len(pairs) > 1 else f"{widths[0]} x {widths[-1]} cross-products"
-            raise LayersimError(
-                "The exact estimator needs more memory than `max_memory_gb`.",
-                given=f"{products}: {need:.1f} GB",
-                expected=f"at most max_memory_gb={self.max_memory_gb:g}",
-                do=f'CKA(estimator="minibatch"), or CKA(estimator="exact", max_memory_gb={math.ceil(need)})',
-            )
+        need_memory("The cross-products of CKA(estimator='exact')", need, self.max_memory_gb, "The default estimator has none.")
 
     def pool_need(self, density: float) -> int:
         return 0 if self.estimator == "exact" else super().pool_need(density)
@@ -283,12 +267,7 @@ class CKA(MinibatchAnalyzer):
             dict.fromkeys(name for names, defined in sides for name, one in zip(names, defined, strict=True) if not one)
         )
         if not bool(defined_x.any() and defined_y.any()):
-            raise LayersimError(
-                "CKA is not defined at any layer: the samples do not differ.",
-                given=f"{count}, all equal at {', '.join(equal[:4])}",
-                expected="activations that differ from sample to sample",
-                do="pass more varied data",
-            )
+            raise LayersimError(f"CKA is not defined at any layer: all of {count} are equal at {', '.join(equal[:4])}.")
         if equal:
             warn(
                 f"CKA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: "

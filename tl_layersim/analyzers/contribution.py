@@ -136,10 +136,8 @@ class Contribution(Analyzer):
         sublayers = sublayer_sites(run.layers)
         if not sublayers:
             raise LayersimError(
-                "Contribution needs the outputs of attention and MLP, which this source does not read.",
-                given=", ".join(run.layers[:4]),
-                expected="sites blocks.{i}.hook_attn_out and blocks.{i}.hook_mlp_out",
-                do="a TransformerLens, nnsight or Hugging Face model; in a source of your own, a view with these sites",
+                f"Contribution needs sites blocks.{{i}}.hook_attn_out and hook_mlp_out, which this source does not read; it "
+                f"has {', '.join(run.layers[:4])}."
             )
         known = sums["cosine known"]
         zero = [f"{site}: {count - int(n)} of {count}" for site, n in zip(sublayers, known, strict=True) if n < count]

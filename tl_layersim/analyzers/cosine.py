@@ -18,6 +18,7 @@ from ..core.errors import LayersimError, warn
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..models.model_info import Model
 from ..models.view import Kernel
 from ._cosine_kernel import cosine_kernel, mean_kernel
@@ -133,15 +134,11 @@ class CosineResult(LayerMatrix):
         blocks = len(self.layers) - 1
         if bool(self.block_influence.isnan().any()):
             raise LayersimError(
-                "Angular distances by gap need the residual stream after every block, at all of which a token is not zero.",
-                given=f"sites {', '.join(self.layers[:4])}{' and others' if blocks > 3 else ''}",
-                expected="consecutive residual layers, and a result of this version",
-                do="analyze(model, data, Cosine()), without at=",
+                "Angular distances by gap need the residual stream after every block, at all of which no token is zero; this "
+                f"result has {', '.join(self.layers[:4])}{' and others' if blocks > 3 else ''}."
             )
         if not 1 <= n <= blocks:
-            raise LayersimError(
-                "`n` must be a number of blocks of the model.", given=f"n={n}", expected=f"1 to {blocks}", do="n=1"
-            )
+            raise LayersimError(f"`n` is {n}; it must be from 1 to {blocks}, the blocks of the model.")
         return self.angular.diagonal(n).clone()
 
     def blocks_to_drop(self, n: int) -> tuple[int, ...]:
@@ -215,10 +212,7 @@ class Cosine(Analyzer):
     def __post_init__(self) -> None:
         if isinstance(self.center, Tensor) and not bool(self.center.isfinite().all()):
             raise LayersimError(
-                "`center` must have a finite number for each layer and dimension.",
-                given=f"a tensor of shape {tuple(self.center.shape)}, {int((~self.center.isfinite()).sum())} not finite",
-                expected="residual x d_model, finite",
-                do='Cosine(center=report["cosine"].mean)',
+                f"`center` is {brief(self.center)}, with {int((~self.center.isfinite()).sum())} numbers that are not finite."
             )
 
     def check_sites(self, *models: Model) -> None:
@@ -228,10 +222,8 @@ class Cosine(Analyzer):
             wrong_width = model.widest is not None and self.center.shape[-1] != model.widest
             if self.center.shape[0] != len(model.layers) or wrong_width:
                 raise LayersimError(
-                    "`center` does not fit the model.",
-                    given=f"center of shape {tuple(self.center.shape)}",
-                    expected=f"({len(model.layers)}, {model.widest or 'd_model'}): sites x width",
-                    do='Cosine(center=report["cosine"].mean), from a run of Cosine(center="dataset") on the same model',
+                    f"`center` has shape {tuple(self.center.shape)}; the sites of {model.name} need ({len(model.layers)}, "
+                    f"{model.widest or 'd_model'})."
                 )
 
     def first_kernel(self) -> Kernel | None:
@@ -314,10 +306,7 @@ def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bo
     what = "is the mean itself" if centred else "is zero"
     if bool((zero == count).all()):
         raise LayersimError(
-            "The cosine is not defined at any layer: every residual is a zero vector.",
-            given=f"{count} tokens whose residual {what} at every layer",
-            expected="residuals that differ from " + ("their mean" if centred else "zero"),
-            do="pass more varied data" + (', or Cosine(center="none")' if centred else ""),
+            f"The cosine is not defined at any layer: the residual of all {count} tokens {what} at every layer."
         )
     if affected:
         warn(

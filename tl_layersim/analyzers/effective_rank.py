@@ -20,6 +20,7 @@ from ..core.sums import Sums
 from ..core.wording import number_text
 from ..models.model_info import Model
 from ..models.view import Kernel, View
+from ._memory_limit import need_memory
 from ._ridge import samples_differ
 from ._sample_vectors import samples
 from .base import Analyzer, Run, Weight, need_tokens
@@ -164,13 +165,7 @@ class EffectiveRank(Analyzer):
             return
         # The batch's second moments, the running sum, and the new sum while the two are added.
         need = 3 * 8 * len(model.layers) * model.widest**2 / 1e9
-        if not need <= self.max_memory_gb:
-            raise LayersimError(
-                "The second moments of all sites need more memory than `max_memory_gb`.",
-                given=f"{len(model.layers)} sites x {model.widest}^2 numbers: {need:.1f} GB",
-                expected=f"at most max_memory_gb={self.max_memory_gb:g}",
-                do=f"fewer sites, at=['blocks.0.hook_resid_post', ...]; or EffectiveRank(max_memory_gb={math.ceil(need)})",
-            )
+        need_memory("The second moments of all sites", need, self.max_memory_gb, "Fewer sites (at=) take less.")
 
     def compute_seconds(self, model: Model) -> float:
         # The eigenvalues of one site of width 576 take about 0.03 seconds.
@@ -210,11 +205,8 @@ class EffectiveRank(Analyzer):
         names = [name for name, one in zip(run.layers, undefined, strict=True) if one]
         if len(names) == len(run.layers):
             raise LayersimError(
-                "The effective rank is not defined at any site: the samples do not differ, or their mean is so large that the "
-                "sums lose their differences to rounding.",
-                given=f"{count}, all equal at {', '.join(names[:4])}",
-                expected="activations that differ from sample to sample",
-                do="pass more varied data",
+                f"The effective rank is not defined at any site: all of {count} are equal at {', '.join(names[:4])}, or their "
+                "mean is so large that the sums lose their differences to rounding."
             )
         if names:
             warn(

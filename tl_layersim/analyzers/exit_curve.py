@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import os
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat
+from ..core.bounds import PositiveFloat, Probability
 from ..core.errors import LayersimError
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
@@ -153,23 +152,9 @@ class ExitCurveResult(Result):
         Raises:
             LayersimError: the threshold was not measured; the message names the nearest one.
         """
-        if not 0 <= threshold <= 1:
-            raise LayersimError(
-                "`threshold` must be between 0 and 1.",
-                given=f"at({threshold:g})",
-                expected="a probability",
-                do="at(0.9)",
-            )
         near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
         if abs(self.thresholds[near] - threshold) > 1e-9:
-            index = bisect.bisect(self.thresholds, threshold)
-            raise LayersimError(
-                "`threshold` was not measured.",
-                given=f"at({threshold})",
-                expected=f"one of {', '.join(f'{t:g}' for t in self.thresholds)}",
-                do=f"at({self.thresholds[near]:g}), or ExitCurve(thresholds="
-                f"{tuple(round(t, 7) for t in (*self.thresholds[:index], threshold, *self.thresholds[index:]))})",
-            )
+            raise LayersimError(f"`threshold` is {threshold:g}; measured were {', '.join(f'{t:g}' for t in self.thresholds)}.")
         if held_out:
             exits = self.part_exits[1, near]
             # With one half alone, thresholds are chosen on it.
@@ -192,7 +177,7 @@ class ExitCurveResult(Result):
         )
 
     @typed
-    def threshold_for(self, *, agreement: int | float | None = None, accuracy: int | float | None = None) -> float:
+    def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
         """The lowest, and thus fastest, measured threshold from which on agreement and accuracy reach the given values.
 
         The threshold is chosen on one half of the rows, because its agreement on rows that chose it is too high.
@@ -209,29 +194,13 @@ class ExitCurveResult(Result):
             LayersimError: neither value was given, or no measured threshold reaches them.
         """
         if agreement is None and accuracy is None:
-            raise LayersimError(
-                "`agreement` or `accuracy` must be given.",
-                given="threshold_for()",
-                expected="agreement= or accuracy=",
-                do="threshold_for(agreement=0.95)",
-            )
-        for name, value in (("agreement", agreement), ("accuracy", accuracy)):
-            if value is not None and not 0 <= value <= 1:
-                raise LayersimError(
-                    f"`{name}` must be between 0 and 1.",
-                    given=f"{name}={value:g}",
-                    expected="a fraction of positions, 0 to 1",
-                    do=f"threshold_for({name}=0.95)",
-                )
+            raise LayersimError("`agreement` or `accuracy` must be given.")
         found = self.lowest_threshold(agreement, accuracy)
         if found is None:
             last = [float(values[-1]) for values in self._choice()]
             raise LayersimError(
-                "`agreement` or `accuracy` is too high: no measured threshold reaches the requested values.",
-                given=f"agreement={agreement}, accuracy={accuracy}",
-                expected=f"at most what the highest threshold, {self.thresholds[-1]:g}, gives: agreement {last[0]:.4g} and "
-                f"accuracy {last[1]:.4g}",
-                do="lower values, or measure with thresholds=(..., 1.0): at 1 no position exits early",
+                f"No measured threshold reaches agreement={agreement}, accuracy={accuracy}; the highest, "
+                f"{self.thresholds[-1]:g}, has agreement {last[0]:.4g} and accuracy {last[1]:.4g}."
             )
         return found
 
@@ -332,20 +301,9 @@ class ExitCurve(Analyzer):
         several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
         object.__setattr__(self, "thresholds", several)
         wrong = [value for value in several if not 0 <= value <= 1]
-        if not 0 < len(several) <= MOST_THRESHOLDS:
-            raise LayersimError(
-                f"`thresholds` must hold 1 to {MOST_THRESHOLDS} probabilities.",
-                given=f"thresholds={brief(several)}",
-                expected=f"1 to {MOST_THRESHOLDS} probabilities",
-                do="thresholds=(0.5, 0.9, 0.99)",
-            )
-        if wrong:
-            raise LayersimError(
-                "`thresholds` must be between 0 and 1.",
-                given=f"thresholds={self.thresholds}",
-                expected="one or more probabilities",
-                do="thresholds=(0.5, 0.9, 0.99)",
-            )
+        if wrong or not 0 < len(several) <= MOST_THRESHOLDS:
+            given = brief(wrong[:4] or several)
+            raise LayersimError(f"`thresholds` holds {given}; it must hold 1 to {MOST_THRESHOLDS} numbers from 0 to 1.")
 
     @property
     def label_source(self) -> str:

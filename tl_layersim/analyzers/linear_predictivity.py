@@ -73,10 +73,8 @@ class LinearPredictivityResult(CalibratedMatrix):
         """
         if self.permutations:
             raise LayersimError(
-                "The null of linear predictivity is that of one direction.",
-                given=f"a result with {self.permutations} permutations",
-                expected="permutations=0",
-                do="lsim.compare(b, a, data, LinearPredictivity(permutations=...))",
+                "The null of a LinearPredictivityResult is that of predictions from rows to columns. Compare the models in "
+                "the other order."
             )
         other = super().transposed()
         object.__setattr__(other, "values", self.reverse.T.contiguous())
@@ -173,7 +171,11 @@ class LinearPredictivity(CrossProductAnalyzer):
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
         train, test = Covariances(sums, "train."), Covariances(sums, "test.")
         count = train.samples + test.samples
-        self._need_samples(train.samples, test.samples)
+        if train.samples < 2 or test.samples < 2:
+            raise LayersimError(
+                f"LinearPredictivity needs two training {self.samples_in_words} and two held-out ones; it has {train.samples} "
+                f"training and {test.samples} held-out {self.samples_in_words}."
+            )
         warn_of_few_samples("LinearPredictivity", train.samples, train.row_mean.shape[-1], self.samples_in_words)
         warn_of_few_rows("LinearPredictivity", int(sums["test.rows"]))
         sides = [are_defined(train.row_power()) & are_defined(test.row_power())]
@@ -204,15 +206,6 @@ class LinearPredictivity(CrossProductAnalyzer):
             column_layers=run.column_layers,
             provenance=run.provenance,
         )
-
-    def _need_samples(self, train: int, test: int) -> None:
-        if train < 2 or test < 2:
-            raise LayersimError(
-                "LinearPredictivity needs training rows and held-out rows.",
-                given=f"{train} training {self.samples_in_words} and {test} held-out {self.samples_in_words}",
-                expected="at least two of each",
-                do="pass more rows of data, a larger test_fraction=, or first_test_row=",
-            )
 
     def _r2(self, train: Covariances, test: Covariances, defined: Tensor) -> Tensor:
         """R2 on held-out samples of every column site, predicted from every row site, `row column`.

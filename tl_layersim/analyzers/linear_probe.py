@@ -17,13 +17,14 @@ from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Se
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
-from ..core.wording import amount
+from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, tokens_alone
 from ._few_samples import warn_of_few_rows, warn_of_few_samples
+from ._memory_limit import need_memory
 from ._ridge import ridge_probe, samples_differ
 from .base import Analyzer, Run, need_whole_rows
 from .probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
@@ -147,10 +148,8 @@ class ProbeAnalyzer(Analyzer):
             _check_classes(labels, None)
             if len(set(labels[labels != NO_LABEL].tolist())) < 2:
                 raise LayersimError(
-                    "`labels` of a linear probe must have two classes.",
-                    given=f"{labels.numel()} labels: {sorted(set(labels.flatten().tolist()))}",
-                    expected=f"at least two different whole numbers beside {NO_LABEL}",
-                    do="check the labels",
+                    f"`labels` of a linear probe are {brief(sorted(set(labels.flatten().tolist())))}; they must hold two "
+                    f"classes beside {NO_LABEL}."
                 )
 
     @property
@@ -180,10 +179,7 @@ class ProbeAnalyzer(Analyzer):
         need_whole_rows(batch, "a linear probe")
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
             raise LayersimError(
-                "`control` cannot be 'token' here, because samples have no token of their own.",
-                given="control='token' with " + ("positions='mean'" if batch.pooled else "inputs without token ids"),
-                expected="control='row', or samples that are single tokens",
-                do="control='row'",
+                f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
             )
         if not isinstance(self.labels, Tensor):
             _check_classes(targets(tokens_alone(batch), self.labels), None)
@@ -331,13 +327,7 @@ class LinearProbe(ProbeAnalyzer):
         # The batch's sums, the running sums, and the new sums while the two are added.
         groups = self.classes + CONTROL_PARTS * (self.control is not None)
         need = 3 * 8 * len(model.layers) * model.widest * (model.widest + groups) / 1e9
-        if not need <= self.max_memory_gb:
-            raise LayersimError(
-                "The sums of a linear probe need more memory than `max_memory_gb`.",
-                given=f"{len(model.layers)} sites x {model.widest} x ({model.widest} + {groups}) numbers: {need:.1f} GB",
-                expected=f"at most max_memory_gb={self.max_memory_gb:g}",
-                do=f"max_memory_gb={math.ceil(need)}; or fewer sites, at=['blocks.0.hook_resid_post', ...]",
-            )
+        need_memory("The sums of a linear probe", need, self.max_memory_gb, "Fewer sites (at=) take less.")
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
@@ -393,17 +383,12 @@ def need_samples(train: Tensor, test: Tensor) -> None:
     if int((train > 0).sum()) < 2:
         only = train.nonzero()[:, 0].tolist()
         raise LayersimError(
-            "A linear probe needs training samples of two classes.",
-            given=given + (f"; every training sample has class {only[0]}" if only else ""),
-            expected="at least two classes among the training rows",
-            do="pass more data, or check `labels`: row i of the labels belongs to row i of the data",
+            "A linear probe needs training samples of two classes; "
+            + (f"every training sample has class {only[0]}." if only else f"it has {given}.")
         )
     if not int(test.sum()):
         raise LayersimError(
-            "A linear probe needs held-out samples.",
-            given=given,
-            expected="at least one row with a label among the held-out rows",
-            do="pass more data, a larger test_fraction=, or test_data= of linear_probe",
+            f"A linear probe needs held-out samples; it has {given}. A larger test_fraction= or test_data= gives some."
         )
 
 
@@ -428,15 +413,7 @@ def _check_classes(labels: Tensor, limit: int | None) -> None:
     low, high = int(known.min()), int(known.max())
     if low < 0:
         raise LayersimError(
-            "`labels` of a linear probe must be 0 or more.",
-            given=f"labels from {low} to {high}",
-            expected=f"classes numbered from 0, and {NO_LABEL} where a label is missing",
-            do="labels=labels - labels.min(), or numpy.unique(labels, return_inverse=True)[1]",
+            f"`labels` of a linear probe are from {low} to {high}; they must be 0 or more, and {NO_LABEL} for none."
         )
     if limit is not None and high >= limit:
-        raise LayersimError(
-            "`labels` holds a class that is not below `max_classes`.",
-            given=f"class {high} with max_classes={limit}",
-            expected=f"classes from 0 to {limit - 1}",
-            do=f"max_classes={high + 1}; or classes that are numbered from 0 without gaps",
-        )
+        raise LayersimError(f"`labels` holds class {high}; with max_classes={limit} classes are 0 to {limit - 1}.")

@@ -13,11 +13,12 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat
+from ..core.bounds import PositiveFloat, Probability
 from ..core.errors import LayersimError
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
@@ -113,7 +114,7 @@ class LogitLensResult(Result):
         return self.values
 
     @typed
-    def effective_depth(self, eps: int | float) -> int:
+    def effective_depth(self, eps: Probability) -> int:
         r"""The least number of blocks l with accuracy at least 1 - eps; L if no layer reaches it.
 
         $$d^\epsilon = \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}$$
@@ -124,10 +125,6 @@ class LogitLensResult(Result):
         Source:
             Jiang, Zhou and Zhu 2024, definition 3.1.
         """
-        if not 0 <= eps <= 1:
-            raise LayersimError(
-                "`eps` must be between 0 and 1.", given=f"eps={eps}", expected="a fraction", do="effective_depth(0.1)"
-            )
         reached = (self.accuracy >= 1 - eps).nonzero()[:, 0]
         blocks = self._blocks_run()
         return blocks[int(reached[0])] if len(reached) else blocks[-1]
@@ -220,12 +217,7 @@ class LogitLens(Analyzer):
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
-            raise LayersimError(
-                "`top_k` must be at least 1.",
-                given=f"top_k={self.top_k}",
-                expected="one or more, each above 0",
-                do="top_k=(1, 5)",
-            )
+            raise LayersimError(f"`top_k` is {brief(self.top_k)}; it must be one or more numbers, each at least 1.")
 
     @property
     def label_source(self) -> str:

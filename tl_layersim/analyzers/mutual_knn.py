@@ -11,8 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, PositiveInt, Seed
-from ..core.errors import LayersimError
+from ..core.bounds import Limit, Permutations, PositiveInt, Seed
 from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ._dissimilarities import dissimilarities
@@ -107,7 +106,7 @@ class MutualKNN(MinibatchAnalyzer):
     pool: Literal["mean", "last", "first"] = "mean"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
-    permutations: int = 0
+    permutations: Permutations = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
@@ -124,16 +123,6 @@ class MutualKNN(MinibatchAnalyzer):
     @property
     def least(self) -> int:
         return max(4, self.k + 2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.minibatch < self.least:
-            raise LayersimError(
-                f"`minibatch` must be at least {self.least}: with n - 1 neighbours or more, all samples are neighbours.",
-                given=f"k={self.k}, minibatch={self.minibatch}",
-                expected="minibatch of at least 4, and of k + 2",
-                do=f"MutualKNN(k={self.k}, minibatch={max(256, 4 * self.k)})",
-            )
 
     def compute(self, sums: Sums, run: Run) -> MutualKNNResult:
         self.need_minibatch(sums, run)

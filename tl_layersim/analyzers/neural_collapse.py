@@ -16,6 +16,7 @@ from ..core.bounds import Limit
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..data.positions import PositionRule
@@ -23,6 +24,7 @@ from ..models.activation_checks import need_stream
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, row_ends
+from ._memory_limit import need_memory
 from ._sample_vectors import samples
 from .base import Analyzer, Run, need_head
 
@@ -130,12 +132,7 @@ class NeuralCollapse(Analyzer):
             object.__setattr__(self, "classes", tuple(self.classes))
         least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
         if least < 2:
-            raise LayersimError(
-                "`classes` must be at least 2.",
-                given=f"classes={self.classes}",
-                expected="two or more classes",
-                do="classes=10",
-            )
+            raise LayersimError(f"`classes` is {brief(self.classes)}; it must be at least 2, or name two classes or more.")
 
     @property
     def label_source(self) -> str:
@@ -175,13 +172,7 @@ class NeuralCollapse(Analyzer):
         width = model.widest * (1 if pool is None else pool.vectors)
         # The batch's second moments, the running sum, and the new sum while the two are added.
         need = 3 * 8 * len(model.layers) * width**2 / 1e9
-        if not need <= self.max_memory_gb:
-            raise LayersimError(
-                "The second moments of all layers need more memory than `max_memory_gb`.",
-                given=f"{len(model.layers)} layers x {width}^2 numbers: {need:.1f} GB",
-                expected=f"at most max_memory_gb={self.max_memory_gb:g}",
-                do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
-            )
+        need_memory("The second moments of all layers", need, self.max_memory_gb)
 
     @property
     def reads_head(self) -> bool:
@@ -195,10 +186,7 @@ class NeuralCollapse(Analyzer):
             need_stream(model, "NeuralCollapse(pool='head')", parts=True)
             if model.head is not None and model.head.reads == "every":
                 raise LayersimError(
-                    "`pool` cannot be 'head' where the head reads every position.",
-                    given=f"{model.name}, whose head is {model.head}",
-                    expected="a model that classifies rows",
-                    do="pool='last'",
+                    f"`pool` is 'head', but the head of {model.name} reads every position and gives no class of a row."
                 )
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -227,11 +215,9 @@ class NeuralCollapse(Analyzer):
         counts, classes = sums["samples"].double(), self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
             raise LayersimError(
-                "Collapse needs two classes, a sample in each, and more samples than classes.",
-                given=", ".join(f"class {int(c)}: {int(n)} samples" for c, n in zip(classes[:6], counts[:6], strict=True))
-                or "no class",
-                expected="at least two classes with samples",
-                do="pass more data, fewer classes=, or check the labels",
+                "Collapse needs two classes, a sample in each, and more samples than classes; the data has "
+                + (", ".join(f"{int(n)} of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)) or "no class")
+                + "."
             )
         if int(counts.sum()) < sums["second"].shape[-1]:
             warn(
@@ -299,10 +285,8 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
     classes = classes[classes != NO_LABEL]
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < COUNTED_IDS:
         raise LayersimError(
-            "`labels` holds numbers that are no classes.",
-            given=f"labels from {int(classes.min())} to {int(classes.max())}",
-            expected=f"0 to {COUNTED_IDS - 1}, and {NO_LABEL} where there is none",
-            do="labels numbered from 0",
+            f"`labels` are numbers from {int(classes.min())} to {int(classes.max())}; classes are 0 to {COUNTED_IDS - 1}, and "
+            f"{NO_LABEL} is none."
         )
     return {"labels": torch.bincount(classes, minlength=COUNTED_IDS)}
 

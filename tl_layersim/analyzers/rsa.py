@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, PositiveInt, Seed
+from ..core.bounds import Limit, Permutations, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
@@ -105,7 +105,7 @@ class RSA(MinibatchAnalyzer):
     seed: Seed = 0
     deconfound: Literal["input"] | None = None
     max_memory_gb: Limit = 4.0
-    permutations: int = 0
+    permutations: Permutations = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
@@ -118,16 +118,6 @@ class RSA(MinibatchAnalyzer):
     @property
     def relate(self) -> Relate:
         return partial(centred_dissimilarities, ranked=self.compare == "spearman")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.minibatch < self.least:
-            raise LayersimError(
-                f"`minibatch` must be at least {self.least}: fewer samples have too few pairs to correlate.",
-                given=f"minibatch={self.minibatch}",
-                expected=f"{self.least} or more",
-                do="RSA(minibatch=256)",
-            )
 
     def compute(self, sums: Sums, run: Run) -> RSAResult:
         self.need_minibatch(sums, run)
@@ -145,10 +135,8 @@ class RSA(MinibatchAnalyzer):
         )
         if not bool(defined_x.any() and defined_y.any()):
             raise LayersimError(
-                f"RSA is not defined at any layer: all {self.samples_in_words} are equally dissimilar.",
-                given=f"equal dissimilarities at {', '.join(equal[:4])}",
-                expected="activations that differ from sample to sample",
-                do="pass more varied data",
+                f"RSA is not defined at any layer: all {self.samples_in_words} are equally dissimilar, as at "
+                f"{', '.join(equal[:4])}."
             )
         if equal:
             warn(

@@ -173,8 +173,17 @@ class SkipEffect(Analyzer):
         refuse_failed_replay(sums["differs"], none, none, run.layers)
         pairs = torch.ones(blocks, blocks).triu(1).bool()
         if not bool(sums["count"].any() if blocks > 1 else sums["output_count"].any()):
-            self._refuse_unmeasured(run)
-        self._refuse_not_finite(sums, run)
+            raise LayersimError(
+                f"SkipEffect needs counted tokens after the first {self.keep_first} of a row (`keep_first`), at which blocks "
+                f"are skipped; none of {run.provenance.tokens} tokens is one."
+            )
+        finite = sums["total"].isfinite().all(-1) & sums["output_total"].isfinite()
+        finite &= sums["later total"].isfinite().all(-1) & sums["later output_total"].isfinite()
+        bad = [name for name, is_finite in zip(run.layers[1:], finite, strict=True) if not is_finite]
+        if bad:
+            raise LayersimError(
+                f"Activations are NaN or infinite when {', '.join(bad[:4])} is skipped. Load the model in float32 or bfloat16."
+            )
         counts = sums["count"]
         most = int(counts.amax())
         for skipped, affected in ((counts < most) & pairs).nonzero()[:1].tolist():
@@ -201,23 +210,3 @@ class SkipEffect(Analyzer):
             layers=run.layers,
             provenance=run.provenance,
         )
-
-    def _refuse_unmeasured(self, run: Run) -> None:
-        raise LayersimError(
-            "SkipEffect is not defined: no token was counted at a position at which blocks are skipped.",
-            given=f"{run.provenance.tokens} tokens, keep_first={self.keep_first}",
-            expected=f"a counted token after the first {self.keep_first} of its row",
-            do="longer rows, or SkipEffect(keep_first=0)",
-        )
-
-    def _refuse_not_finite(self, sums: Sums, run: Run) -> None:
-        finite = sums["total"].isfinite().all(-1) & sums["output_total"].isfinite()
-        finite &= sums["later total"].isfinite().all(-1) & sums["later output_total"].isfinite()
-        bad = [name for name, is_finite in zip(run.layers[1:], finite, strict=True) if not is_finite]
-        if bad:
-            raise LayersimError(
-                "Activations are NaN or infinite when a block is skipped.",
-                given=f"{', '.join(bad[:4])} skipped",
-                expected="finite activations",
-                do="load the model in float32 or bfloat16: float16 overflows above 65504",
-            )

@@ -27,7 +27,7 @@ from ..models.exit_heads import ExitHeads, as_heads, plain_heads
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, gives_classes
 from ..models.view import Kernel
-from ._task_metric_kernels import confusion_kernel, refuse_large_sums, scores_kernel
+from ._task_metric_kernels import confusion_kernel, need_memory_for_sums, scores_kernel
 from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 
 
@@ -204,7 +204,7 @@ class TaskMetrics(Analyzer):
         # The number of classes of a classifier is known when it has run.
         classes = 0 if gives_classes(model) else model.vocabulary or 0
         size = len(self.labels) if self.is_regression else classes**2
-        refuse_large_sums(len(model.layers) - 1, size, float(self.max_memory_gb))
+        need_memory_for_sums(len(model.layers) - 1, size, float(self.max_memory_gb))
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch, model)
@@ -259,10 +259,8 @@ def _as_scores(labels: Any) -> Tensor | None:
         return None
     if table.dim() != 1:
         raise LayersimError(
-            "`labels` of a regression head must be one score for each row.",
-            given=f"{table.dtype} of shape {tuple(table.shape)}",
-            expected="floats of shape (row,), NaN where a row has no score",
-            do="labels.squeeze(1) for a single column; whole numbers for a classifier",
+            f"`labels` of a regression head are floats of shape {tuple(table.shape)}; they must be one score for each row, "
+            "NaN for none."
         )
     return table.detach().cpu().double()
 
@@ -298,21 +296,14 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
 
     if int(count.max()) > 1:
         raise LayersimError(
-            "`labels` holds one score for each row, and the head predicts several numbers for some rows.",
-            given=f"{int(count.max())} predictions for row {int(count.argmax())}",
-            expected="one for each row",
-            do="a larger seq_len=, so that no text continues in a further row; or a head that reads one position of a row",
+            f"`labels` holds one score for each row, and the head gives {int(count.max())} predictions for row "
+            f"{int(count.argmax())}. With a larger `seq_len` of Data no text continues in a further row."
         )
     known = (count == 1) & ~labels.isnan()
     need_tokens(int(known.sum()), 2, "A correlation", "rows with a score")
     own = labels[known].numpy()
     if not np.ptp(own):
-        raise LayersimError(
-            "`labels` are equal for all rows, so no correlation is defined.",
-            given=f"{len(own)} scores of {own[0]:g}",
-            expected="scores that differ",
-            do="check the labels",
-        )
+        raise LayersimError(f"`labels` are {own[0]:g} in all {len(own)} rows, so no correlation is defined.")
 
     def by_layer(correlation: Callable[..., Any]) -> Tensor:
         tables = scores[:, known].numpy()

@@ -289,12 +289,7 @@ class Trajectory(Analyzer):
             self._check_norm(models[0])
         blocks = len(models[0].layers) - 1
         if self.window is not None and self.window > blocks:
-            raise LayersimError(
-                "`window` is longer than the trajectory.",
-                given=f"window={self.window}",
-                expected=f"at most {blocks}, the blocks of {models[0].name}",
-                do=f"Trajectory(window={blocks})" if blocks > 1 else "Trajectory()",
-            )
+            raise LayersimError(f"`window` is {self.window}; {models[0].name} has {blocks} blocks.")
 
     def _check_norm(self, model: Model) -> None:
         """Refuse a model whose positions have no final norm."""
@@ -303,10 +298,7 @@ class Trajectory(Analyzer):
         pool = model.head.pool
         if not model.head.norm or (pool is not None and pool.before_norm):
             raise LayersimError(
-                "`final_norm` needs a final norm of each position.",
-                given=f"final_norm=True, and {model.name}, whose logits are {model.head}",
-                expected="final_norm=False, the path up to the output of the last block",
-                do="Trajectory()",
+                f"`final_norm` is True, but {model.name} has no final norm of each position: its logits are {model.head}."
             )
 
     def first_kernel(self) -> Kernel | None:

@@ -1,75 +1,230 @@
-"""`Command`: a command whose errors name its options, where the function that it calls names arguments of Python."""
+"""`Command`: a command whose options are generated from the functions and classes that it calls."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
-from collections.abc import Mapping
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from typer.core import TyperCommand
+from cyclopts import Group, Parameter
 
 from ..core.errors import LayersimError
-from .run_file import refuse_from_file
+from .values import READERS
 
-# A value as errors write it after `name=`: a list, a tuple, a quoted text, or a word.
-VALUE = r"(\[[^\]]*\]|\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s,;)\]]+)?"
-# A call in Python, whose arguments stay as they are.
-CALL = re.compile(r"\w\([^()]*\w=")
+# Panels of `--help`, in this order.
+PANELS = {name: Group.create_ordered(name) for name in ("Model", "Data", "Measures", "Run", "Output")}
+# Longer defaults, such as lists of numbers, are not shown.
+LONGEST_DEFAULT = 30
+# A function or a class; or the name of one of this package, which is imported when the options are needed.
+OptionSource = Callable[..., Any] | str
 
 
-class Command(TyperCommand):
-    """A command of the command line."""
+@dataclass(frozen=True)
+class CommandCall:
+    """The options of one call of a command.
 
-    def invoke(self, ctx: Any) -> Any:
+    Attributes:
+        command: its name.
+        given: options that the command line or the run file gave, and the command's own defaults, as they were written.
+        options: all options, in the order of the help.
+    """
+
+    command: str
+    given: dict[str, Any]
+    options: dict[str, Any]
+
+    def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
+        """The given options that a function or class takes, as Python takes them; it has its own defaults for the others.
+
+        Args:
+            source: the function or class.
+            without: names to leave out.
+        """
+        taken = [name for name in _parameters(source) if name in self.given and name not in without]
+        return {name: READERS.get(name, _same)(self.given[name]) for name in taken if self.given[name] is not None}
+
+    def refuse(self, names: Sequence[str], why: str) -> None:
+        """Refuse given options that this call would ignore.
+
+        Args:
+            names: of the options.
+            why: the end of the message, such as "with `shard`".
+        """
+        for name in names:
+            if self.given.get(name) not in (None, False):
+                raise LayersimError(f"`{name}` is {self.given[name]}, but has no effect {why}.")
+
+
+@dataclass(eq=False)
+class Command:
+    """A command of the command line; `command` makes it from a function.
+
+    Attributes:
+        name: of the command.
+        function: runs the command.
+        sources: by panel of the help, the functions and classes whose parameters are the options.
+        without: parameters that are no options.
+        defaults: defaults of the command line where Python has none or another.
+    """
+
+    name: str
+    function: Callable[[CommandCall], None]
+    sources: Mapping[str, Sequence[OptionSource]]
+    without: Sequence[str]
+    defaults: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.__doc__, self.__name__, self.__module__ = (getattr(self.function, f"__{x}__") for x in ("doc", "name", "module"))
+        # Those of the signature are read instead.
+        self.__annotations__ = {}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The options as parameters; of two with one name, the first."""
+        found: dict[str, tuple[inspect.Parameter, str]] = {}
+        for panel, sources in self.sources.items():
+            for source in sources:
+                for name, parameter in _parameters(source).items():
+                    if name not in self.without:
+                        how = parameter.KEYWORD_ONLY if isinstance(source, str) else parameter.kind
+                        default = self.defaults.get(name, parameter.default)
+                        found.setdefault(name, (parameter.replace(kind=how, default=default), panel))
+        options = [_option(*one, found) for one in found.values()]
+        return inspect.Signature(sorted(options, key=lambda one: (one.kind, one.default is not one.empty)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        signature = self.__signature__
+        given = {**self.defaults, **signature.bind(*args, **kwargs).arguments}
+        defaults = {name: one.default for name, one in signature.parameters.items()}
         try:
-            refuse_from_file(ctx)
-            return super().invoke(ctx)
+            self.function(CommandCall(self.name, given, defaults | given))
         except LayersimError as error:
-            flags = {
-                str(parameter.name): next(name for name in parameter.opts if name.startswith("--"))
-                for parameter in self.params
-                if any(name.startswith("--") for name in parameter.opts)
-            }
-            raise in_options(error, flags) from error
+            error.args = (in_options(str(error), signature.parameters),)
+            raise
 
 
-def in_options(error: LayersimError, flags: Mapping[str, str]) -> LayersimError:
-    """An error with options of the command line in place of the arguments of Python.
+def command(
+    name: str, sources: Mapping[str, Sequence[OptionSource]], *, without: Sequence[str] = (), **defaults: Any
+) -> Callable[[Callable[[CommandCall], None]], Command]:
+    """A decorator that makes a command.
 
     Args:
-        error: of a function.
-        flags: option of each argument, such as "--seq-len" of "seq_len".
+        name: of the command.
+        sources: see `Command`.
+        without: see `Command`.
+        **defaults: see `Command`.
     """
-    what, given, expected, do = (_in_options(text, flags) for text in (error.what, str(error.given), error.expected, error.do))
-    if (what, given, expected, do) == (error.what, error.given, error.expected, error.do):
-        return error
-    return type(error)(what, given=given, expected=expected, do=do)
+    return lambda function: Command(name, function, sources, without, defaults)
 
 
-def _in_options(text: str, flags: Mapping[str, str]) -> str:
-    """A text with options in place of arguments.
+def flag(name: str) -> str:
+    """The option of an argument.
+
+    Args:
+        name: of the argument.
 
     Examples:
-        >>> _in_options("`seq_len` is too long: seq_len=64", {"seq_len": "--seq-len"})
-        '`--seq-len` is too long: --seq-len 64'
+        >>> flag("seq_len")
+        '--seq-len'
     """
-    if not flags or CALL.search(text):
-        return text
-    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
+    return f"--{name.replace('_', '-')}"
 
-    def option(match: re.Match[str]) -> str:
-        name, value = match[1], match[2] or ""
-        if value == "True":
-            return flags[name]
-        if value in ("False", "None"):
-            return f"no {flags[name]}"
-        if value.startswith("("):
-            # The number of a shard and the number of shards; a stitch point; a pair of columns.
-            value = {"shard": "/", "at": ":"}.get(name, ",").join(part.strip(" '\"") for part in value[1:-1].split(","))
-        return f"{flags[name]} {value.strip(chr(34) + chr(39))}".rstrip()
 
-    text = re.sub(rf"(?<![\w.-])({names})={VALUE}", option, text)
-    text = re.sub(rf"`({names})`", lambda match: f"`{flags[match[1]]}`", text)
-    # A name with an underscore is no English word.
-    unmistakable = "|".join(name for name in flags if "_" in name)
-    return re.sub(rf"(?<![\w./-])({unmistakable})(?![\w./-])", lambda match: flags[match[1]], text) if unmistakable else text
+def in_options(text: str, names: Any) -> str:
+    """An error with options in place of the arguments of Python.
+
+    Args:
+        text: of the error.
+        names: of the options.
+
+    Examples:
+        >>> in_options("`seq_len` is 1; `x` is not.", ["seq_len"])
+        '`--seq-len` is 1; `x` is not.'
+    """
+    return re.sub(r"`(\w+)`", lambda name: f"`{flag(name[1])}`" if name[1] in names else name[0], text)
+
+
+def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) -> inspect.Parameter:
+    """A parameter as the library reads it: with its help and its panel."""
+    default, (kind, text) = parameter.default, get_args(parameter.annotation)
+    if kind == list[str] and default not in (None, parameter.empty):
+        default = [default] if isinstance(default, str) else [str(one) for one in default]
+    shown = ",".join(default) if isinstance(default, list) else str(default)
+    more = Parameter(
+        help=in_options(text, names),
+        group=PANELS[panel],
+        negative=() if default is False else None,
+        converter=_whole if kind is int else None,
+        allow_leading_hyphen=kind is str and parameter.kind is parameter.KEYWORD_ONLY,
+        show_default=(lambda _: shown) if len(shown) < LONGEST_DEFAULT and shown not in ("None", "False") else False,
+    )
+    return parameter.replace(annotation=Annotated[kind if default is not None else kind | None, more], default=default)
+
+
+def _whole(_: Any, tokens: Sequence[Any]) -> int:
+    """A whole number; the library would round 1.5."""
+    return int(tokens[0].value)
+
+
+def help_of(source: OptionSource) -> dict[str, str]:
+    """The description of each parameter in the docstring of a function or class.
+
+    Args:
+        source: the function or class.
+    """
+    import docstring_parser
+
+    parsed = docstring_parser.parse(inspect.getdoc(_resolved(source)) or "", docstring_parser.DocstringStyle.GOOGLE)
+    return {one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _resolved(source: OptionSource) -> Any:
+    import tl_layersim
+
+    return getattr(tl_layersim, source) if isinstance(source, str) else source
+
+
+def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
+    """The parameters that text can hold, each annotated by its type on the command line and its help.
+
+    A help such as "see `analyze`" is replaced by the help that is there.
+    """
+    call, found = _resolved(source), {}
+    hints, texts = get_type_hints(call, include_extras=True), help_of(source)
+    for name, parameter in inspect.signature(call).parameters.items():
+        text = texts.get(name, "")
+        if (see := re.search(r"(?:see|as in) `(analyze|stitch|LogitLens)`", text)) and name in (there := help_of(see[1])):
+            text = there[name]
+        if (kind := _text_type(hints.get(name, Any))) is not None:
+            found[name] = parameter.replace(annotation=Annotated[kind, text])
+    return found
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, without None and without bounds."""
+    if get_origin(hint) is Annotated:
+        return _members(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return [member for part in get_args(hint) for member in _members(part)]
+    return [] if hint is type(None) else [hint]
+
+
+def _text_type(hint: Any) -> Any:
+    """The type that the command line reads for a type of Python; None if text cannot hold it."""
+    members = {get_origin(member) or member: member for member in _members(hint)}
+    if list in members or Sequence in members:
+        return list[str]
+    if Literal in members:
+        return members[Literal]
+    if os.PathLike in members or Path in members:
+        return Path
+    return next((kind for kind in (float, int, str, bool) if kind in members), str if tuple in members else None)

@@ -1,14 +1,16 @@
-"""Models and data that commands name, with the options of opening and reading, as the functions of this package take them."""
+"""Models, data and analyzers that commands name, as the functions of this package take them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import LayersimError
-from .run_file import is_set, merged_analyzer_options
+from .command import CommandCall
+from .run_file import options_of
+from .values import names_of
 
 if TYPE_CHECKING:
     from ..data.data import Data
@@ -18,163 +20,147 @@ if TYPE_CHECKING:
 DEMO, ALIGNED = "demo", "demo-aligned"
 
 
-def server_of(context: typer.Context) -> bool | str:
-    """The server that the options name, as `remote=` takes it; False for this process.
+def named_model(
+    model: str = DEMO,
+    *,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    trust_remote_code: bool = False,
+    remote: bool = False,
+    server: str | None = None,
+) -> Any:
+    """A model by its name, with its tokenizer as `.tokenizer`.
 
     Args:
-        context: of the command.
+        model: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
+        device: device of the model: cpu, cuda, mps, or auto to spread it over GPUs. Default: cpu.
+        dtype: dtype of the weights. Default: float32.
+        trust_remote_code: run the Python code that comes with the model. Without this option such models are refused.
+        remote: run on the NDIF server that nnsight is set to. The key is read by nnsight, from NDIF_API_KEY or nnsight.login().
+        server: run on another NDIF server, or in nnsight's simulation of one: http://host:port, or local.
 
     Raises:
-        LayersimError: an option has no effect on a server.
+        LayersimError: the model cannot be loaded, or an option has no effect on a server.
     """
-    options = context.params
-    server: bool | str = options["server"] or options["remote"]
-    for name in ("device", "dtype") if server and server != "local" else ():
-        if is_set(context, name):
+    from ..demo import demo_model
+    from ..models.named_model import load_for_server, load_model
+
+    if remote or server:
+        if device or (dtype and server != "local"):
+            name = "device" if device else "dtype"
+            raise LayersimError(f"`{name}` is {device or dtype}, but has no effect on a server, which loaded the model before.")
+        if is_demo(model):
             raise LayersimError(
-                f"`--{name}` has no effect on a server, which loaded the model before.",
-                given=f"--{name} {options[name]} with a server",
-                expected=f"--remote or --server without --{name}",
-                do=f"leave --{name} out; capabilities(model, remote=True) in Python lists the dtype of the weights",
+                f"`model` is {model}, a model of this package; a server needs the hub name of one that it runs."
             )
-    return server
+        return load_for_server(model, (dtype or "float32") if server == "local" else None, trust_remote_code, "model")
+    device, dtype = device or "cpu", dtype or "float32"
+    if not is_demo(model):
+        return load_model(model, device, dtype, trust_remote_code, "model")
+    import torch
+
+    demo = demo_model(aligned=model == ALIGNED).to(getattr(torch, dtype))
+    return demo if device in ("cpu", "auto") else demo.to(device)
 
 
-def named_model(name: str | None, options: dict[str, Any], server: bool | str = False, option: str = "--model") -> OpenedModel:
-    """A model by its name, with its tokenizer as `.model.tokenizer`, opened in this process or on a server.
+def is_demo(name: str) -> bool:
+    """Whether a name is that of a model of this package.
 
     Args:
-        name: folder, hub name, or name of a demo model; None for the demo model.
-        options: of the command, with `device`, `dtype`, `trust_remote_code`, and `tokens_per_request` where it has it.
-        server: as `server_of` returns it.
-        option: that names the model, for messages.
+        name: as commands take it. A folder of the same name comes first.
+    """
+    return name in (DEMO, ALIGNED) and not Path(name).exists()
+
+
+def opened(call: CommandCall, option: str = "model") -> OpenedModel:
+    """The model that an option names, opened in this process or on a server.
+
+    Args:
+        call: of the command.
+        option: that names the model.
 
     Raises:
         LayersimError: the model cannot be loaded or opened.
     """
     from .. import open_model
 
-    model = loaded_model(name, options, server, option)
-    return open_model(model, remote=server, tokens_per_request=options.get("tokens_per_request"))
+    with renamed("model", option):
+        model = named_model(call.options[option], **call.of(named_model, without=["model"]))
+    place = {"remote": call.options.get("server") or call.options.get("remote", False)}
+    return open_model(model, **call.of("open_model") | place)
 
 
-def loaded_model(name: str | None, options: dict[str, Any], server: bool | str = False, option: str = "--model") -> Any:
-    """A model by its name, not yet opened.
+def named_data(*, data: str | None = None, split: str = "test", pack: bool | None = None) -> Any:
+    """Data by its name.
 
     Args:
-        name: see `named_model`.
-        options: of the command, with `device`, `dtype` and `trust_remote_code`.
-        server: see `named_model`.
-        option: see `named_model`.
+        data: text file, table, folder of a saved data set, or hub name. Default: the demo text.
+        split: split of a data set.
+        pack: join texts, and cut rows of full length. Default: on for text files, except with analyzers that take each row for
+            a prompt; off for all other data.
 
     Raises:
-        LayersimError: the model cannot be loaded.
-    """
-    from ..demo import demo_model
-    from ..models.named_model import load_for_server, load_model
-
-    trusted = options["trust_remote_code"]
-    if server:
-        if is_demo(name):
-            raise LayersimError(
-                f"`{option}` must name a model that the server runs; the demo models are in this package alone.",
-                given=f"{option} {name or DEMO}",
-                expected="the hub name of a model, such as meta-llama/Llama-3.1-70B",
-                do="curl https://api.ndif.us/status lists the models that NDIF runs",
-            )
-        assert name is not None
-        return load_for_server(name, options["dtype"] if server == "local" else None, trusted, option)
-    if not is_demo(name):
-        assert name is not None
-        return load_model(name, options["device"], options["dtype"], trusted, option)
-    import torch
-
-    model = demo_model(aligned=name == ALIGNED).to(getattr(torch, options["dtype"]))
-    return model if options["device"] in ("cpu", "auto") else model.to(options["device"])
-
-
-def is_demo(name: str | None) -> bool:
-    """Whether a name is that of a model of this package.
-
-    Args:
-        name: as commands take it. A folder of the same name comes first.
-    """
-    return name is None or (name in (DEMO, ALIGNED) and not Path(name).exists())
-
-
-def named_data(name: str | None, split: str, option: str = "--data") -> Any:
-    """Data by its name; None for the demo text.
-
-    Args:
-        name: see `load_data`.
-        split: of a data set.
-        option: that names the data, for messages.
-
-    Raises:
-        LayersimError: as `load_data`.
+        LayersimError: there is no such data, or it cannot be read.
     """
     from ..data.named_data import load_data
     from ..demo import demo_text
 
-    if name is None:
-        return demo_text()
-    try:
-        return load_data(name, split)
-    except LayersimError as error:
-        what, given = (text.replace("--data", option) for text in (error.what, error.given))
-        raise LayersimError(what, given=given, expected=error.expected, do=error.do) from error
+    return demo_text() if data is None else load_data(data, split)
 
 
-def as_data(source: Any, options: dict[str, Any], model: OpenedModel | None = None, of_prompts: bool = False) -> Data:
-    """Data with the options of reading.
+def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
+    """The data of a call, with its options of reading.
 
     Args:
-        source: as `named_data` returns it.
-        options: of the command.
-        model: whose tokenizer makes the tokens; None for that of the first of two models.
+        call: of the command.
         of_prompts: whether an analyzer takes each row for a prompt.
 
     Raises:
-        LayersimError: as `Data`.
+        LayersimError: there is no such data, or an option is out of its bounds.
     """
     from .. import Data
-    from ..data.positions import as_rule
 
-    first, comma, second = (options["column"] or "").partition(",")
-    pack = options["pack"]
-    return Data(
-        source,
-        column=(first.strip(), second.strip()) if comma else options["column"],
-        tokenizer=None if model is None else getattr(model.model, "tokenizer", None),
-        # Some analyzers take each row for a prompt.
-        pack=isinstance(source, list) and not of_prompts if pack is None else pack,
-        positions=as_rule(options.get("positions")),
-        **{name: options[name] for name in ("max_tokens", "seq_len", "batch_size", "skip_first")},
-    )
+    # Bounds are checked before data is loaded.
+    Data([], **(options := call.of("Data")))
+    source = named_data(**call.of(named_data))
+    return Data(source, **{"pack": isinstance(source, list) and not of_prompts} | options)
 
 
-def measuring(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `analyze` and `compare` on sites, intervals, baseline and checkpoint.
+def evaluation_data(*, eval_data: str | None = None) -> None:
+    """Data for the evaluation.
 
     Args:
-        options: of the command.
+        eval_data: held-out data, as `--data` takes it. Default: a part of `--data`, which is kept out of the fit.
     """
-    from ..analysis.site_plan import DEFAULT
-
-    return {
-        "at": names_of(options["at"]) if options["at"] else DEFAULT,
-        "per_head": options["per_head"],
-        "intervals": options["intervals"],
-        "baseline": options["baseline"],
-        "checkpoint": options["checkpoint"],
-    }
 
 
-def chosen_analyzers(context: typer.Context) -> list[Any]:
-    """The analyzers that `--analyzers` names, with the options that `--option` sets.
+def read_held_out(call: CommandCall) -> Any:
+    """The held-out data of a call, None for a part of its data.
 
     Args:
-        context: of the command.
+        call: of the command.
+    """
+    if call.options["eval_data"] is None:
+        return None
+    with renamed("--data", "--eval-data"):
+        return named_data(data=call.options["eval_data"], split=call.options["split"])
+
+
+def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None = None) -> None:  # noqa: B006
+    """The analyzers of a run.
+
+    Args:
+        analyzers: names, separated by commas; `tl-layersim analyzers` lists them. path/to/file.py:Class is an analyzer of
+            your own; it is read from the command line alone, not from a file of options.
+        option: an option of an analyzer, such as cka.minibatch=128; `tl-layersim analyzers cka` lists them. May be repeated.
+    """
+
+
+def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
+    """The analyzers of a call by name, with the options that `--option` sets.
+
+    Args:
+        call: of the command, whose run file may set options too: those of the command line come first.
 
     Raises:
         LayersimError: there is no such analyzer or option.
@@ -182,26 +168,46 @@ def chosen_analyzers(context: typer.Context) -> list[Any]:
     from ..analysis.validation import choose_analyzers
     from ..analyzers.text_options import with_options
 
-    named = choose_analyzers(names_of([context.params["analyzers"]]))
-    return list(with_options(named, merged_analyzer_options(context, list(named))).values())
+    chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])
+    in_file = options_of(call).get("option", [])
+    in_file = [in_file] if isinstance(in_file, str) else in_file
+    here = [one for one in call.options["option"] or [] if one not in in_file]
+    kept = [one for one in in_file if one.partition(".")[0] in chosen]
+    return with_options(chosen, list({one.partition("=")[0]: one for one in [*kept, *here]}.values()))
 
 
-def names_of(texts: list[str] | None) -> list[str]:
-    """The names that commas separate.
-
-    Args:
-        texts: each with one name or several; None for no names.
-    """
-    return [name.strip() for text in texts or [] for name in text.split(",") if name.strip()]
-
-
-def shard_files(names: list[str], option: str) -> list[Path]:
-    """The files of shards; the run files beside them, which a pattern may match, are left out.
+def own_analyzer(name: str) -> Any:
+    """An analyzer with its default options from a file of the user.
 
     Args:
-        names: folders, patterns and files.
-        option: that holds them, for messages.
-    """
-    from ..analysis.shards import listed
+        name: path of the file, a colon and the name of the class.
 
-    return [file for name in names for file in listed(name, option) if file.suffix != ".yaml"]
+    Raises:
+        LayersimError: there is no such file or class.
+    """
+    import importlib.util
+
+    path, _, cls = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise LayersimError(f"`analyzers` is {name}; {path} must be a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, cls):
+        raise LayersimError(f"`analyzers` is {name}; the file has no class {cls}.")
+    return getattr(module, cls)()
+
+
+@contextmanager
+def renamed(argument: str, option: str) -> Iterator[None]:
+    """A context whose errors name an option in place of the argument of a function.
+
+    Args:
+        argument: of the function.
+        option: of the command.
+    """
+    try:
+        yield
+    except LayersimError as error:
+        error.args = (str(error).replace(f"`{argument}`", f"`{option}`"),)
+        raise

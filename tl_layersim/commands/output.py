@@ -1,24 +1,18 @@
-"""What a command prints and writes: the numbers in a table, the files of a report, and its run file."""
+"""Output of a command: the numbers in a table, the files of a report, and its run file."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from ..core.errors import LayersimError
-from ..core.intervals import headline_margins, is_p_value, margin_text
-from ..core.results import Report, Result
-from ..core.storage import REPORT_FILE, refuse_unwritable_folder
-from ..core.wording import MEANING_OF_MARGINS, p_value_text
-from .inputs import names_of
-from .run_file import RUN_FILE, warn_of_another_run, write_options, write_run_file
+from .command import CommandCall
+from .run_file import RUN_FILE, warn_of_another_run, write_run_file
 from .tables import print_table
+from .values import names_of
 
 # By format: the method of a report that writes it, the name of the file, and what it is.
 FORMATS = {
@@ -29,7 +23,16 @@ FORMATS = {
 HEADLINES = ("measure", "number", "value", "± 95 %")
 
 
-def make_folder(out: Path, option: str = "--out") -> None:
+def written(*, out: Path = Path("layersim-report"), format: list[str] = ["html"]) -> None:  # noqa: B006
+    """Files of a report.
+
+    Args:
+        out: folder for the report, its numbers and its run.yaml.
+        format: files that are written beside the numbers, separated by commas: html, csv, json.
+    """
+
+
+def make_folder(out: Path, option: str = "out") -> None:
     """Create a folder to write to, and check before anything is computed that it is writable.
 
     Args:
@@ -39,76 +42,56 @@ def make_folder(out: Path, option: str = "--out") -> None:
     Raises:
         LayersimError: it cannot be created or written to, or a folder has the name of a file that a command writes there.
     """
+    from ..core.storage import REPORT_FILE, refuse_unwritable_folder
+
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LayersimError(
-            f"`{option}` names a folder that cannot be created.",
-            given=f"{option} {out}: {error.strerror or error}",
-            expected="a folder, or a path where a folder can be created",
-            do=f"{option} with another path",
-        ) from None
+        raise LayersimError(f"`{option}` is {out}, a folder that cannot be created: {error.strerror or error}.") from None
     refuse_unwritable_folder(out, option)
     for name in (REPORT_FILE, RUN_FILE, *(file for _, file, _ in FORMATS.values())):
         if (out / name).is_dir():
-            raise LayersimError(
-                f"`{option}` names a folder in which {name} is a folder.",
-                given=f"{option} {out}",
-                expected=f"a folder where the file {name} can be written",
-                do=f"{option} with another path",
-            )
+            raise LayersimError(f"`{option}` is {out}, in which {name} is a folder.")
 
 
-def chosen_formats(text: str) -> list[str]:
-    """The formats that `--format` names.
+def prepare(call: CommandCall) -> None:
+    """Check the formats and the device of a call, and make its folder, before anything is computed.
 
     Args:
-        text: names, separated by commas.
+        call: of the command.
 
     Raises:
-        LayersimError: there is no such format.
+        LayersimError: there is no such format or device, or the folder cannot be written to.
     """
-    names = names_of([text])
-    for name in names:
+    from ..models.named_model import refuse_missing_device
+
+    refuse_missing_device(call.options.get("device") or "cpu")
+    for name in names_of(call.options["format"]):
         if name not in FORMATS:
-            near = difflib.get_close_matches(name, FORMATS, n=1)
-            raise LayersimError(
-                "`--format` names an unknown format.",
-                given=f"--format {text}",
-                expected=f"{', '.join(FORMATS)}, or several; the numbers are always written, as safetensors",
-                do=f"--format {near[0] if near else 'html,csv'}",
-            )
-    return names
+            raise LayersimError(f"`format` is {name}; it must be of {', '.join(FORMATS)}. The numbers are always written.")
+    make_folder(call.options["out"])
 
 
-def write_report(context: typer.Context, report: Any, settled: Mapping[str, Any] | None = None) -> None:
+def write_report(call: CommandCall, report: Any, settled: Mapping[str, Any] | None = None) -> None:
     """Print the numbers of a report, and write its files and its run file to the folder of `--out`.
 
     Args:
-        context: of the command.
+        call: of the command.
         report: the report.
-        settled: options whose default depends on model and data, as they were in the run.
+        settled: options whose default depends on model and data, as they were in the run; None for a report of unknown options.
     """
+    from ..core.storage import REPORT_FILE
+
     print_headlines(report)
-    out = context.params["out"]
-    print_files(write_files(report, out, chosen_formats(context.params["format"])))
-    typer.echo(f"{'Config:':<8} {write_run_file(out, RUN_FILE, context, settled or {}, report).resolve()}")
-    warn_of_another_run(context, report)
-
-
-def write_files(report: Any, out: Path, formats: list[str]) -> dict[str, Path]:
-    """Write the numbers of a report, and its files in other formats; return their paths by what they are.
-
-    Args:
-        report: the report.
-        out: folder of the files.
-        formats: names in `FORMATS`.
-    """
-    written = {"Numbers": report.save(out / REPORT_FILE)}
-    for name in formats:
+    out = call.options["out"]
+    files = {"Numbers": report.save(out / REPORT_FILE)}
+    for name in names_of(call.options["format"]):
         method, file, what = FORMATS[name]
-        written[what] = getattr(report, method)(out / file) or out / file
-    return written
+        files[what] = getattr(report, method)(out / file) or out / file
+    if settled is not None:
+        files["Config"] = write_run_file(out, RUN_FILE, call, settled, report)
+    print_files(files)
+    warn_of_another_run(call, report)
 
 
 def print_files(files: dict[str, Path]) -> None:
@@ -118,23 +101,7 @@ def print_files(files: dict[str, Path]) -> None:
         files: by what they are.
     """
     for what, path in files.items():
-        typer.echo(f"{what + ':':<8} {Path(path).resolve()}")
-
-
-def write_merged(report: Any, out: Path, formats: list[str], options: dict[str, Any] | None) -> None:
-    """Print and write a report of shards.
-
-    Args:
-        report: of all shards.
-        out: folder of the files.
-        formats: names in `FORMATS`.
-        options: of the run, from the run file beside a shard; None where there is none.
-    """
-    print_headlines(report)
-    print_files(write_files(report, out, formats))
-    if options is not None:
-        path = write_options(out / RUN_FILE, "report", options, report)
-        typer.echo(f"{'Config:':<8} {path.resolve()}")
+        print(f"{what + ':':<8} {Path(path).resolve()}")
 
 
 def print_headlines(report: Any) -> None:
@@ -143,6 +110,8 @@ def print_headlines(report: Any) -> None:
     Args:
         report: the report.
     """
+    from ..core.wording import MEANING_OF_MARGINS
+
     rows = [row for name, result in report.items() for row in _headline_rows(name, result)]
     with_margins = any(row[3] for row in rows)
     columns = HEADLINES if with_margins else HEADLINES[:3]
@@ -151,7 +120,10 @@ def print_headlines(report: Any) -> None:
         print_table(columns, [row[: len(columns)] for row in rows], title, numbers=HEADLINES[2:])
 
 
-def _headline_rows(name: str, result: Result) -> list[tuple[str, ...]]:
+def _headline_rows(name: str, result: Any) -> list[tuple[str, ...]]:
+    from ..core.intervals import headline_margins, is_p_value, margin_text
+    from ..core.wording import p_value_text
+
     margins = headline_margins(result)
     rows: list[tuple[str, ...]] = []
     for number, value in result.headline().items():
@@ -161,13 +133,13 @@ def _headline_rows(name: str, result: Result) -> list[tuple[str, ...]]:
     return rows
 
 
-def print_run(result: Any) -> None:
+def print_run(report: Any) -> None:
     """Print one line on the model, the tokens and the sites of a run.
 
     Args:
-        result: any of its results.
+        report: of the run.
     """
-    run = result.provenance
+    run = next(iter(report.values())).provenance
     how = "packed" if run.options.get("pack") else "one text a row"
     stopped = ", where --max-tokens stopped it" if run.tokens == run.options.get("max_tokens") else ""
     rule = run.options.get("positions", "all")
@@ -178,24 +150,26 @@ def print_run(result: Any) -> None:
     at = run.options.get("at", "")
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
     sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
-    typer.echo(f"{run.model}: {run.tokens} tokens{stopped}, in {run.sequences} rows ({how}){left}{sites}")
+    print(f"{run.model}: {run.tokens} tokens{stopped}, in {run.sequences} rows ({how}){left}{sites}")
 
 
-def noted(report: Any, **options: Any) -> Any:
-    """The report with further options in its provenance.
+def noted(report: Any, trust_remote_code: bool) -> Any:
+    """The report with the option `trust_remote_code` in its provenance.
 
     Args:
         report: the report.
-        **options: by name.
+        trust_remote_code: whether code of the model may have run.
     """
+    from ..core.results import Report
+
     results = {}
     for name, result in report.items():
-        run = replace(result.provenance, options={**result.provenance.options, **options})
-        results[name] = replace(result, provenance=run)
+        options = {**result.provenance.options, "trust_remote_code": trust_remote_code}
+        results[name] = replace(result, provenance=replace(result.provenance, options=options))
     return Report(results)
 
 
-def settled_options(report: Any, analyzers: list[Any] | None = None) -> dict[str, Any]:
+def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The options whose default depends on model, data and version, as a run took them.
 
     Args:
@@ -207,7 +181,7 @@ def settled_options(report: Any, analyzers: list[Any] | None = None) -> dict[str
     return settled if analyzers is None else settled | {"option": analyzer_settings(analyzers)}
 
 
-def analyzer_settings(analyzers: list[Any]) -> list[str]:
+def analyzer_settings(analyzers: Mapping[str, Any]) -> list[str]:
     """Every option of analyzers as `--option` takes it.
 
     Args:
@@ -215,4 +189,4 @@ def analyzer_settings(analyzers: list[Any]) -> list[str]:
     """
     from ..analyzers.text_options import as_settings
 
-    return [setting for analyzer in analyzers for setting in as_settings(analyzer)]
+    return [setting for analyzer in analyzers.values() for setting in as_settings(analyzer)]

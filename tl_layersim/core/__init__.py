@@ -11,7 +11,7 @@ Other packages may import:
 * `blocks`: `DataBlock`, `first_block_size`, `rows_in_block`, `MOST_BLOCKS`; `sum_tree`: `SumTree`, `most_nodes`
 * `jackknife`: `leave_one_out`, `ConfidenceInterval`; `intervals`: `with_replicates`, `headline_margins`, `headline_lines`,
   `headline_texts`, `margin_text`, `bounds_of`, `bounded_field`, `has_margin`, `function_interval`, `total_of`, `aligned`,
-  `refuse_level`, `refuse_no_blocks`
+  `refuse_no_blocks`
 * `findings`: `site_in_words`, `with_margin`, parts of sentences about results
 * `result_differences`: `Estimate`, `difference_estimate`, `same_blocks`; `label_table`: `label_table`, `BLOCK_AXES`, `COLUMNS`
 * `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `axes`, `load`, `load_report`
@@ -28,11 +28,18 @@ Other packages may import:
 * `server_addresses`: `is_address`, `shown`, `without_login`
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .errors import LayersimError, LayersimWarning
-from .histogram_quantiles import quantiles_from_histogram
-from .provenance import Provenance
-from .results import LayerCurve, LayerMatrix, Picture, Report, Result, axes
-from .sums import Sums
+
+if TYPE_CHECKING:
+    from .histogram_quantiles import quantiles_from_histogram
+    from .provenance import Provenance
+    from .results import LayerCurve, LayerMatrix, Picture, Report, Result, axes
+    from .sums import Sums
 
 __all__ = [
     "LayerCurve",
@@ -47,3 +54,18 @@ __all__ = [
     "axes",
     "quantiles_from_histogram",
 ]
+
+# Imported at their first use: they need torch, without which the command line prints its help.
+_HOME = {
+    "histogram_quantiles": ("quantiles_from_histogram",),
+    "provenance": ("Provenance",),
+    "results": ("LayerCurve", "LayerMatrix", "Picture", "Report", "Result", "axes"),
+    "sums": ("Sums",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -117,21 +117,16 @@ def _in_a_sentence(message: str, name: str, given: dict[str, Any]) -> LayersimTy
     """
     match = _MESSAGE.search(message)
     if match is None:
-        return LayersimTypeError(message.splitlines()[0], given=message, expected="see the annotations", do=f"help({name})")
+        return LayersimTypeError(f"{name}: {message}")
     expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>")).replace("typing.", "")
     # Sizes that other arguments give to the dimensions of the shape.
     sizes = [f"{axis}={size}" for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE) if axis in expected]
     expected += f" with {', '.join(sizes)}" if sizes else ""
     parameter = match["name"]
     if parameter not in given:
-        what, value = f"{f'`{parameter}` of' if parameter else 'The result of'} {name} is not of its declared type.", parameter
-        return LayersimTypeError(what, given=value, expected=expected, do=f"help({name}) explains each argument")
+        return LayersimTypeError(f"{f'`{parameter}`' if parameter else 'The result'} of {name} is not {expected}.")
     value = brief(given[parameter])
     # The text of a tensor or of a long list names its type.
     own = given[parameter] is None or value.startswith(("a ", "an ", "the "))
-    return LayersimTypeError(
-        f"`{parameter}` of {name} cannot be {value}.",
-        given=f"{parameter}={value}" + ("" if own else f", {with_article(type(given[parameter]).__name__)}"),
-        expected=expected,
-        do=f"help({name}) explains each argument",
-    )
+    kind = "" if own else f", {with_article(type(given[parameter]).__name__)}"
+    return LayersimTypeError(f"`{parameter}` of {name} is {value}{kind}; it must be {expected}.")

@@ -84,10 +84,8 @@ def refuse_parts(module: torch.nn.Module) -> None:
     peers = weight_peers(module)
     if peers:
         raise LayersimError(
-            "`model` is sharded over several processes, but training needs a full copy of it in each process.",
-            given=f"weights that ranks {sorted(peers)} hold together (tensor parallelism or FSDP)",
-            expected="a whole copy of the model in each process",
-            do="load the model without tp_plan=, a DeviceMesh or FSDP, and start with accelerate launch",
+            "`model` is sharded over several processes, but training needs a full copy of it in each process. Ranks "
+            f"{sorted(peers)} hold its weights together; start with accelerate launch, without tp_plan=, a DeviceMesh or FSDP."
         )
 
 
@@ -112,10 +110,9 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(size)) or len({len(group) for group in groups}) > 1:
         raise LayersimError(
-            "`model` is not sharded into whole copies, so the ranks cannot share the batches.",
-            given=f"weights sharded over ranks {', '.join(str(list(group)) for group in groups)} of {size}",
-            expected="groups of equally many ranks, each group with one copy of the model, each rank in one group",
-            do="one DeviceMesh for the whole model, and for both models of compare()",
+            "`model` is not sharded into whole copies, so the ranks cannot share the batches. Its weights are sharded over "
+            f"ranks {', '.join(str(list(group)) for group in groups)} of {size}; use one DeviceMesh for the whole model, and "
+            "for both models of `compare`."
         )
     return Deal(groups.index(tuple(mine)), len(groups), rank == mine[0])
 

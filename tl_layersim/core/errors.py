@@ -1,4 +1,4 @@
-"""Errors and warnings of this package. Every error states what was given, what was expected and what to do."""
+"""Errors and warnings of this package. An error names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -31,31 +31,16 @@ class LayersimError(ValueError):
     """An error of a call, its arguments or its data. Numbers that are not defined are refused with it too.
 
     Args:
-        what: the first sentence, which begins with the argument or object that is wrong.
-        given: the value that was given.
-        expected: the values that are allowed.
-        do: the call or setting that helps.
+        message: one or two sentences with the argument, its value and what is allowed; secrets in it are removed.
 
     Examples:
-        >>> print(LayersimError("`mask` does not fit.", given="2 x 3", expected="2 x 4", do="pass mask=tokens != pad"))
-        `mask` does not fit.
-          given:    2 x 3
-          expected: 2 x 4
-          do:       pass mask=tokens != pad
+        >>> print(LayersimError("`threshold` is 1.5; it must be between 0 and 1."))
+        `threshold` is 1.5; it must be between 0 and 1.
     """
 
-    def __init__(self, what: str, *, given: object, expected: str, do: str) -> None:
-        what, expected, do = without_secrets(what), without_secrets(expected), without_secrets(do)
-        # A long text or a table would hide the other lines.
-        text = without_secrets(" ".join(str(given).split()))
-        given = text if len(text) <= 400 else f"{text[:380]} ... ({len(text)} characters)"
-        self.what, self.given, self.expected, self.do = what, given, expected, do
+    def __init__(self, message: str) -> None:
         # Not super(): a class that was serialised as source for a server has no `__class__` cell.
-        ValueError.__init__(self, f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # From a worker process to the caller: by default the class would be called with the message alone.
-        return type(self).__new__, (type(self), *self.args), dict(self.__dict__)
+        ValueError.__init__(self, without_secrets(message))
 
 
 def without_secrets(text: str) -> str:

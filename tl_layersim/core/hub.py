@@ -14,6 +14,7 @@ from .errors import LayersimError, without_secrets
 from .intervals import headline_texts
 from .provenance import JOINT
 from .storage import REPORT_FILE
+from .wording import first_line
 
 SCHEME = "hf://"
 # A repository of numbers about a model, not of weights.
@@ -45,10 +46,8 @@ def downloaded(address: str) -> Path:
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@([^@]+?))?(?:/([^@]+))?", address)
     if match is None:
         raise LayersimError(
-            "`path` is not an address of a report on the hub.",
-            given=repr(address),
-            expected="hf://user/name, hf://user/name/file.safetensors or hf://user/name@revision",
-            do='lsim.load("hf://user/name")',
+            f"`path` is {address!r}; an address on the hub is hf://user/name, hf://user/name/file.safetensors or "
+            "hf://user/name@revision."
         )
     repo, revision, file = match.groups()
     with _hub_errors(repo, f"lsim.load({address!r})", reading=True):
@@ -60,17 +59,15 @@ def push_report(report: Any, repo: str, private: bool | None, revision: str | No
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not report:
-        raise LayersimError("The report is empty.", given="0 results", expected="a result or more", do="lsim.analyze(...)")
+        raise LayersimError("The report is empty, so there is nothing to upload.")
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as folder, _hub_errors(repo, f"report.push_to_hub({repo!r})", reading=False):
         found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
         full = found.repo_id
         if private and not api.repo_info(full, repo_type=REPO_TYPE).private:
             raise LayersimError(
-                f"`private=True` cannot be kept: the repository {full} exists and is public.",
-                given=f"private=True with {full}",
-                expected="a new repository, or a private one",
-                do=f"make it private at {found}/settings, or pass another name",
+                f"`private` is True, but the repository {full} exists and is public. Make it private at {found}/settings, or "
+                "pass another name."
             )
         if revision is not None and revision != "main":
             api.create_branch(full, repo_type=REPO_TYPE, branch=revision, exist_ok=True)
@@ -133,10 +130,12 @@ def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
         raise _error("is not asked: offline mode is on", error, repo, "unset HF_HUB_OFFLINE, then " + call) from error
     except hub.HFValidationError as error:
         raise _error(
-            "cannot have a repository of this name", error, repo, "user/name, of letters, digits, -, _ and ."
+            "cannot have a repository of this name", error, repo, "pass user/name, of letters, digits, -, _ and ."
         ) from error
     except hub.RevisionNotFoundError as error:
-        raise _error(f"has no such revision of {repo}", error, repo, "a branch, tag or commit of the repository") from error
+        raise _error(
+            f"has no such revision of {repo}", error, repo, "pass a branch, tag or commit of the repository"
+        ) from error
     except hub.GatedRepoError as error:
         raise _error(
             f"wants you to accept the conditions of {repo}", error, repo, "accept them on its page, then " + LOGIN
@@ -148,11 +147,11 @@ def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
         raise _error("does not know you: you are not logged in", error, repo, LOGIN) from error
     except hub.HfHubHTTPError as error:
         if reading and isinstance(error, hub.RemoteEntryNotFoundError):
-            raise _error(f"has no such file in {repo}", error, repo, f"one of {_files_of(repo)}") from error
+            raise _error(f"has no such file in {repo}", error, repo, f"pass one of {_files_of(repo)}") from error
         code = getattr(error.response, "status_code", 0)
         if code in (401, 403):
             why = "does not know you: you are not logged in" if code == 401 else f"does not let you write to {repo}"
-            do = LOGIN if code == 401 else "a token with write access, or a repository in your own account"
+            do = LOGIN if code == 401 else "use a token with write access, or a repository in your own account"
             raise _error(why, error, repo, do) from error
         raise _error(f"answered with an error ({code})", error, repo, f"try again later: {call}") from error
     except (not_reached, hub.LocalEntryNotFoundError) as error:
@@ -163,13 +162,7 @@ def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
 
 
 def _error(what: str, error: BaseException, repo: str, do: str) -> LayersimError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return LayersimError(
-        f"The Hugging Face hub {what}.",
-        given=f"{repo}: {first[:200]}",
-        expected="a repository that can be read, or written to with your token",
-        do=do,
-    )
+    return LayersimError(f"The Hugging Face hub {what} ({repo}: {first_line(error)}). {do[0].upper()}{do[1:]}.")
 
 
 def _files_of(repo: str) -> str:

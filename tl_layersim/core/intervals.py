@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -47,7 +46,6 @@ def with_replicates(result: R, replicates: tuple[Any, ...], block_tokens: tuple[
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
     """The interval of a field of a result, or of a function of it, see `Result.interval`."""
-    refuse_level(level)
     refuse_no_blocks(result)
     if isinstance(what, str):
         field, within = bounded_field(result, what)
@@ -58,11 +56,9 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            "The function of `interval` returns a largest or smallest value, a place or a whole number such as of layers. It "
-            "has no interval: blocks move it by jumps.",
-            given=f"{number_text(float(what(result)))} on all data",
-            expected="an entry at a fixed place, a mean or a difference, or a tensor of such numbers",
-            do='result.interval("values"), the intervals of the whole field',
+            "The function of `interval` returns a largest or smallest value, a place or a whole number such as of layers, "
+            f"{number_text(float(what(result)))} on all data; it has no interval, because blocks move it by jumps. Return an "
+            "entry at a fixed place, a mean or a difference."
         )
     return found
 
@@ -115,20 +111,22 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
     return ConfidenceInterval(*(part.reshape(-1)[place] for part in interval_of(result, field, level)))
 
 
-def refuse_level(level: float, argument: str = "level") -> None:
-    """Validate the level of an interval.
+def field_named(result: Any, name: str) -> str:
+    """The attribute that holds the tensor field of this name.
 
     Args:
-        level: of confidence.
-        argument: that holds it.
+        result: any.
+        name: of the field; the name of `values` in tables is one too.
+
+    Raises:
+        LayersimError: the result has no such field.
     """
-    if not 0 < level < 1:
-        raise LayersimError(
-            f"`{argument}` must be between 0 and 1.",
-            given=f"{argument}={level}",
-            expected="a fraction",
-            do=f"{argument}=0.95 for 95 %",
-        )
+    fields_of = {result.values_name if field == "values" else field: field for field in bounds_of(result)} | {
+        "values": "values"
+    }
+    if name not in fields_of:
+        raise LayersimError(f"{type(result).__name__} has no tensor field {name!r}; it has {', '.join(fields_of)}.")
+    return fields_of[name]
 
 
 def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
@@ -136,30 +134,17 @@ def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
 
     Args:
         result: any.
-        name: of the field; the name of `values` in tables is one too.
+        name: see `field_named`.
 
     Raises:
         LayersimError: the result has no such field, or a field that the main pass holds fixed.
     """
-    field = "values" if name == result.values_name else name
-    declared = bounds_of(result)
-    if field not in declared:
-        names = [result.values_name if own == "values" else own for own in declared]
-        near = difflib.get_close_matches(name, names, n=1)
-        raise LayersimError(
-            f"{type(result).__name__} has no tensor field {name!r}.",
-            given=name,
-            expected=f"one of {', '.join(names)}; or a function of the result",
-            do=f"did you mean {near[0]!r}?" if near else "interval(lambda result: ...), of a number that the fields give",
-        )
-    within = declared[field]
+    field = field_named(result, name)
+    within = bounds_of(result)[field]
     if within is None:
         raise LayersimError(
             f"{type(result).__name__}.{name} has no interval: it is a p-value, a draw of a null, a maximum, a number of layers "
-            "or of directions, or a value of one prompt, or the first pass over the data determines it.",
-            given=name,
-            expected="a field that the main pass measures over many texts",
-            do='result.interval("values")',
+            "or of directions, a value of one prompt, or determined by the first pass over the data."
         )
     return field, within
 
@@ -224,12 +209,14 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
             data: without a block there are fewer, however the blocks agree.
 
     Raises:
-        LayersimError: it returns tensors of different shapes for different blocks, or something else.
+        LayersimError: it returns tensors of different shapes for different blocks.
     """
-    value = _number(function(result))
-    replicates = _stacked_replicates(value, [_number(function(one)) for one in result.replicates])
+    value = torch.as_tensor(function(result), dtype=torch.float64)
+    replicates = _stacked_replicates(value, [torch.as_tensor(function(one), dtype=torch.float64) for one in result.replicates])
     if out_of:
-        total, *rest = (_number(getattr(one, out_of)).sum() for one in (result, *result.replicates))
+        total, *rest = (
+            torch.as_tensor(getattr(one, out_of), dtype=torch.float64).sum() for one in (result, *result.replicates)
+        )
         replicates = (
             torch.stack([one * (total / own) for one, own in zip(replicates, rest, strict=True)]) if rest else replicates
         )
@@ -325,32 +312,16 @@ def refuse_no_blocks(result: Any) -> None:
     """
     if not result.has_intervals:
         raise LayersimError(
-            f"{type(result).__name__} has no intervals: its run kept the sums of all data only.",
-            given="a result of a run without intervals=True",
-            expected="a run that keeps blocks of its sums",
-            do="lsim.analyze(model, data, analyzers, intervals=True)",
+            f"{type(result).__name__} has no intervals: its run kept the sums of all data only. Pass `intervals=True` to "
+            "`analyze`."
         )
-
-
-def _number(value: Any) -> Tensor:
-    try:
-        return torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LayersimError(
-            "The function of `interval` must return a number or a tensor.",
-            given=f"{type(value).__name__}",
-            expected="a number, or a tensor of numbers",
-            do="result.interval(lambda result: result.values.mean())",
-        ) from error
 
 
 def _stacked_replicates(value: Tensor, replicates: list[Tensor]) -> Tensor:
     if any(one.shape != value.shape for one in replicates):
         other = next(one for one in replicates if one.shape != value.shape)
         raise LayersimError(
-            "There is no interval of numbers whose shape depends on the data.",
-            given=f"{tuple(value.shape)} of all data, {tuple(other.shape)} without one of the blocks",
-            expected="as many numbers from every part of the data",
-            do="an interval of a field with fixed axes, or of a function that returns one number",
+            f"The function of `interval` returns numbers of shape {tuple(value.shape)} on all data and of {tuple(other.shape)} "
+            "without a block; the shape must not depend on the data."
         )
     return torch.stack(replicates) if replicates else value.new_zeros(0, *value.shape)

@@ -17,7 +17,7 @@ from .field_types import refuse_other_types
 from .hub import downloaded, is_hub_address
 from .intervals import with_replicates
 from .provenance import Provenance
-from .result_kinds import below, class_of, kind_of, sweep_class
+from .result_kinds import class_of, kind_of, sweep_class
 from .storage import by_first_name, read, reading
 
 # Results of a kind that a result holds: without each block of the data, and of untrained models.
@@ -118,10 +118,8 @@ def _unpack(
         # A class is never imported because a file names it.
         module, _, name = kind.rpartition(":")
         raise LayersimError(
-            f"{path} holds a {name}, a kind of result that no imported module defines.",
-            given=kind,
-            expected=f"one of {', '.join(sorted({sub.__qualname__ for sub in below(base)}))}",
-            do=f"import {module} first, if you trust it, then load again",
+            f"{path} holds a {name}, a kind of result that no imported module defines. Import {module} first, if you trust it, "
+            "then load again."
         )
     record = {**header["provenance"], "warnings": tuple(header["provenance"].get("warnings", ()))}
     refuse_other_types(Provenance, record)

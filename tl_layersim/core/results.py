@@ -15,15 +15,16 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from .argument_checks import typed
+from .bounds import OpenFraction
 from .errors import LayersimError
 from .findings import in_depth_order
-from .intervals import bounds_of, headline_lines, interval_of
+from .intervals import bounds_of, field_named, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .label_table import BLOCK_AXES, label_table
 from .notebook_display import report_as_html, result_as_html
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
-from .wording import brief, headed
+from .wording import headed
 
 if TYPE_CHECKING:
     import pandas
@@ -104,7 +105,7 @@ class Result(ABC):
                 object.__setattr__(self, name, nan.expand([len(self.coordinates(axis)) for axis in axis_names]))
 
     def refuse_other_shapes(self) -> None:
-        """Refuse tensors that do not have one number for each label of their axes, and quantiles that are none.
+        """Refuse tensors that do not have one number for each label of their axes.
 
         Raises:
             LayersimError: names the field.
@@ -113,19 +114,9 @@ class Result(ABC):
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
             if getattr(self, name) is not None and tuple(getattr(self, name).shape) != sizes:
                 raise LayersimError(
-                    f"{type(self).__name__}.{name} does not fit its axes.",
-                    given=f"shape {tuple(getattr(self, name).shape)}",
-                    expected=f"{sizes}: {' x '.join(axis_names)}",
-                    do="return one number for each label; residual and row have one more label than layer",
+                    f"{type(self).__name__}.{name} has shape {tuple(getattr(self, name).shape)}; its axes "
+                    f"{' x '.join(axis_names)} have {sizes} labels."
                 )
-        quantiles = getattr(self, "quantiles", ())
-        if not all(0 <= quantile <= 1 for quantile in quantiles):
-            raise LayersimError(
-                f"{type(self).__name__}.quantiles must lie between 0 and 1.",
-                given=str(quantiles),
-                expected="fractions, such as 0.5 for the median",
-                do="quantiles=(0.05, 0.5, 0.95)",
-            )
 
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.values.shape))
@@ -223,7 +214,7 @@ class Result(ABC):
         return bool(self.block_tokens)
 
     @typed
-    def interval(self, what: str | Callable[[Any], Any] = "values", level: int | float = 0.95) -> ConfidenceInterval:
+    def interval(self, what: str | Callable[[Any], Any] = "values", level: OpenFraction = 0.95) -> ConfidenceInterval:
         """Standard error and confidence interval of a field, or of any number that a function computes from the result.
 
         The data was measured in 16 to 32 contiguous blocks, and the result is computed again without each of them: a
@@ -297,17 +288,7 @@ class Result(ABC):
         return write_file(path, "result", header, tensors)
 
     def _axes_of(self, field: str) -> tuple[str, ...]:
-        axes_of = {self.values_name if name == "values" else name: names for name, names in self.tensor_fields().items()}
-        if field == "values":
-            field = self.values_name
-        if field not in axes_of:
-            raise LayersimError(
-                f"{type(self).__name__} has no tensor field {field!r}.",
-                given=field,
-                expected=f"one of {', '.join(axes_of)}",
-                do=f"result.to_frame({next(iter(axes_of))!r}) or result.plot({next(iter(axes_of))!r})",
-            )
-        return axes_of[field]
+        return self.tensor_fields()[field_named(self, field)]
 
 
 @typed
@@ -361,20 +342,12 @@ class Report(ReportExports):
         0
     """
 
+    @typed
     def __init__(self, results: Mapping[str, Result]) -> None:
-        if not isinstance(results, Mapping) or not all(isinstance(name, str) for name in results):
-            raise LayersimError(
-                "`results` must be a mapping from names to results.",
-                given=f"results={brief(results)}",
-                expected="a mapping",
-                do="Report({'cka': result})",
-            )
         if broken := [name for name in results if not name or "/" in name]:
             raise LayersimError(
-                "A name of a result must not be empty or hold a slash, which separates names in files and loggers.",
-                given=repr(broken[0]),
-                expected="a name such as 'cka'",
-                do=f"Report({{{broken[0].strip('/').replace('/', '_') or 'cka'!r}: result}})",
+                f"The name {broken[0]!r} of a result must not be empty or hold a slash, which separates names in files and "
+                "loggers."
             )
         self._results = dict(results)
 

@@ -50,12 +50,7 @@ def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
     """
     if identity != found:
         now, then = _differences(identity, found)
-        raise LayersimError(
-            f"{path} belongs to another run.",
-            given=now,
-            expected=then,
-            do="make the same call as before, or pass another checkpoint path",
-        )
+        raise LayersimError(f"{path} belongs to another run. It holds {then}, and this call has {now}; pass another path.")
 
 
 class ResumableFile:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import LayersimError, warn
+from .wording import brief
 
 # Format 1 had no checksum, and named the modules of result classes.
 FORMAT = 2
@@ -238,42 +239,9 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
     if path is None:
         return
     path = Path(path)
-    if not path.parent.is_dir():
-        raise LayersimError(
-            f"`{argument}` names a file in a folder that does not exist.",
-            given=str(path),
-            expected="a path in a folder that exists",
-            do=f"mkdir {path.parent}",
-        )
-    if not _replaceable(path):
-        raise LayersimError(
-            f"`{argument}` names something that is not a file.",
-            given=str(path),
-            expected="the path of a file, new or old",
-            do=f"{argument}={str(path / 'run.safetensors')!r}" if path.is_dir() else "another path",
-        )
     refuse_unwritable_folder(path.parent, argument)
-
-
-def resolved(path: str | os.PathLike[str], argument: str) -> Path:
-    """The whole path, without links.
-
-    Args:
-        path: of a file or folder.
-        argument: name of the argument that holds the path, for messages.
-
-    Raises:
-        LayersimError: it holds a zero byte, which no path can.
-    """
-    try:
-        return Path(path).resolve()
-    except ValueError as error:
-        raise LayersimError(
-            f"`{argument}` is not a path: {error}.",
-            given=f"{argument}={str(path)!r}",
-            expected="a path without zero bytes",
-            do="another path",
-        ) from None
+    if not _replaceable(path):
+        raise LayersimError(f"`{argument}` is {str(path)!r}, which is not a file.")
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:
@@ -287,12 +255,7 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
         LayersimError: the folder does not exist or is not writable; the message gives the system's reason.
     """
     if not folder.is_dir():
-        raise LayersimError(
-            f"`{argument}` names a folder that does not exist.",
-            given=str(folder),
-            expected="a folder that exists",
-            do=f"mkdir {folder}",
-        )
+        raise LayersimError(f"`{argument}` names a folder that does not exist: {folder}.")
     probe = folder / f".tl_layersim.{uuid.uuid4().hex[:12]}.part"
     try:
         handle, nameless = _new_file(probe)
@@ -301,10 +264,7 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise LayersimError(
-            f"`{argument}` names a folder that cannot be written to.",
-            given=f"{folder}: {error.strerror or error}",
-            expected="a folder in which files can be made",
-            do="pass a path in another folder, or change its permissions",
+            f"`{argument}` names a folder that cannot be written to: {folder}: {error.strerror or error}."
         ) from error
 
 
@@ -338,39 +298,27 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     except (SafetensorError, OSError, *MALFORMED) as error:
         beside = path.with_name(REPORT_FILE) if path.suffix != ".safetensors" else path / REPORT_FILE
         raise LayersimError(
-            f"{path} cannot be read: it is truncated or not a safetensors file ({str(error)[:300]}).",
-            given=f"{path.stat().st_size} bytes",
-            expected="a whole file, as save() or the command line wrote it, such as report.safetensors",
-            do=f"pass {beside}, which is beside it" if beside.is_file() else "copy the file again, or run the analysis again",
+            f"{path} cannot be read: it has {path.stat().st_size} bytes and is truncated or not a safetensors file "
+            f"({str(error)[:300]}). "
+            + (f"Pass {beside}, which is beside it." if beside.is_file() else "Copy the file again, or run the analysis again.")
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
-        raise LayersimError(
-            f"{path} is a safetensors file, but not one of tl_layersim.",
-            given=f"tensors {list(tensors)[:5]}",
-            expected=f"a file written by save() ({' or '.join(kinds)})",
-            do="pass the path that was given to save()",
-        )
+        raise LayersimError(f"{path} is a safetensors file, but not one of tl_layersim: it holds {brief(list(tensors))}.")
     if header["format"] > FORMAT:
         raise LayersimError(
-            f"{path} was written by a newer tl_layersim.",
-            given=f"format {header['format']}",
-            expected=f"format {FORMAT} or older",
-            do="pip install --upgrade tl_layersim",
+            f"{path} was written by a newer tl_layersim, in format {header['format']}; this one reads up to {FORMAT}."
         )
     old = header["format"] == 1 and CHECKSUM not in metadata
     if not old and metadata.get(CHECKSUM) != checksum(text, tensors):
         raise LayersimError(
-            f"{path} has changed since it was written: its checksum differs.",
-            given=f"SHA-256 {checksum(text, tensors)[:12]}...",
-            expected=f"{str(metadata.get(CHECKSUM))[:12]}..., the checksum in the file",
-            do="copy the file again, or run the analysis again; delete it if it is a checkpoint",
+            f"{path} has changed since it was written: its checksum differs. "
+            "Copy the file again, or run the analysis again; delete it if it is a checkpoint."
         )
     if header["kind"] not in kinds:
         raise LayersimError(
-            f"{path} holds another kind of data.",
-            given=header["kind"],
-            expected=" or ".join(kinds),
-            do=READERS.get(header["kind"], "lsim.load() for results and reports; checkpoint= for checkpoints"),
+            f"{path} holds another kind of data, a {header['kind']} and no {' or '.join(kinds)}. Read it with "
+            + READERS.get(header["kind"], "`lsim.load` if it is a result or a report, or with `checkpoint=`")
+            + "."
         )
     if old:
         warn(
@@ -395,12 +343,12 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
     try:
         yield
     except LayersimError as error:
-        if str(path) in error.what:
+        if str(path) in str(error):
             raise
-        raise _malformed(path, what, do, f"{error.what} {error.given}") from error
+        raise _malformed(path, what, do, str(error)) from error
     except MALFORMED as error:
         raise _malformed(path, what, do, f"{type(error).__name__}: {error}") from error
 
 
 def _malformed(path: str | os.PathLike[str], what: str, do: str, given: str) -> LayersimError:
-    return LayersimError(f"{path} is not {what}.", given=given[:300], expected="a file as it was written", do=do)
+    return LayersimError(f"{path} is not {what} ({given[:300]}): {do}.")

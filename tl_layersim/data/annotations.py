@@ -73,18 +73,11 @@ class AnnotatedImages:
             LayersimError: they are.
         """
         if not self.objects:
-            raise LayersimError(
-                "`data` has no annotations of the objects in its images.",
-                given=f"{rows} images without `labels`",
-                expected=SHAPE,
-                do="{'pixel_values': pixels, 'labels': [{'class_labels': ..., 'boxes': ...}, ...]}, or labels=[...]",
-            )
+            raise LayersimError(f"`data` has {rows} images without annotations of their objects; `labels` must be {SHAPE}.")
         if len(self.objects) < rows or (len(self.objects) > rows and not more_to_come):
             raise LayersimError(
-                "`labels` must hold one annotation for each image.",
-                given=f"{len(self.objects)} annotations for {rows}{' or more' if more_to_come else ''} images",
-                expected="as many annotations as images, empty ones for images without objects",
-                do=f"{{'{CLASSES}': [], '{BOXES}': []}} where an image shows none",
+                f"`labels` holds {len(self.objects)} annotations for {rows}{' or more' if more_to_come else ''} images; an "
+                "image without objects has an empty one."
             )
 
     def _note(self, item: Any) -> None:
@@ -97,10 +90,8 @@ class AnnotatedImages:
         rows = _rows_in(item)
         if rows is not None and len(self.objects) - before != rows:
             raise LayersimError(
-                "`labels` must hold one annotation for each image.",
-                given=f"{len(self.objects) - before} annotations beside {rows} images",
-                expected=SHAPE,
-                do=f"{{'{CLASSES}': [], '{BOXES}': []}} where an image shows no object",
+                f"`labels` holds {len(self.objects) - before} annotations for {rows} images; an image without objects has an "
+                "empty one."
             )
 
     def _add(self, annotations: Any) -> None:
@@ -162,19 +153,14 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
     numbers = numbers.long()
     if count and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
         raise LayersimError(
-            f"`labels` of image {row} holds classes that the model does not predict.",
-            given=f"{CLASSES} from {int(numbers.min())} to {int(numbers.max())}",
-            expected=f"0 to {classes - 1}, the classes of a model with num_labels={classes}, without its {classes}: no object",
-            do="the classes that the model was trained with; config.num_labels is the largest class id + 1",
+            f"`labels` of image {row} holds classes from {int(numbers.min())} to {int(numbers.max())}; the model predicts 0 to "
+            f"{classes - 1}, and {classes} for no object."
         )
     if not bool(((boxes >= 0) & (boxes <= 1 + BOX_ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
         raise LayersimError(
-            f"`labels` of image {row} holds boxes that are not normalised, or that have no area.",
-            given=f"{BOXES} from {float(boxes.min()):.4g} to {float(boxes.max()):.4g}, least width or height "
-            f"{float(boxes[:, 2:].min()):.4g}",
-            expected="centre x, centre y, width and height as fractions of the image, from 0 to 1",
-            do="divide pixels by the image's width and height; the model's processor does so: processor(images=images, "
-            "annotations=annotations)",
+            f"`labels` of image {row} holds {BOXES} from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} of width or "
+            f"height {float(boxes[:, 2:].min()):.4g} or more; a box is centre x, centre y, width and height as fractions of "
+            "the image, and has an area."
         )
     return Objects(numbers, boxes)
 
@@ -196,9 +182,4 @@ def _rows_in(item: Mapping[str, Any]) -> int | None:
 
 
 def _no_annotation(given: Any, name: str) -> LayersimError:
-    return LayersimError(
-        f"{name} must be annotations of objects.",
-        given=given if isinstance(given, str) else brief(given),
-        expected=SHAPE,
-        do="[{'class_labels': [2], 'boxes': [[0.5, 0.5, 0.2, 0.4]]}, ...], as transformers' detectors take `labels`",
-    )
+    return LayersimError(f"{name} is {given if isinstance(given, str) else brief(given)}; it must be {SHAPE}.")

@@ -21,7 +21,7 @@ from .model_properties import ModelInputs
 from .notes import Notes
 from .other_stack import cut_to_longest, decoder_alone, reads_decoder
 from .positions import Positions
-from .readers import Reader, refuse_path, unknown
+from .readers import Reader, refuse_path
 from .row import Row
 from .text_encoding import Encoded, Text
 from .text_rows import TextRows, row_too_long
@@ -172,7 +172,7 @@ class Batch:
             count: number of positions in the model's residual stream.
             selection: the rule that selects the counted positions.
         """
-        selection.refuse_without_tokens(f"inputs {', '.join(self.inputs)}")
+        selection.refuse_without_tokens()
         shape = (len(self.tokens), count)
         tokens, attention = self.tokens.new_zeros(shape), torch.ones(shape, dtype=torch.bool)
         counted = torch.stack([selection.select(*row) for row in zip(tokens, attention, strict=True)])
@@ -208,18 +208,10 @@ class Batches:
             refuse_path(self.data.source)
         if self.data.seq_len and self.model.context and self.data.seq_len > self.model.context:
             raise LayersimError(
-                "`seq_len` is longer than the model's context.",
-                given=f"seq_len={self.data.seq_len}",
-                expected=f"at most {self.model.context}, the context of {self.model.name}",
-                do=f"seq_len={self.model.context}",
+                f"`seq_len` is {self.data.seq_len}; the context of {self.model.name} has {self.model.context} tokens."
             )
         if self.data.pack and self.model.reads_rows:
-            raise LayersimError(
-                f"`pack` joins texts, and the head of {self.model.name} reads a row as one.",
-                given="pack=True",
-                expected="a row for each text",
-                do="pack=False",
-            )
+            raise LayersimError(f"`pack` joins texts, and the head of {self.model.name} reads a row as one.")
 
     @property
     def one_shot(self) -> bool:
@@ -230,8 +222,8 @@ class Batches:
         """Read an iterator before the first pass over it.
 
         Args:
-            reader: what needs several passes, for the refusal.
-            do: what to do instead, for the refusal.
+            reader: what needs several passes, for the error.
+            do: the data or analyzer to pass instead, for the error.
 
         Raises:
             LayersimError: its rows take more than `MOST_KEPT` bytes.
@@ -239,10 +231,8 @@ class Batches:
         for _ in self.rows():
             if not self._kept.fits:
                 raise LayersimError(
-                    f"`data` can be read only once, and {reader} needs several passes over it.",
-                    given=f"{type(self.data.source).__name__} of more than {in_words(MOST_KEPT)} of rows, too many to keep",
-                    expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
-                    do=do,
+                    f"`data` can be read only once, and {reader} needs several passes over it. Its rows take more than "
+                    f"{in_words(MOST_KEPT)}, too much to keep: pass {do}."
                 )
 
     @property
@@ -383,12 +373,12 @@ class Batches:
         for row in pieces:
             if context and len(row.tokens) > context:
                 raise LayersimError(
-                    "`data` has a row that is longer than the model's context.",
-                    given=f"{len(row.tokens)} tokens",
-                    expected=f"at most {context}",
-                    do=f"tokenizer(texts, truncation=True, max_length={context})"
-                    if self.model.reads_rows
-                    else f"seq_len={context}, which cuts longer rows into several",
+                    f"`data` has a row of {len(row.tokens)} tokens, and the context of {self.model.name} has {context}. "
+                    + (
+                        f"Cut it with tokenizer(texts, truncation=True, max_length={context})."
+                        if self.model.reads_rows
+                        else f"`seq_len={context}` cuts longer rows into several."
+                    )
                 )
             if row.has_tokens:
                 refuse_other_ids(row.tokens, self.model)
@@ -400,18 +390,13 @@ class Batches:
         """Refuse rows without token ids where they are not accepted, and options that cut rows of tokens."""
         if self.count_positions is None:
             raise LayersimError(
-                "`data` has rows without token ids, which are not accepted here.",
-                given=f"inputs {', '.join(row.inputs)}",
-                expected="texts or token ids",
-                do="analyze(), compare(), stitch() and finetune_aligned() take every input of a model",
+                f"`data` has rows without token ids ({', '.join(row.inputs)}); this call takes texts or token ids."
             )
         given = {name: getattr(self.data, name) for name in ("seq_len", "max_tokens")}
-        if named := [f"{name}={value}" for name, value in given.items() if value is not None]:
+        if named := [f"`{name}` is {value}" for name, value in given.items() if value is not None]:
             raise LayersimError(
-                f"`{named[0].partition('=')[0]}` applies to tokens, and the rows have none.",
-                given=f"{', '.join(named)} with rows of {', '.join(row.inputs)}",
-                expected="seq_len=None and max_tokens=None",
-                do="fewer rows: data.select(range(n)) of a data set, pixels[:n] of a tensor",
+                f"{named[0]}; it applies to tokens, and the rows have none. "
+                "Pass fewer rows instead, such as data.select(range(n))."
             )
 
     def _split(self, row: Row) -> Iterator[Row]:
@@ -430,7 +415,7 @@ class Batches:
         try:
             yield from reader.items(self.data.source)
         except RecursionError as error:
-            raise unknown("lists or mappings that contain themselves", "lists of texts or of token ids") from error
+            raise LayersimError("`data` has lists or mappings that contain themselves.") from error
 
     def _encoded(self, texts: TextRows) -> Iterator[Encoded | Row]:
         """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""
@@ -506,10 +491,8 @@ def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (model.vocabulary and high >= model.vocabulary):
         raise LayersimError(
-            f"`{argument}` has token ids outside the vocabulary of {model.name}.",
-            given=f"ids from {low} to {high}",
-            expected=f"0 to {(model.vocabulary or 0) - 1}",
-            do="tokenise with the model's own tokenizer, or pass the texts themselves",
+            f"`{argument}` has token ids from {low} to {high}, outside the vocabulary of {model.name}, which has ids from 0"
+            + (f" to {model.vocabulary - 1}." if model.vocabulary else ".")
         )
 
 

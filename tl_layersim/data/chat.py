@@ -11,10 +11,11 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.wording import brief
+from ..core.wording import brief, first_line
 from .columns import ATTACH, as_plain, innermost
 from .data import Data
 from .model_properties import ModelInputs
+from .text_encoding import tokenizer_of
 
 # How a template marks the tokens of the assistant.
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -68,16 +69,6 @@ def _as_messages(value: Any) -> Any:
     return as_plain(value)
 
 
-def ungrouped_messages(fields: list[str]) -> LayersimError:
-    """The error for messages that are rows of the data themselves."""
-    return LayersimError(
-        "`data` has chat messages as rows, and it is not known which of them form a chat.",
-        given=f"fields {fields}",
-        expected="a list of messages for each chat, each with role and content",
-        do="[[{'role': 'user', 'content': '...'}, {'role': 'assistant', 'content': '...'}], ...]",
-    )
-
-
 @dataclass(frozen=True)
 class ChatEncoder:
     """Renders chats by a template and tokenises them. The template alone writes special tokens: no BOS is added.
@@ -100,7 +91,7 @@ class ChatEncoder:
         Raises:
             LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
         """
-        tokenizer, template = self.model.tokenizer, self._template()
+        template, tokenizer = self._template(), self.model.tokenizer
         messages = _text_messages(chat.messages, number)
         given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
         try:
@@ -110,10 +101,8 @@ class ChatEncoder:
             spans = _assistant_spans(tokenizer, messages, text, given)
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise LayersimError(
-                f"`data` has a chat in row {number} that the chat template cannot render.",
-                given=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}",
-                expected="messages with the roles, in the order, that the template takes",
-                do="data.filter(...) to leave such chats out; or chat_template=...",
+                f"`data` has a chat in row {number} that the chat template cannot render: {type(error).__name__}: "
+                f"{first_line(error)}."
             ) from error
         encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         marks = [
@@ -126,40 +115,26 @@ class ChatEncoder:
         """Refuse options of chats for data that are none."""
         if self.data.chat_template is not None or self.data.add_generation_prompt:
             name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
-            raise LayersimError(
-                f"`{name}` applies to chat messages only.",
-                given=f"{name}= with texts or tokens",
-                expected="lists of messages with role and content",
-                do=f"leave out {name}=; or column='messages'",
-            )
+            raise LayersimError(f"`{name}` applies to chat messages only, and `data` holds texts or tokens.")
 
     def _template(self) -> str:
         """The text of the template, checked for what `positions` needs."""
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
-            raise LayersimError(
-                f"{self.model.name} has no tokenizer, so chat messages cannot be read.",
-                given="a chat",
-                expected="a model that carries its tokenizer",
-                do="pass tokenizer=...",
-            )
+        tokenizer = tokenizer_of(self.model)
         try:
             template: str = tokenizer.get_chat_template(self.data.chat_template)
-        except (AttributeError, ValueError) as error:
+        except (AttributeError, ValueError):
             raise LayersimError(
-                f"`data` contains chat messages, and the tokenizer of {self.model.name} has no chat template for them.",
-                given=f"{type(tokenizer).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}",
-                expected="a tokenizer with a chat template, as those of instruction-tuned models have",
-                do="chat_template=other.chat_template, of the tokenizer that the chats are meant for; or texts",
+                f"`data` contains chat messages, and the tokenizer of {self.model.name} has no chat template for them. Pass "
+                "`Data(..., chat_template=...)` with the template that they are meant for."
             ) from None
         if self.data.selection.rule == "assistant" and not (GENERATION.search(template) and tokenizer.is_fast):
             raise LayersimError(
-                "`positions='assistant'` needs a chat template that marks the assistant's tokens, and a fast tokenizer.",
-                given="a tokenizer without positions of its tokens in the text"
-                if GENERATION.search(template)
-                else "a template without {% generation %}",
-                expected="{% generation %} ... {% endgeneration %} around the assistant's messages in the template",
-                do="chat_template=template.replace(...), with these marks; or positions= as a function of the token ids",
+                "`positions='assistant'` needs a chat template that marks the assistant's tokens, and a fast tokenizer. "
+                + (
+                    "This tokenizer is not fast."
+                    if GENERATION.search(template)
+                    else "Write {% generation %} ... {% endgeneration %} around the assistant's messages in `chat_template`."
+                )
             )
         return template
 
@@ -186,19 +161,14 @@ def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[d
     """The messages without empty fields; refused if there are none, or if one holds more than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise LayersimError(
-            f"`data` has no chat in row {number}.",
-            given=brief(messages),
-            expected="a list of messages with role and content in each row",
-            do="leave such rows out: data.filter(...), table.dropna()",
+            f"`data` has no chat in row {number}, but {brief(messages)}; a chat is a list of messages with role and content."
         )
     for message in messages:
         parts = message.get("content")
         kinds = {part.get("type", "text") for part in parts if isinstance(part, Mapping)} if isinstance(parts, list) else set()
         if kinds - {"text"}:
             raise LayersimError(
-                f"`data` has a chat in row {number} with more than text.",
-                given=f"a message with content of type {', '.join(sorted(kinds - {'text'}))}",
-                expected="messages of text",
-                do=f"{ATTACH}model(**processor.apply_chat_template(chat, tokenize=True, return_tensors='pt'))",
+                f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
+                f"read. Run the model itself on the others: {ATTACH}model(...)."
             )
     return [{name: value for name, value in message.items() if value is not None} for message in messages]

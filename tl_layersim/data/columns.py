@@ -58,20 +58,13 @@ def readable(text: str | None, number: int) -> str:
         LayersimError: the text is missing, or cannot be written as UTF-8.
     """
     if text is None:
-        raise LayersimError(
-            f"`data` has no text in row {number}.",
-            given="None, or a missing value",
-            expected="a text in each row",
-            do="leave such rows out: data.filter(...), table.dropna(), or [text for text in texts if text is not None]",
-        )
+        raise LayersimError(f"`data` has no text in row {number}. Leave such rows out: data.filter(...), table.dropna().")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise LayersimError(
-            f"`data` has a lone surrogate in row {number}, which no tokenizer reads.",
-            given=f"{text[max(0, error.start - 20) : error.end + 20]!r}",
-            expected="text that can be written as UTF-8",
-            do="text.encode('utf-8', 'replace').decode(), or read the file again with its own encoding",
+            f"`data` has a lone surrogate in row {number}, which no tokenizer reads: "
+            f"{text[max(0, error.start - 20) : error.end + 20]!r}. Use text.encode('utf-8', 'replace').decode()."
         ) from error
     return text
 
@@ -109,18 +102,16 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
     splits = [name for name in data if hasattr(data[name], "column_names")]
     named = [name for name in data if isinstance(name, str) and name not in LABELS]
     likely = [name for name in named if is_text(data[name]) or _is_ids(data[name])]
-    do = f"name it: column={likely[0]!r}" if likely else "data with a column of texts, or of token ids as `input_ids`"
+    do = f" Name it: column={likely[0]!r}." if likely else ""
     tables = [name for name in data if name not in LABELS and is_floats(data[name])]
     if tables and not splits and model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
-        do = f"{{'{model.main_input}': data[{tables[0]!r}]}}, the name that the model gives it; or column={tables[0]!r}"
+        do = f" Name it: column={tables[0]!r}."
+    do = f" Pass one split: data[{splits[0]!r}]." if splits else do
+    other = "" if model.main_input == TOKEN_IDS else f" or of `{model.main_input}`"
     return LayersimError(
-        "`data` has no unambiguous column of texts or token ids"
-        + ("." if model.main_input == TOKEN_IDS else f", nor of `{model.main_input}`."),
-        given=f"fields {brief(list(data))}" + (f" and column={column!r}" if column else ""),
-        expected="input_ids, tokens or text, or one single text column"
-        if model.main_input == TOKEN_IDS
-        else f"`{model.main_input}`, the main input of {model.name}; or input_ids, tokens or text",
-        do=f"name it: data[{splits[0]!r}]" if splits else do,
+        f"`data` has no unambiguous column of texts or token ids{other} among {brief(list(data))}"
+        + (f", and `column` is {column!r}" if column else "")
+        + f".{do}"
     )
 
 

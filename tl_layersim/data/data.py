@@ -63,7 +63,7 @@ class Data:
         add_generation_prompt: end each chat with the tokens that begin an answer of the assistant.
 
     Raises:
-        LayersimError: a number is below its smallest value, no position of a row is left, or `positions` is no rule.
+        LayersimError: a number is below its smallest value, or no position of a row is left.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -94,13 +94,8 @@ class Data:
     def __post_init__(self) -> None:
         if self.seq_len and self.skip_first >= self.seq_len:
             raise LayersimError(
-                "`skip_first` must be below `seq_len`, or every position is left out.",
-                given=f"skip_first={self.skip_first} with seq_len={self.seq_len}",
-                expected="skip_first below seq_len",
-                do="skip_first=1",
+                f"`skip_first` is {self.skip_first} and `seq_len` is {self.seq_len}; `skip_first` must be smaller."
             )
-        # Refused here, before any data is read.
-        _ = self.selection
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:

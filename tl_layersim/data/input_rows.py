@@ -28,7 +28,7 @@ from .labels import LABELS, whole_numbers
 from .missing_mask import as_mask
 from .model_properties import ModelInputs
 from .other_stack import without_padding
-from .row import NOTHING, Row, misfit
+from .row import NOTHING, Row
 
 MASK = "attention_mask"
 
@@ -86,17 +86,6 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
     return main_column(data, model) is not None and any(name in data for name in LABELS)
 
 
-def several_things(data: tuple[Any, ...], model: ModelInputs) -> LayersimError:
-    """The error for inputs of a model that takes no tokens together with other things, as a DataLoader gives both."""
-    name = model.main_input
-    return LayersimError(
-        "`data` holds several things without names.",
-        given=f"{len(data)} things together, as a DataLoader gives inputs and labels",
-        expected=f"`{name}`, the main input of {model.name}, alone or by name",
-        do=f"{{'{name}': x, 'label': y}}; of a DataLoader: [{{'{name}': x, 'label': y}} for x, y in loader]",
-    )
-
-
 def _is_row(name: str, column: Any, level: Level) -> bool:
     """Whether a column holds the input of the only row, without an axis of rows."""
     shape = as_values(name, column).shape
@@ -108,7 +97,7 @@ def _row_row_targets(labels: Tensor, count: int) -> Tensor:
     labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
     labels = labels[:, None] if labels.dim() == 1 else labels
     if labels.dim() != 2 or len(labels) != count:
-        raise misfit(f"labels {tuple(labels.shape)} for {count} rows", "one for each row")
+        raise LayersimError(f"`labels` has shape {tuple(labels.shape)} for {count} rows; it must have one for each row.")
     return labels
 
 
@@ -121,15 +110,13 @@ def _row_mask(mask: Any, number: int, count: int, length: int) -> Tensor:
     table = as_mask(mask)
     table = table[None] if table.dim() == 1 and count == 1 else table
     if len(table) != count:
-        raise misfit(f"attention_mask {tuple(table.shape)} for {count} rows", "the same number of rows")
+        raise LayersimError(f"`attention_mask` has shape {tuple(table.shape)} for {count} rows.")
     if table.shape[1:] == (length,):
         return table[number]
     if not bool(table.all()):
         raise LayersimError(
-            "`attention_mask` leaves out parts of rows without token ids, whose positions are not known.",
-            given=f"a mask of shape {tuple(table.shape)} with {int((~table).sum())} zeros",
-            expected="a mask of ones, or inputs_embeds, whose positions the mask belongs to",
-            do="rows of one length each, with batch_size=1 if the lengths differ; or inputs_embeds",
+            f"`attention_mask` has {int((~table).sum())} zeros and the shape {tuple(table.shape)}, and the positions of rows "
+            "without token ids are not known. Pass rows of one length each, with `batch_size=1`, or `inputs_embeds`."
         )
     return torch.ones(length, dtype=torch.bool)
 
@@ -142,18 +129,14 @@ def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
     """
     if model.processor is None:
         raise LayersimError(
-            "`data` contains images, and no processor is known that turns them into inputs of the model.",
-            given=f"{type(images[0]).__name__} for {model.name}",
-            expected=f"`{PIXELS}`, or images and the model's processor",
-            do="tokenizer=AutoImageProcessor.from_pretrained(name); or model.processor = processor, once",
+            "`data` contains images, and no processor is known that turns them into inputs of the model. Pass "
+            "`Data(..., tokenizer=AutoImageProcessor.from_pretrained(name))`."
         )
     found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
     if model.main_input == PIXELS and len(found[PIXELS]) != len(images):
         raise LayersimError(
-            "`data` has rows of several images, and a row of this model is one image.",
-            given=f"{len(images)} rows, of which the processor makes {len(found[PIXELS])} images",
-            expected="one image for each row",
-            do="{'image': images} with one list of images, or one array whose first axis is the rows",
+            f"`data` has {len(images)} rows, of which the processor makes {len(found[PIXELS])} images; a row of {model.name} "
+            "is one image."
         )
     return {name: found[name] for name in found if name == model.main_input or name in model.inputs}
 
@@ -187,9 +170,11 @@ def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None
         return None if is_floats(data[column]) else column
     if len(names) > 1:
         raise LayersimError(
-            "`data` has several columns of images.",
-            given=f"columns {names}",
-            expected="one",
-            do=f"name it: column={names[0]!r}" if model.main_input == PIXELS else f"data.remove_columns({names[1:]})",
+            f"`data` has several columns of images, {', '.join(names)}. "
+            + (
+                f"Name it: column={names[0]!r}."
+                if model.main_input == PIXELS
+                else f"Keep one: data.remove_columns({names[1:]})."
+            )
         )
     return names[0] if names else None

@@ -54,12 +54,7 @@ def as_values(name: str, values: Any) -> Tensor:
     try:
         return number_tensor(values)
     except ValueError as error:
-        raise LayersimError(
-            f"`{name}` in the data is not a table of numbers, and it is an input of the model.",
-            given=error,
-            expected="a tensor, an array or lists of numbers, one entry for each row",
-            do=f"{{'{name}': torch.tensor(...)}}; or data without `{name}`, if the model is to run without it",
-        ) from error
+        raise LayersimError(f"`{name}` in the data is an input of the model and not a table of numbers: {error}.") from error
 
 
 def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:
@@ -93,12 +88,7 @@ def by_row(name: str, values: Any, count: int) -> list[Tensor]:
         # Hugging Face models take one row of these for all rows.
         table = table.expand(count, *table.shape[1:])
     if table.dim() == 0 or len(table) != count:
-        raise LayersimError(
-            f"`{name}` in the data does not fit the rows.",
-            given=f"`{name}` of shape {tuple(table.shape)} for {count} rows",
-            expected=f"a first axis of {count}",
-            do=f"data in which each row has its `{name}`; or without `{name}`, if the model is to run without it",
-        )
+        raise LayersimError(f"`{name}` in the data does not fit the rows: its shape is {tuple(table.shape)} for {count} rows.")
     return list(table)
 
 
@@ -175,10 +165,8 @@ def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
 
 def _unlike(given: str) -> LayersimError:
     return LayersimError(
-        "`data` has rows of different inputs, which one forward pass cannot take.",
-        given=given,
-        expected="the same inputs in each row of a batch, of the same shapes",
-        do="one call for each kind of rows; batch_size=1 for rows of different shapes",
+        f"`data` has rows of different inputs, which one forward pass cannot take: {given}. Use one call for each kind of "
+        "rows, or `batch_size=1` for different shapes."
     )
 
 
@@ -190,8 +178,6 @@ def refuse_integers(name: str, values: Tensor) -> None:
     """
     if name in ROW_AXES and not values.is_floating_point():
         raise LayersimError(
-            f"`{name}` must be floating-point numbers, as the model's processor gives them.",
-            given=f"{values.dtype} of shape {tuple(values.shape)}",
-            expected="normalised floats",
-            do="processor(images=images, return_tensors='pt').pixel_values; or the images with tokenizer=processor",
+            f"`{name}` has {values.dtype} of shape {tuple(values.shape)}; these "
+            "must be floating-point numbers, as the model's processor gives them."
         )

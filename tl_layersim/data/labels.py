@@ -43,29 +43,19 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
     """
     if isinstance(labels, str):
         if labels not in ("next_token", "data", *(["none"] if optional else [])):
-            raise LayersimError(
-                "`labels` must be 'next_token', 'data' or the labels themselves.",
-                given=f"labels={labels!r}",
-                expected="'next_token', 'data' (the data's column `labels` or `label`), or the labels themselves"
-                + ("; 'none' for no targets" if optional else ""),
-                do="rename the column to `label` and pass labels='data'",
-            )
+            other = ", 'none'" if optional else ""
+            raise LayersimError(f"`labels` is {labels!r}; it must be 'next_token', 'data'{other} or the labels themselves.")
         return labels
     try:
         table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels))
+        whole = table.dim() in (1, 2) and not table.is_floating_point() and table.dtype != torch.bool
+        found = f"{table.dtype} of shape {tuple(table.shape)}"
     except (TypeError, ValueError, RuntimeError) as error:
+        whole, found = False, str(error) if isinstance(error, ValueError) else brief(labels)
+    if not whole:
         raise LayersimError(
-            "`labels` must be whole numbers, one for each row or for each position, and these are no numbers.",
-            given=brief(labels) if not isinstance(error, ValueError) else error,
-            expected=f"int64 of shape (row,) or (row, pos), {NO_LABEL} where a label is missing",
-            do="for names: names = sorted(set(labels)), then labels=[names.index(name) for name in labels]",
-        ) from error
-    if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
-        raise LayersimError(
-            "`labels` must be whole numbers, one for each row of the data or for each of its positions.",
-            given=f"{type(labels).__name__}: {table.dtype} of shape {tuple(table.shape)}",
-            expected=f"int64 of shape (row,) or (row, pos), {NO_LABEL} where a label is missing",
-            do="labels=torch.tensor(labels), of classes as whole numbers; labels.squeeze(1) for a single column",
+            f"`labels` is {found}; it must be whole numbers, one for each row or each position, {NO_LABEL} where one is "
+            "missing."
         )
     # The tensor itself: it stays on its device, and analyzers with the same labels share their targets.
     return labels if isinstance(labels, Tensor) else table
@@ -99,11 +89,8 @@ def whole_numbers(labels: Any) -> Tensor:
         numbers = None
     if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise LayersimError(
-            "`labels` in the data must be integers.",
-            given=brief(labels),
-            expected="whole numbers in the column `labels` or `label`, one for each row or each token",
-            do="classes: map them to whole numbers first, or hand them over as labels=tensor; scores of a regression head: "
-            "lsim.TaskMetrics(labels=scores), with the column as a tensor of floats",
+            f"`labels` in the data are {brief(labels)}; they must be whole numbers, one for each row or each token. Scores of "
+            "a regression head go to `TaskMetrics(labels=scores)`."
         )
     return numbers.long()
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from .model_properties import ModelInputs
-from .row import misfit
 from .tensors import number_tensor
 
 # Rows after which tables are refused before the end of the data, and the share of them with a run of one id at an end.
@@ -138,12 +137,12 @@ def _with_mask(mask: str, model: ModelInputs) -> str:
 def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
     """The error for rows with padding that came without a mask."""
     return LayersimError(
-        "`attention_mask` is missing, but rows of tokens start or end with padding."
-        if at_ends
-        else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens.",
-        given=given,
-        expected="an attention mask beside the tokens",
-        do=f"{_with_mask(mask, model)}; ones count the pads",
+        (
+            "`attention_mask` is missing, but rows of tokens start or end with padding: "
+            if at_ends
+            else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens: "
+        )
+        + f"{given}. Pass {_with_mask(mask, model)}; ones count the pads."
     )
 
 
@@ -161,12 +160,10 @@ def as_mask(mask: Any) -> Tensor:
     try:
         values = number_tensor(mask)
     except ValueError as error:
-        raise misfit(f"a mask of {error}", "ones and zeros of the tokens' shape") from error
+        raise LayersimError(f"`attention_mask` must be ones and zeros of the tokens' shape: {error}.") from error
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
-            "`attention_mask` must be 1 for tokens and 0 for padding.",
-            given=f"values from {float(values.min()):g} to {float(values.max()):g}",
-            expected="bool, or ones and zeros",
-            do="mask = additive_mask == 0, if 0 stands for what is kept",
+            f"`attention_mask` has values from {float(values.min()):g} to {float(values.max()):g}; it must be 1 for tokens and "
+            "0 for padding. Of a mask in which 0 stands for tokens, pass `mask == 0`."
         )
     return values.bool()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
+from ..core.wording import first_line
 
 
 def load_data(name: str, split: str) -> Any:
@@ -27,10 +28,7 @@ def load_data(name: str, split: str) -> Any:
         # Whatever a library raises while it reads a file is about this file.
         except Exception as error:
             raise LayersimError(
-                "`--data` is a file that cannot be read as text or as a table.",
-                given=f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
-                expected="a text file in UTF-8, or a table in .csv, .tsv, .jsonl or .parquet",
-                do="convert it first, for example iconv -f latin1 -t utf-8; weights belong to --model",
+                f"`--data` is {name}, which cannot be read as a text in UTF-8 or as a table: {first_line(error)}."
             ) from error
     import datasets
 
@@ -41,34 +39,19 @@ def load_data(name: str, split: str) -> Any:
             dataset = datasets.load_from_disk(name)
         except Exception as error:
             raise LayersimError(
-                "`--data` is a folder without a saved data set.",
-                given=name,
-                expected="a folder that Dataset.save_to_disk wrote, a text file or a table",
-                do="name a file in it, or save the data set with data.save_to_disk(folder)",
+                f"`--data` is {name}, a folder without a saved data set; Dataset.save_to_disk writes one."
             ) from error
         if isinstance(dataset, datasets.DatasetDict) and split not in dataset:
-            raise LayersimError(
-                "`--split` is not a split of this data set.",
-                given=split,
-                expected=f"one of {', '.join(dataset)}",
-                do=f"--split {next(iter(dataset), 'test')}",
-            )
+            raise LayersimError(f"`--split` is {split}; the data set has {', '.join(dataset)}.")
         return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(FILES):
-        raise LayersimError(
-            "`--data` names a file or folder that does not exist.",
-            given=f"--data {name}",
-            expected="a text file, a folder or a hub name",
-            do="check the path",
-        )
+        raise LayersimError(f"`--data` is {name}, a file or folder that does not exist.")
     try:
         return datasets.load_dataset(name, split=split, streaming=True)
     except Exception as error:
         raise LayersimError(
-            "`--data` is neither a local file or folder nor a data set that can be loaded from the hub.",
-            given=f"{name}, split {split}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
-            expected="a text file, a table, a folder of a saved data set, or a hub name",
-            do="check the path or the name, the split and the network",
+            f"`--data` is {name}, which is neither a file or folder nor a data set of the hub with a split {split}: "
+            f"{first_line(error)}."
         ) from error
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from .missing_mask import as_mask, mask_of
 from .model_properties import ModelInputs
-from .row import misfit
 
 # Inputs with one value for each position of a stack, by the name of its mask.
 ENCODER = {"attention_mask": ("input_ids", "inputs_embeds")}
@@ -56,8 +55,10 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
         elif own[0] == "input_ids" and (derived := mask_of(inputs[own[0]][None], model)) is not None:
             attended = derived[0]
         if attended.shape != (length,) or not bool(attended.any()):
-            given = f"{mask} {tuple(attended.shape)} with {int(attended.sum())} ones for {own[0]} of {length} positions"
-            raise misfit(given, "the same shape, with ones for tokens")
+            raise LayersimError(
+                f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones for `{own[0]}` of {length} "
+                "positions; it must have a value for each position, and ones for tokens."
+            )
         places = attended.nonzero()[:, 0]
         span = slice(int(places[0]), int(places[-1]) + 1)
         found |= {name: inputs[name][span] for name in own} | {mask: attended[span].long()}
@@ -75,10 +76,8 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
         return None
     if bool((~after[:, 0] & after.any(1)).any()):
         raise LayersimError(
-            f"`{model.mask_input}` is missing, but rows of decoder tokens start with padding.",
-            given=f"{int((~after[:, 0] & after.any(1)).sum())} of {len(rows)} rows",
-            expected=f"padding after the tokens, or `{model.mask_input}`",
-            do=f"{{'{model.token_input}': tokens, '{model.mask_input}': mask}}",
+            f"`{model.mask_input}` is missing, but {int((~after[:, 0] & after.any(1)).sum())} of {len(rows)} rows of "
+            f"`{model.token_input}` start with padding."
         )
     return torch.cat([torch.ones_like(after[:, :1]), after], 1)
 
@@ -101,10 +100,6 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
     """The error for data without the tokens of the decoder that is read, or without the encoder's inputs."""
     return LayersimError(
-        f"`data` needs the inputs of both stacks to read the decoder of {model.name}.",
-        given=given,
-        expected="{'input_ids': ..., 'decoder_input_ids': ...} for each row, with attention_mask and decoder_attention_mask if "
-        "rows are padded",
-        do="for targets: decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels=labels); for texts or token ids "
-        "alone: at='encoder.resid_post', which reads the encoder",
+        f"`data` needs the inputs of both stacks to read the decoder of {model.name}, such as `input_ids` and "
+        f"`decoder_input_ids`, and holds {given}. Of texts or token ids alone `at='encoder.resid_post'` reads the encoder."
     )

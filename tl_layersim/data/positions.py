@@ -20,9 +20,6 @@ PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
 SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 # Any other text is the name of a mask column of the data.
 RULES = ("all", "first", "last", "mean", "assistant")
-ACCEPTED_RULES = (
-    "'all', 'first', 'last', 'mean', 'assistant', a slice, a function of a row's token ids, or the name of a mask column"
-)
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,6 @@ class Positions:
             tokens that a chat template marks; or the name of a mask column of the data.
         skip_first: number of attended positions at the start of each row that are left out.
 
-    Raises:
-        LayersimError: the rule is not one of these.
-
     Examples:
         The row of four tokens is padded at its end.
 
@@ -53,22 +47,6 @@ class Positions:
 
     rule: PositionRule = "all"
     skip_first: int = 0
-
-    def __post_init__(self) -> None:
-        rule = self.rule
-        if isinstance(rule, slice):
-            bounds = (rule.start, rule.stop, rule.step)
-            whole = all(x is None or (isinstance(x, int) and not isinstance(x, bool)) for x in bounds)
-            fits = whole and rule.step != 0
-        else:
-            fits = bool(rule) if isinstance(rule, str) else callable(rule) and not isinstance(rule, type)
-        if not fits:
-            raise LayersimError(
-                "`positions` must be a rule that selects positions of a row.",
-                given=f"positions={rule if isinstance(rule, slice) else brief(rule)}",
-                expected=ACCEPTED_RULES,
-                do="positions='last', or positions=slice(0, 5)",
-            )
 
     @property
     def pooled(self) -> bool:
@@ -131,22 +109,14 @@ class Positions:
         """
         return counted if self.pooled else counted & (counted.cumsum(0) <= most)
 
-    def refuse_without_tokens(self, given: str) -> None:
+    def refuse_without_tokens(self) -> None:
         """Refuse a function of token ids for rows that have none.
-
-        Args:
-            given: the rows, for the message.
 
         Raises:
             LayersimError: the rule is a function.
         """
         if callable(self.rule):
-            raise LayersimError(
-                "`positions` is a function of token ids, and the rows have none.",
-                given=given,
-                expected="token ids",
-                do="positions='first', 'last', 'mean' or a slice",
-            )
+            raise LayersimError("`positions` is a function of token ids, and the rows have none.")
 
     def _indices(self, tokens: Tensor) -> Tensor:
         """The indices that the function selects among the attended tokens of a row."""
@@ -175,19 +145,12 @@ class Positions:
 
     def _unmarked(self) -> LayersimError:
         if self.rule == "assistant":
-            return LayersimError(
-                "`positions='assistant'` needs chat messages, in which a template marks the assistant's tokens.",
-                given="data with rows that are no chat messages",
-                expected="a column `messages`, or lists of messages with role and content",
-                do="positions='name', with a mask column `name` beside input_ids",
-            )
+            return LayersimError("`positions='assistant'` needs chat messages, and `data` has rows that are none.")
         near = difflib.get_close_matches(str(self.rule), RULES, n=1)
-        column = f"{{'input_ids': tokens, {self.rule!r}: mask}}; or a function of the token ids, for texts"
         return LayersimError(
-            "`positions` is neither a rule nor a mask column beside the tokens of the data.",
-            given=f"positions={self.rule!r}",
-            expected=f"{ACCEPTED_RULES} beside input_ids",
-            do=f"did you mean positions={near[0]!r}?" if near else column,
+            f"`positions` is {self.rule!r}; it must be {', '.join(map(repr, RULES))}, a slice, a function of a row's token "
+            "ids, "
+            "or the name of a mask column beside the tokens of the data." + (f" Did you mean {near[0]!r}?" if near else "")
         )
 
 
@@ -220,18 +183,14 @@ def as_marks(values: Any, column: str | None, shape: torch.Size) -> Tensor:
         mask = torch.full((1,), -1)
     if mask.shape != shape or not bool(((mask == 0) | (mask == 1)).all()):
         raise LayersimError(
-            f"The column {column!r} that `positions` names must be a mask of the tokens.",
-            given=f"{brief(values)} for tokens of shape {tuple(shape)}",
-            expected="ones and zeros, or bools, one for each token",
-            do=f"{{'input_ids': tokens, {column!r}: mask}}, with 1 for the tokens to measure",
+            f"The column {column!r} that `positions` names is {brief(values)} for tokens of shape {tuple(shape)}; it must be "
+            "ones and zeros, one for each token."
         )
     return mask.bool()
 
 
 def _unusable(given: str, length: int) -> LayersimError:
     return LayersimError(
-        "`positions` must return a mask or indices of the positions of a row.",
-        given=f"{given}, for a row of {length} tokens",
-        expected=f"a bool tensor of {length} values, or different indices from {-length} to {length - 1}",
-        do="positions=lambda tokens: tokens == 50256",
+        f"`positions` returned {given} for a row of {length} tokens; it must return a bool mask of the row or different "
+        f"indices from {-length} to {length - 1}."
     )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.wording import brief
-from .chat import Chat, chats_in, is_chat, ungrouped_messages
+from ..core.wording import brief, with_article
+from .chat import Chat, chats_in, is_chat
 from .columns import (
     OF_TOKENS,
     TOKENS,
@@ -27,7 +27,7 @@ from .columns import (
     unclear_columns,
 )
 from .data import Column
-from .input_rows import image_column, processed, rows_without_tokens, several_things
+from .input_rows import image_column, processed, rows_without_tokens
 from .inputs import PIXELS, ROW_AXES, TOKEN_IDS, Level, accepted, main_column, positional, rows_of
 from .labels import LABELS, labels_in, whole_numbers
 from .missing_mask import as_mask, mask_of, masked_warning
@@ -35,7 +35,7 @@ from .model_properties import ModelInputs
 from .notes import Notes
 from .other_stack import decoder_alone, decoder_mask, reads_decoder, without_padding
 from .positions import as_marks
-from .row import NOTHING, Row, misfit
+from .row import NOTHING, Row
 from .tensors import is_missing, number_tensor
 from .text_encoding import Text
 
@@ -72,12 +72,7 @@ class Reader:
             level: see `inputs.Level`.
         """
         if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
-            raise LayersimError(
-                "`column` needs data with columns.",
-                given=f"column={self.column!r} and a {type(data).__name__}",
-                expected="mappings or a data set",
-                do="leave column out",
-            )
+            raise LayersimError(f"`column` is {self.column!r}, and `data` holds a {type(data).__name__} without columns.")
         if isinstance(data, str):
             yield Text(data, None)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
@@ -104,9 +99,14 @@ class Reader:
             yield Chat(data, None)
         elif isinstance(data, tuple) and len(data) != 1:
             if self.model.main_input != TOKEN_IDS and data and (is_floats(data[0]) or is_image(data[0]) or is_images(data[0])):
-                raise several_things(data, self.model)
-            do = "pass the tokens alone, or {'input_ids': ..., 'attention_mask': ...}"
-            raise unknown(f"{len(data)} things together, as a DataLoader gives tokens and masks", do)
+                raise LayersimError(
+                    "`data` holds several things without names. Pass a mapping for each batch, such as "
+                    f"{{'{self.model.main_input}': x, 'label': y}} for (x, y)."
+                )
+            raise LayersimError(
+                f"`data` holds {len(data)} things together, as a DataLoader gives tokens and masks. Pass the tokens alone, or "
+                "{'input_ids': ..., 'attention_mask': ...}."
+            )
         elif isinstance(data, Iterable) and not isinstance(data, bytes):
             inner = _level_of_items(data)
             for number, item in enumerate(data):
@@ -119,7 +119,7 @@ class Reader:
                 together = isinstance(item, list) and len(item) > 1 and any(isinstance(x, Tensor) and x.dim() > 1 for x in item)
                 yield from self.items(tuple(item) if together else item, inner)
         else:
-            raise unknown(f"{type(data).__name__}: {brief(data)}", "lsim.analyze(model, ['a text', 'another'], ...)")
+            raise LayersimError(f"`data` holds {brief(data)}, {with_article(type(data).__name__)}; it must be {ACCEPTED_DATA}.")
 
     def _table(self, values: Any, level: Level) -> Iterator[Row]:
         """Rows of a tensor or an array: token ids, or the model's main input."""
@@ -133,8 +133,9 @@ class Reader:
     def _image(self, image: Any) -> Iterator[Row]:
         """The row of an image, by the model's processor."""
         if self.model.main_input != PIXELS:
-            given = f"{type(image).__name__} for {self.model.name}"
-            raise unknown(given, f"texts or token ids; {self.model.name} takes `{self.model.main_input}`")
+            raise LayersimError(
+                f"`data` holds an image ({type(image).__name__}), and {self.model.name} takes `{self.model.main_input}`."
+            )
         yield from rows_without_tokens(processed([image], self.model), PIXELS, "batch", None, self.model)
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Chat | Row]:
@@ -169,7 +170,10 @@ class Reader:
         """Rows of a mapping that holds tokens, or its chats or texts where it has no tokens."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not set(columns) & data.keys() and is_chat(data):
-            raise ungrouped_messages(list(data))
+            raise LayersimError(
+                f"`data` has chat messages as rows, with the fields {list(data)}. Pass a list of messages for each chat: "
+                "[[{'role': 'user', 'content': '...'}, ...], ...]."
+            )
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
         values = data[columns[0]]
@@ -218,7 +222,7 @@ class Reader:
             return [None] * count
         classes = whole_numbers(labels).reshape(-1).tolist()
         if len(classes) != count:
-            raise misfit(f"{len(classes)} labels for {count} texts", "one label for each text")
+            raise LayersimError(f"`labels` has {len(classes)} entries for {count} texts.")
         return classes
 
     def _mask(self, rows: Tensor) -> Tensor:
@@ -243,10 +247,10 @@ class Reader:
         if tokens is None:
             by_row = [[None] * len(ragged) if given is None else given for given in (mask, labels, marks)]
             if mask is not None and any(each is None for each in mask):
-                raise misfit(f"a mask of {brief(mask)}", "ones and zeros of the tokens' shape")
-            for kind, given in zip(("mask", "labels", f"column {self.marks!r}"), by_row, strict=True):
+                raise LayersimError(f"`attention_mask` is {brief(mask)}; it must be ones and zeros of the tokens' shape.")
+            for kind, given in zip(("attention_mask", "labels", self.marks), by_row, strict=True):
                 if len(given) != len(ragged):
-                    raise misfit(f"{len(given)} rows of {kind} for {len(ragged)} rows of tokens", "the same number")
+                    raise LayersimError(f"`{kind}` has {len(given)} rows, and the tokens have {len(ragged)}.")
             for row, row_mask, row_labels, row_marks, own in zip(ragged, *by_row, rows_of(inputs, len(ragged)), strict=True):
                 yield from self._token_rows(_tensor(row), row_mask, row_labels, row_marks, row, own)
             return
@@ -258,12 +262,17 @@ class Reader:
         rows = tokens.detach().cpu().long()
         attention = self._mask(rows if rows.dim() == 2 else rows[None]).view_as(rows) if mask is None else as_mask(mask)
         if attention.shape != rows.shape:
-            raise misfit(f"attention_mask {tuple(attention.shape)} for tokens {tuple(rows.shape)}", "the same shape")
+            raise LayersimError(
+                f"`attention_mask` has shape {tuple(attention.shape)}, and the tokens have {tuple(rows.shape)}."
+            )
         targets = None
         if labels is not None:
             targets = whole_numbers(labels)
             if targets.shape not in (rows.shape, rows.shape[:-1]):
-                raise misfit(f"labels {tuple(targets.shape)} for tokens {tuple(rows.shape)}", "one for each token or each row")
+                raise LayersimError(
+                    f"`labels` has shape {tuple(targets.shape)} for tokens of {tuple(rows.shape)}; it must have one for each "
+                    "token or each row."
+                )
             if targets.dim() < rows.dim():
                 targets = targets[..., None].expand_as(rows)
         marked = None if marks is None else as_marks(marks, self.marks, rows.shape)
@@ -298,26 +307,18 @@ def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
     if tokens.dim() > 2 and not tokens.is_floating_point() and model.main_input != TOKEN_IDS:
         last = ", with channels first: .movedim(-1, -3)" if tokens.shape[-1] in (1, 3, 4) else ""
         raise LayersimError(
-            f"`data` holds whole numbers of {tokens.dim()} axes, such as images of bytes, which {model.name} does not take as "
-            f"`{model.main_input}`.",
-            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
-            expected="floating-point numbers as the model was trained with, or token ids of one or two axes",
-            do=f"torch.as_tensor(data).float() / 255{last}",
+            f"`data` holds whole numbers of {tokens.dim()} axes, such as images of bytes, and {model.name} takes "
+            f"`{model.main_input}`. Pass floats: torch.as_tensor(data).float() / 255{last}."
         )
     if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
         raise LayersimError(
-            f"`data` contains images, features or embeddings, and {model.name} takes token ids.",
-            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
-            expected=ACCEPTED_DATA,
-            do="data={'inputs_embeds': embeddings}, which most language models take in place of token ids; other inputs by the "
-            "name that the model's forward gives them",
+            f"`data` contains images, features or embeddings, and {model.name} takes token ids. Name other inputs as its "
+            "forward does, such as {'inputs_embeds': embeddings}."
         )
     if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise LayersimError(
-            "`data` must hold integer token ids in one or two dimensions.",
-            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
-            expected="int64 of shape (batch, pos) or (pos,)",
-            do="pass the text itself; or whole ids, as tokenizer(text).input_ids and model.to_tokens(text) give them",
+            f"`data` holds {tokens.dtype} of shape {tuple(tokens.shape)}; token ids are integers of shape (batch, pos) or "
+            "(pos,)."
         )
 
 
@@ -333,16 +334,14 @@ def refuse_path(text: Any) -> None:
     exists = os.path.isfile(name) or (os.sep in name and os.path.isdir(name))
     bare = not any(c.isspace() for c in name) or name.startswith((os.sep, f".{os.sep}", f"..{os.sep}", "~"))
     if exists:
-        do = "Path(path).read_text(), split into texts as you want them; datasets.load_from_disk(path) for a data set"
-        raise unknown(f"the path of a file or folder, {name!r}", do)
+        raise LayersimError(
+            f"`data` is the path of a file or folder, {name!r}. Pass what it holds: Path(path).read_text(), split into texts, "
+            "or datasets.load_from_disk(path)."
+        )
     if isinstance(text, os.PathLike) or (bare and name.lower().endswith(FILES)):
-        do = "check the path; if this is a text that ends so, add a line break"
-        raise unknown(f"the path of a file that does not exist, {name!r}", do)
-
-
-def unknown(given: str, do: str) -> LayersimError:
-    """The error for data of an unknown kind."""
-    return LayersimError("`data` has an unsupported type.", given=given, expected=ACCEPTED_DATA, do=do)
+        raise LayersimError(
+            f"`data` is the path of a file that does not exist, {name!r}. If this is a text that ends so, add a line break."
+        )
 
 
 def _tensor(values: Any) -> Tensor | None:
@@ -358,9 +357,4 @@ def _tensor(values: Any) -> Tensor | None:
 
 def not_ids(given: str) -> LayersimError:
     """The error for a column of neither texts nor token ids, or for texts in a column of token ids."""
-    return LayersimError(
-        "`data` holds neither texts nor token ids.",
-        given=given,
-        expected="texts, or rows of whole numbers; whole numbers alone in `input_ids` and `tokens`",
-        do="another column=, or data in which this column holds texts alone or ids alone",
-    )
+    return LayersimError(f"`data` holds neither texts nor token ids: {given}.")

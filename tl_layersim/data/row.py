@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
-from .labels import NO_LABEL
-
 
 @dataclass(frozen=True)
 class Row:
@@ -74,15 +71,3 @@ class Row:
 
 
 NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
-
-
-def misfit(given: str, expected: str) -> LayersimError:
-    """The error for a mask or labels that do not fit the rows."""
-    return LayersimError(
-        "`attention_mask` does not fit the tokens." if "mask" in given else "`labels` do not fit the data.",
-        given=given,
-        expected=expected,
-        do="tokenizer(texts, return_tensors='pt', padding=True), which makes tokens and mask"
-        if "mask" in given
-        else f"labels beside input_ids, with {NO_LABEL} where a position has none",
-    )

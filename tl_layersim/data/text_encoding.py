@@ -69,6 +69,22 @@ def adds_specials(tokenizer: Any) -> bool:
     return count is not None and bool(count() >= 2)
 
 
+def tokenizer_of(model: ModelInputs) -> Any:
+    """The tokenizer of a model.
+
+    Args:
+        model: that the texts are for.
+
+    Raises:
+        LayersimError: it has none.
+    """
+    if model.tokenizer is None and model.main_input in ROW_AXES:
+        raise LayersimError(f"`data` holds texts, and {model.name} takes `{model.main_input}`.")
+    if model.tokenizer is None:
+        raise LayersimError(f"{model.name} has no tokenizer, so texts cannot be read. Pass `Data(..., tokenizer=...)`.")
+    return model.tokenizer
+
+
 def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int | None = None) -> list[Encoded]:
     """Encode texts, or pairs of texts, as token ids.
 
@@ -86,29 +102,13 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int |
     if not items:
         return []
     texts = [readable(item.text, number) for number, item in items]
-    tokenizer = model.tokenizer
-    if tokenizer is None and model.main_input in ROW_AXES:
-        raise LayersimError(
-            f"{model.name} takes `{model.main_input}`, and the data are texts.",
-            given=f"a text: {texts[0][:40]!r}",
-            expected=f"`{model.main_input}`, or images and the model's processor",
-            do="images with tokenizer=processor; for texts, the part of the model that reads them",
-        )
-    if tokenizer is None:
-        raise LayersimError(
-            f"{model.name} has no tokenizer, so texts cannot be read.",
-            given=f"a text: {texts[0][:40]!r}",
-            expected="tokens, or a model that carries its tokenizer",
-            do="pass tokenizer=..., or token ids",
-        )
+    tokenizer = tokenizer_of(model)
     specials = adds_specials(tokenizer)
     second = [readable(item.second, number) for number, item in items] if any(pairs) else None
     if second is not None and not specials:
         raise LayersimError(
-            "`column` names a pair of texts, and the tokenizer does not separate the two.",
-            given=f"column=(first, second) with a {type(tokenizer).__name__}",
-            expected="a tokenizer that joins pairs with special tokens of its own, such as [CLS] and [SEP]",
-            do="one text for each row: data.map(lambda row: {'text': row['first'] + ' ' + row['second']}), and column='text'",
+            f"`column` names a pair of texts, and the tokenizer, a {type(tokenizer).__name__}, has no special tokens that "
+            "separate the two."
         )
     # This package adds BOS, once per row, so that every source reads the same tokens: TransformerLens changes the
     # tokenizers that it loads, so that they add their own.

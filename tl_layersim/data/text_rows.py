@@ -61,10 +61,7 @@ class TextRows:
         specials = tokenizer.num_special_tokens_to_add(item[1].second is not None) if adds_specials(tokenizer) else 0
         if room <= specials:
             raise LayersimError(
-                "`seq_len` leaves no room for a text beside the tokenizer's special tokens.",
-                given=f"seq_len={self.length}, and {specials} special tokens",
-                expected="rows that hold the special tokens and a part of the text",
-                do=f"seq_len={min(DEFAULT_SEQ_LEN, self.model.context or DEFAULT_SEQ_LEN)}",
+                f"`seq_len` is {self.length}, which leaves no room for a text beside the tokenizer's {specials} special tokens."
             )
         # A first special token that the text brings along is doubled before `encode` takes one away.
         [cut] = encode([item], self.model, room + text.own)
@@ -144,21 +141,14 @@ class TextRows:
         for item in items:
             if isinstance(item, Row) or item.chat:
                 raise LayersimError(
-                    "`pack` applies to texts only.",
-                    given=f"a row of {len(item.tokens)} tokens with pack=True"
-                    if isinstance(item, Row)
-                    else "a chat with pack=True",
-                    expected="texts",
-                    do="pack=False: each chat and each row of tokens is taken as it is",
+                    f"`pack` applies to texts only, and `data` has {'rows of tokens' if isinstance(item, Row) else 'chats'}."
                 )
             end = self.model.tokenizer.eos_token_id
             ids = item.ids
             if item.inputs or item.segments is not None:
                 raise LayersimError(
-                    "`pack` joins texts, and these have further inputs that belong to one text each.",
-                    given=f"pack=True with {', '.join(item.inputs) or SEGMENTS}",
-                    expected="texts alone",
-                    do="pass pack=False",
+                    "`pack` joins texts, and these have further inputs that belong to one text each: "
+                    f"{', '.join(item.inputs) or SEGMENTS}."
                 )
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
                 # The separator is the BOS of this text.
@@ -180,8 +170,12 @@ def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> L
     """
     fits = model.context is None or tokens <= model.context
     return LayersimError(
-        f"`data` has {given} that is longer than `seq_len`, and the head of {model.name} reads a row as one.",
-        given=f"{tokens} tokens with seq_len={longest}",
-        expected="one row each: the rest of a cut row lacks the special tokens, and is not what its label belongs to",
-        do=(f"seq_len={tokens}; or " if fits else "") + f"tokenizer(texts, truncation=True, max_length={longest}), or texts",
+        f"`data` has {given} of {tokens} tokens, longer than `seq_len`, {longest}, and the head of {model.name} reads a row as "
+        "one. "
+        + (
+            f"Pass seq_len={tokens}, or texts"
+            if fits
+            else f"Pass tokenizer(texts, truncation=True, max_length={longest}), or texts"
+        )
+        + "."
     )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analysis.validation import with_tokenizer
+from ..analyzers.exit_curve import ExitCurveResult
 from ..core.argument_checks import typed
+from ..core.bounds import Fraction, PositiveFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..models.cross_entropy import need_classes
 from ..models.exit_heads import ExitHeads, as_heads
 from ..models.layout import refusing_failed_forward
 from ..models.open import OpenedModel
-from .arguments import check_curve_heads, check_curve_rule, check_layers, sequence_rows, shortlist_ids
+from .arguments import check_curve, check_layers, sequence_rows, shortlist_ids
 from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
 from .decoding import Decoding
 from .exit_check import ExitCheck
@@ -83,21 +85,14 @@ class EarlyExit:
         model: Any,
         threshold: int | float = 0.9,
         *,
-        at: tuple[int, ...] | list[int] | str | None = None,
-        min_layer: int = 1,
+        at: tuple[int, ...] | list[int] | Literal["all"] | None = None,
+        min_layer: PositiveInt = 1,
         rule: str = "max-prob",
-        curve: Any = None,
+        curve: ExitCurveResult | None = None,
         costs: ExitCosts | None = None,
         shortlist: Any = None,
         heads: ExitHeads | str | os.PathLike[str] | None = None,
     ) -> None:
-        if min_layer < 1:
-            raise LayersimError(
-                "`min_layer` must be at least 1.",
-                given=f"min_layer={min_layer}",
-                expected="a number of blocks that have run",
-                do="min_layer=1",
-            )
         rule_class = exit_rule(rule)
         self.split_model, self.unembed = open_for_early_exit(model)
         self.model = OpenedModel.of(model).model
@@ -108,8 +103,7 @@ class EarlyExit:
         self.heads = as_heads(heads)
         self._lens = self._lens_of(self.heads, blocks)
         if curve is not None:
-            check_curve_rule(rule_class)
-            check_curve_heads(curve, self.heads)
+            check_curve(curve, rule_class, self.heads)
         costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids)
         given = check_layers(at, min_layer, blocks)
         self.plan: ExitPlan | None = None
@@ -157,7 +151,7 @@ class EarlyExit:
         rule = f"{self.rule.name} > {self.rule.threshold:g}"
         return f"EarlyExit({self.split_model.model.name}, {rule} after blocks: {layers}{expected})"
 
-    def _warn_of_other_weights(self, curve: Any) -> None:
+    def _warn_of_other_weights(self, curve: ExitCurveResult) -> None:
         """Warn where an exit curve was measured with other weights."""
         ours, theirs = self.split_model.model.weights_hash, curve.provenance.weights_hash
         if ours and theirs and ours != theirs:
@@ -177,10 +171,7 @@ class EarlyExit:
         """Refuse to run after the final norm or the head of the model has been replaced."""
         if self._head_weights() != self._head:
             raise LayersimError(
-                "The model's final norm or head was replaced after this EarlyExit was built.",
-                given="other weights, another dtype or another device",
-                expected="the model as it was",
-                do="EarlyExit(model, ...) once more",
+                "The model's final norm or head was replaced after this EarlyExit was built; build another one."
             )
 
     def refuse_no_generation(self) -> None:
@@ -191,23 +182,14 @@ class EarlyExit:
         """
         if self.generates:
             return
-        model = self.split_model.model
         head = self.split_model.source.model.head
         if head is not None and head.classifies:
-            inputs = "images" if reads_pixels(self.split_model) else "tokens, attention_mask"
-            raise LayersimError(
-                f"{model.name} cannot generate: it is a classifier.",
-                given=type(self.model).__name__,
-                expected="a causal language model",
-                do=f"early.logits({inputs})",
-            )
-        raise LayersimError(
-            f"{model.name} cannot generate.",
-            given=f"{type(self.model).__name__}, which "
-            + ("keeps no keys and values" if self.causal else "is no causal language model"),
-            expected="a causal language model whose forward takes past_key_values",
-            do="early.logits(...); adapters of peft are merged first: model.merge_and_unload()",
-        )
+            reason = "it is a classifier"
+        elif self.causal:
+            reason = "its forward takes no past_key_values (adapters of peft are merged first: model.merge_and_unload())"
+        else:
+            reason = "it is no causal language model"
+        raise LayersimError(f"{self.split_model.model.name} cannot generate: {reason}. Use EarlyExit.logits.")
 
     @typed
     def generate(
@@ -215,10 +197,10 @@ class EarlyExit:
         prompt: str | list[str] | Integer[Tensor, "batch pos"] | Integer[Tensor, " pos"],
         *,
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
-        max_new_tokens: int = 50,
+        max_new_tokens: PositiveInt = 50,
         do_sample: bool = False,
-        temperature: int | float = 1.0,
-        top_p: int | float = 1.0,
+        temperature: PositiveFloat = 1.0,
+        top_p: Fraction = 1.0,
         seed: int | None = None,
         eos_token_id: int | list[int] | tuple[int, ...] | None = None,
         stop: str | list[str] | None = None,
@@ -247,13 +229,6 @@ class EarlyExit:
         self.refuse_no_generation()
         model = self.split_model.model
         self._refuse_changed_head()
-        if max_new_tokens < 1:
-            raise LayersimError(
-                "`max_new_tokens` must be at least 1.",
-                given=f"max_new_tokens={max_new_tokens}",
-                expected="1 or more",
-                do="max_new_tokens=50",
-            )
         tokenizer = with_tokenizer(model, tokenizer).tokenizer
         tokens, attended = prompt_rows(prompt, attention_mask, model, tokenizer, max_new_tokens)
         stop_criteria = StopCriteria(end_ids(self.model, eos_token_id), stop, tokenizer)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..analyzers.exit_curve import ExitCurveResult
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from ..models.exit_heads import ExitHeads
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
@@ -18,7 +21,7 @@ from .rules.base import ExitRule
 from .supported_models import reads_pixels
 
 
-def check_layers(at: Any, min_layer: int, blocks: int) -> tuple[int, ...] | None:
+def check_layers(at: Sequence[int] | Literal["all"] | None, min_layer: int, blocks: int) -> tuple[int, ...] | None:
     """The layers of checks that `at` names; None where it is None.
 
     Raises:
@@ -26,19 +29,12 @@ def check_layers(at: Any, min_layer: int, blocks: int) -> tuple[int, ...] | None
     """
     if at is None:
         return None
-    if isinstance(at, str):
-        if at != "all":
-            raise LayersimError(
-                '`at` must be layer numbers or "all".', given=f"at={at!r}", expected='numbers, or "all"', do='at="all"'
-            )
-        return tuple(range(max(1, min_layer), blocks))
+    if at == "all":
+        return tuple(range(min_layer, blocks))
     layers = tuple(at)
-    if list(layers) != sorted(set(layers)) or (layers and not max(1, min_layer) <= layers[0] <= layers[-1] < blocks):
+    if list(layers) != sorted(set(layers)) or (layers and not min_layer <= layers[0] <= layers[-1] < blocks):
         raise LayersimError(
-            f"`at` must be ascending layer numbers from {max(1, min_layer)} to {blocks - 1}.",
-            given=f"at={layers}, min_layer={min_layer}",
-            expected=f"numbers of blocks that have run, ascending, {max(1, min_layer)} to {blocks - 1}",
-            do=f"at=({blocks // 2},)",
+            f"`at` is {brief(layers)}; it must be ascending numbers of blocks from {min_layer} to {blocks - 1}."
         )
     return layers
 
@@ -49,64 +45,43 @@ def shortlist_ids(shortlist: Any, rule: type[ExitRule], split_model: LocalSplitM
     Raises:
         LayersimError: these are not distinct token ids, or the rule or the head cannot use a shortlist.
     """
+    if not rule.reads_logits or unembed.linear is None or len(unembed.parts) > 1:
+        raise LayersimError(
+            f"`shortlist` cannot be used with rule={rule.name!r} and the head {split_model.source.model.head}: it needs a rule "
+            "that reads logits, and a head that is one linear layer."
+        )
     try:
         ids = torch.as_tensor(shortlist).detach().cpu()
     except (RuntimeError, TypeError, ValueError):
         ids = torch.zeros(0)
-    vocabulary = 0 if unembed.linear is None else unembed.linear.out_features
+    vocabulary = unembed.linear.out_features
     valid = (
         ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and len(set(ids.tolist())) == len(ids) >= 2
     )
-    if not valid or (vocabulary and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary):
+    if not valid or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise LayersimError(
-            "`shortlist` must be two or more distinct token ids.",
-            given=f"{ids.dtype} of shape {tuple(ids.shape)}",
-            expected=f"two or more different token ids from 0 to {vocabulary - 1}",
-            do="frequent_tokens(model, texts, 1000)",
-        )
-    if not rule.reads_logits or unembed.linear is None or len(unembed.parts) > 1:
-        raise LayersimError(
-            "`shortlist` cannot be used with this rule or this head.",
-            given=f"rule={rule.name!r}, a head {split_model.source.model.head}",
-            expected="a rule that reads logits, and a head that is one plain linear layer",
-            do="leave shortlist= out",
+            f"`shortlist` is {brief(shortlist)}; it must be two or more distinct token ids from 0 to {vocabulary - 1}."
         )
     return ids
 
 
-def check_curve_rule(rule: type[ExitRule]) -> None:
-    """Refuse an exit curve for a rule whose exits it does not measure.
+def check_curve(curve: ExitCurveResult, rule: type[ExitRule], heads: ExitHeads | None) -> None:
+    """Check that an exit curve measures the exits of a rule, and was measured with the heads of the layers.
 
     Raises:
-        LayersimError: with the rules that exit curves measure.
+        LayersimError: it measures other rules, or was measured with other heads.
     """
     if not rule.has_exit_curve:
         measured = [name for name, other in exit_rules().items() if other.has_exit_curve]
         raise LayersimError(
-            f"`curve` cannot be used with rule={rule.name!r}: an exit curve does not measure the exits of this rule.",
-            given=f"curve= with rule={rule.name!r}",
-            expected=f"rule={' or '.join(map(repr, measured))}, or no curve",
-            do="at=(...)",
+            f"`curve` cannot be used with rule={rule.name!r}: an exit curve measures the exits of "
+            f"{' or '.join(map(repr, measured))}."
         )
-
-
-def check_curve_heads(curve: Any, heads: ExitHeads | None) -> None:
-    """Refuse an exit curve that was measured with other heads than those of the layers.
-
-    Raises:
-        LayersimError: names both.
-    """
-    provenance = getattr(curve, "provenance", None)
-    measured = None if provenance is None else provenance.options.get("heads")
-    own = None if heads is None else str(heads)
-    if measured != own:
+    measured_with, own = curve.provenance.options.get("heads"), None if heads is None else str(heads)
+    if measured_with != own:
         raise LayersimError(
-            "`curve` was measured with other heads.",
-            given=f"a curve of {measured or 'the head of the model'}, and heads={own}",
-            expected="the curve of the heads with which the layers are read",
-            do="curve=analyze(model, data, [ExitCurve(norm=heads.norm, heads=heads)])['exit_curve']"
-            if heads is not None
-            else "heads=, those of the curve",
+            f"`curve` was measured with {measured_with or 'the head of the model'}, and `heads` is {own}; they must be "
+            "the same."
         )
 
 
@@ -126,40 +101,16 @@ def sequence_rows(
         LayersimError: the model does not take these inputs.
     """
     pixels, mask = reads_pixels(split_model), attention_mask
-    call = "early.logits(images)" if pixels else "early.logits(encoded.input_ids, encoded.attention_mask)"
     if pixels and mask is not None:
-        raise LayersimError(
-            "`attention_mask` cannot be given for an image model.",
-            given=f"a mask of shape {tuple(mask.shape)}",
-            expected="images alone",
-            do=call,
-        )
-    if tokens.is_floating_point() != pixels:
-        raise LayersimError(
-            "`tokens` must be pixel values: this model reads images."
-            if pixels
-            else "`tokens` must be token ids: this model reads tokens.",
-            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
-            expected="images `batch channel height width`" if pixels else "token ids `batch pos`",
-            do=call,
-        )
-    if not tokens.numel():
-        raise LayersimError("`tokens` is empty.", given=f"shape {tuple(tokens.shape)}", expected="one row or more", do=call)
+        raise LayersimError("`attention_mask` cannot be given for a model of images.")
+    if tokens.is_floating_point() != pixels or not tokens.numel():
+        takes = "images `batch channel height width`" if pixels else "token ids `batch pos`"
+        raise LayersimError(f"`tokens` is {brief(tokens)}; {split_model.model.name} takes one or more {takes}.")
     context = split_model.model.context
     if not pixels and context and tokens.shape[1] > context and (mask is None or int(mask.bool().sum(1).max()) > context):
-        raise LayersimError(
-            "`tokens` exceed the model's context.",
-            given=f"{tokens.shape[1]} tokens",
-            expected=f"at most {context}, the context of {split_model.model.name}",
-            do=f"tokens[:, :{context}]",
-        )
+        raise LayersimError(f"`tokens` has {tokens.shape[1]} positions; the context of {split_model.model.name} has {context}.")
     if mask is not None and not bool(mask.bool().any(1).all()):
-        raise LayersimError(
-            "`attention_mask` has a row without a token.",
-            given=f"{int(mask.bool().any(-1).logical_not().sum())} empty rows",
-            expected="a token in each row",
-            do=call,
-        )
+        raise LayersimError("`attention_mask` has a row without a token.")
     tokens = tokens.to(split_model.device)
     attended = None if mask is None else mask.to(split_model.device).bool()
     inputs = {"pixel_values" if pixels else "input_ids": tokens}

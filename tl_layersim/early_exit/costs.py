@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ..analyzers.exit_curve import ExitCurveResult
 from ..core.argument_checks import typed
 from ..core.bounds import NonNegativeFloat, PositiveInt
 from ..core.errors import LayersimError, warn
-from ..core.wording import brief
+from .arguments import shortlist_ids
 from .measured_costs import timed_costs
 from .rules import exit_rule
 from .supported_models import open_for_early_exit
@@ -80,16 +79,16 @@ class ExitCosts:
             batch: number of rows.
         """
         rule_class = exit_rule(rule)
-        _check_shortlist(shortlist)
-        split_model, _ = open_for_early_exit(model)
+        split_model, lens = open_for_early_exit(model)
+        ids = None if shortlist is None else shortlist_ids(shortlist, rule_class, split_model, lens)
         sizes = [sum(p.numel() for p in block.parameters()) for block in split_model.blocks]
         known = split_model.model.head
         paths = known.modules if known is not None else ()
         head = sum(p.numel() for path in paths for p in split_model.module.get_submodule(path).parameters())
         if not rule_class.reads_logits:
             check = 0.0
-        elif shortlist is not None:
-            check = float(len(shortlist) * (split_model.model.d_model or 0))
+        elif ids is not None:
+            check = float(len(ids) * (split_model.model.d_model or 0))
         else:
             check = float(head)
         return ExitCosts(
@@ -126,9 +125,8 @@ class ExitCosts:
                 `time.thread_time` leaves out their time.
         """
         rule_class = exit_rule(rule)
-        _check_shortlist(shortlist)
-        ids = None if shortlist is None else torch.as_tensor(shortlist)
         split_model, lens = open_for_early_exit(model)
+        ids = None if shortlist is None else shortlist_ids(shortlist, rule_class, split_model, lens)
         timed_rule = rule_class(rule_class.unreachable, ids)
         return ExitCosts(**timed_costs(split_model, lens, timed_rule, batch, context, repeats, clock))
 
@@ -235,21 +233,14 @@ def plan_for(costs: ExitCosts, exited: list[float], min_layer: int = 1, at: tupl
     return ExitPlan(at, costs.full() / costs.step(at, fractions), exits, costs)
 
 
-def exited_fractions(curve: Any, threshold: float, blocks: int) -> list[float]:
+def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
     """For each block, the fraction of positions that an `ExitCurve` measured to exit after it or below.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.
     """
-    exits = getattr(curve, "exits", None)
-    if not isinstance(exits, torch.Tensor) or exits.shape[-1] != blocks:
-        shape = f" of {exits.shape[-1]} layers" if isinstance(exits, torch.Tensor) else ""
-        raise LayersimError(
-            "`curve` is not an exit curve of this model.",
-            given=f"{type(curve).__name__}{shape}",
-            expected=f"the result of ExitCurve on this model, of {blocks} layers",
-            do='curve=analyze(model, data, [ExitCurve()])["exit_curve"]',
-        )
+    if curve.exits.shape[-1] != blocks:
+        raise LayersimError(f"`curve` was measured on a model of {curve.exits.shape[-1]} blocks; this model has {blocks}.")
     counts = curve.at(threshold).exits
     fractions = (counts.cumsum(0) / counts.sum()).tolist()
     return [*fractions[:-1], 0.0]
@@ -273,15 +264,4 @@ def warn_if_slower(plan: ExitPlan) -> None:
         warn(
             f"Checks at {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check costs an "
             "unembedding. Pass curve= without at= to have the layers chosen."
-        )
-
-
-def _check_shortlist(shortlist: Any) -> None:
-    """Refuse a shortlist whose costs cannot be counted."""
-    if shortlist is not None and (isinstance(shortlist, str) or not hasattr(shortlist, "__len__") or not len(shortlist)):
-        raise LayersimError(
-            "`shortlist` must be a list of token ids.",
-            given=f"shortlist={brief(shortlist)}",
-            expected="token ids",
-            do="frequent_tokens(model, texts, 1000)",
         )

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.hooks import ForwardRun, on_leave
 from ..models.split_model import LocalSplitModel
 from .cache import ColumnCache, Columns, grown
+from .supported_models import not_reached
 
 # Called at the end of a segment with the number of blocks that have run, the rows that ran them, and `row d_model` of their
 # newest tokens (leaving and entering the last of these blocks). Returns the rows that continue.
@@ -169,12 +169,7 @@ class _Step:
                 with entered(state.split_model, state.ends[self.segment - 1], x):
                     state.split_model.module(input_ids=ids, **options)
         if not self.stopped:
-            raise LayersimError(
-                f"The forward pass of {state.split_model.model.name} did not reach block {state.ends[self.segment] - 1}.",
-                given=type(state.split_model.module).__name__,
-                expected="each block to run once, in order, as a module of its own; a compiled graph skips the hooks of blocks",
-                do="the model before torch.compile; layers=[...] names the right blocks",
-            )
+            raise not_reached(state.split_model, state.ends[self.segment])
 
     def hook(self, number: int) -> Callable[[nn.Module, Any, Any, Any], None]:
         """The forward hook of the last block of a segment."""

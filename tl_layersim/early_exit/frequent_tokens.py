@@ -8,15 +8,15 @@ import torch
 
 from ..analysis.validation import with_tokenizer
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveInt
 from ..core.errors import LayersimError
-from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from .supported_models import open_for_early_exit
 
 
 @typed
-def frequent_tokens(model: Any, data: Any, size: int) -> Any:
+def frequent_tokens(model: Any, data: Any, size: PositiveInt) -> Any:
     """The most frequent token ids of a data set, as a shortlist for the checks of `EarlyExit`.
 
     Args:
@@ -32,13 +32,11 @@ def frequent_tokens(model: Any, data: Any, size: int) -> Any:
         >>> len(lsim.frequent_tokens(lsim.demo_model(), lsim.demo_text(), 200))
         200
     """
-    if size < 1:
-        raise LayersimError("`size` must be at least 1.", given=f"size={size}", expected="1 or more", do="size=1000")
     split_model, _ = open_for_early_exit(model)
     data = Data.of(data, max_tokens=100_000)
     batches = Batches(data, with_tokenizer(split_model.model, data.tokenizer))
     tokens = [batch.tokens[batch.attention] for batch in batches]
     if not tokens:
-        raise LayersimError("`data` is empty.", given=brief(data.source), expected="texts or tokens", do="one text or more")
+        raise LayersimError("`data` is empty.")
     counts = torch.cat(tokens).bincount()
     return counts.topk(min(size, int((counts > 0).sum()))).indices

@@ -48,10 +48,8 @@ def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise LayersimError(
-            f"{split_model.model.name} cannot run segment by segment.",
-            given=f"{type(error).__name__} on a few tokens: {error}"[:300],
-            expected="blocks that pass on one residual stream, and attention that reads the cache that it is given",
-            do="a model without recurrent layers or layers that share keys and values",
+            f"{split_model.model.name} cannot run segment by segment: {type(error).__name__}: {error}"[:300]
+            + ". Early exit needs blocks that pass on one residual stream, and attention that reads the cache it is given."
         ) from error
 
 
@@ -146,9 +144,6 @@ def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, w
     gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
     if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
         raise LayersimError(
-            f"{split_model.model.name} gives different logits {when} from those of its own forward pass.",
-            given=f"logits that differ by {gap:.3g} of their norm",
-            expected="the same up to rounding",
-            do="a model whose blocks run one after the other and keep keys and values in the cache that they are given; "
-            "layers=[...] and unembed=[...] name its blocks and its head",
+            f"{split_model.model.name} gives different logits {when} from those of its own forward pass, by {gap:.3g} of their "
+            "norm. Its blocks must run one after the other; open_model(model, layers=[...], unembed=[...]) names them."
         )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.hooks import ForwardRun, on_leave
 from ..models.split_model import LocalSplitModel
@@ -17,7 +16,7 @@ from .decoding import Counts, entered
 from .exit_check import ExitCheck
 from .exit_lens import ExitLens
 from .rules.base import ExitRule
-from .supported_models import no_cache
+from .supported_models import no_cache, not_reached
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,7 @@ class FullSequence:
             with self.forward:
                 self.split_model.module(**options)
         if not self.stopped:
-            raise LayersimError(
-                f"The forward pass of {self.split_model.model.name} did not reach block {self.ends[self.segment] - 1}.",
-                given=type(self.split_model.module).__name__,
-                expected="each block to run once, in order, as a module of its own",
-                do="layers=[...] names the right blocks",
-            )
+            raise not_reached(self.split_model, self.ends[self.segment])
 
     def _hook(self, number: int) -> Any:
         """The forward hook of the last block of a segment."""

@@ -69,11 +69,8 @@ def timed_costs(
     repeats = min(repeats, (limit - 1) // (MORE + 1) - 3)
     if blocks < 2 or repeats < FEWEST_REPEATS:
         raise LayersimError(
-            "`model` has too few blocks, or too short a context, to be timed.",
-            given=f"{blocks} blocks, a context of {split_model.model.context}, and so {repeats} repeats",
-            expected=f"two blocks or more, room for {FEWEST_REPEATS} rounds of {MORE + 1} tokens, and "
-            f"repeats={FEWEST_REPEATS} or more",
-            do="ExitCosts.count(model)",
+            f"`model` has {blocks} blocks and a context of {split_model.model.context}, and `repeats` is {repeats} there; "
+            f"two blocks and {FEWEST_REPEATS} repeats of {MORE + 1} tokens are needed. Use ExitCosts.count(model)."
         )
     context = min(context, limit - (MORE + 1) * (repeats + 3))
     with split_model.evaluating(), torch.no_grad():

@@ -29,21 +29,14 @@ def prompt_rows(
         tokens, attention = _rows_of_texts(prompt, attention_mask, model, tokenizer)
     lengths = attention.sum(1)
     if not len(lengths) or int(lengths.min()) == 0:
-        raise LayersimError(
-            "`prompt` has a row without a token.",
-            given="a row of padding alone",
-            expected="at least one token in each row",
-            do="leave the row out",
-        )
+        raise LayersimError("`prompt` has a row without a token.")
     refuse_other_ids(tokens[attention], model, "prompt")
     longest = int(lengths.max())
     # The model does not run on the last new token.
     if model.context and longest + max_new_tokens - 1 > model.context:
         raise LayersimError(
-            "`prompt` and `max_new_tokens` exceed the model's context.",
-            given=f"a prompt of {longest} tokens, and {max_new_tokens} new ones",
-            expected=f"at most {model.context + 1} in all: the context of {model.name}, and a last token that is not run",
-            do=f"max_new_tokens={max(1, model.context - longest + 1)}, or a shorter prompt",
+            f"`prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}; the context of {model.name} has room for "
+            f"{model.context + 1} in all."
         )
     if int(lengths.min()) == tokens.shape[1]:
         return tokens, None
@@ -70,13 +63,10 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
 def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention of texts, tokenized as in `analyze`."""
     texts = [prompt] if isinstance(prompt, str) else prompt
-    if mask is not None or not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise LayersimError(
-            "`prompt` must be text or token ids." if mask is None else "`attention_mask` cannot be given for a text.",
-            given=type(prompt).__name__,
-            expected="a text, a list of texts, or token ids `batch pos`",
-            do='generate("Once upon a time")',
-        )
+    if mask is not None:
+        raise LayersimError("`attention_mask` cannot be given for texts.")
+    if not texts:
+        raise LayersimError("`prompt` is empty.")
     # Without its head the texts are not cut: one that exceeds the context is refused below.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
     length = model.context or 1 << 20
@@ -84,10 +74,7 @@ def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: An
     rows = list(batches.rows())
     if len(rows) != len(texts):
         raise LayersimError(
-            "`prompt` has a text that is empty or exceeds the model's context.",
-            given=f"{len(texts)} texts that became {len(rows)} rows",
-            expected=f"texts of 1 to {length} tokens",
-            do="a shorter prompt",
+            f"`prompt` has {len(texts)} texts, of which {len(texts) - len(rows)} are empty or have more than {length} tokens."
         )
     batch = batches.batch(rows, 0)
     return batch.tokens, batch.attention

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 
 
 class TokenSampler:
@@ -25,19 +26,10 @@ class TokenSampler:
     def __init__(self, sample: bool, temperature: float, top_p: float, seed: int | None, rows: int) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-        if sample and not (temperature > 0 and 0 < top_p <= 1):
-            raise LayersimError(
-                "`temperature` or `top_p` is out of range.",
-                given=f"temperature={temperature}, top_p={top_p}",
-                expected="a temperature above 0, and 0 < top_p <= 1",
-                do="do_sample=False for the most probable token",
-            )
         if not sample and (temperature != 1 or top_p != 1 or seed is not None):
             raise LayersimError(
-                "`temperature`, `top_p` and `seed` require do_sample=True.",
-                given=f"temperature={temperature}, top_p={top_p}, seed={seed} with do_sample=False",
-                expected="do_sample=True, or none of them",
-                do="do_sample=True",
+                f"`temperature`, `top_p` and `seed` are {temperature}, {top_p} and {seed}; they have no effect without "
+                "do_sample=True."
             )
         self.sample = sample
         self.warpers = LogitsProcessorList()
@@ -93,10 +85,9 @@ class StopCriteria:
         self.stop = [stop] if isinstance(stop, str) else stop or []
         if self.stop and (tokenizer is None or not all(self.stop)):
             raise LayersimError(
-                "`stop` requires a tokenizer and texts that are not empty.",
-                given=f"stop={stop!r}" + (" and no tokenizer" if tokenizer is None else ""),
-                expected="texts that are not empty, and a tokenizer",
-                do="tokenizer=..., or eos_token_id=",
+                f"`stop` is {brief(stop)}; it must be texts that are not empty."
+                if tokenizer is not None
+                else f"`stop` is {brief(stop)}, which needs a tokenizer."
             )
 
     def __call__(self, tokens: list[int]) -> bool:

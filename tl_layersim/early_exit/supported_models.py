@@ -13,7 +13,7 @@ from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.hooks import on_leave
 from ..models.layout import classes_with_head
-from ..models.open import OpenedModel
+from ..models.open import OpenedModel, is_nnsight
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
 from ..models.unembed import Unembed
@@ -32,33 +32,24 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     """
     opened = OpenedModel.of(model)
     model = opened.model
-    _refuse_other_libraries(model)
-    if isinstance(model, torch.nn.Module) and not hasattr(model, "config") and not hasattr(model, "open_source"):
+    bare = isinstance(model, torch.nn.Module) and not hasattr(model, "config") and not hasattr(model, "open_source")
+    # The blocks of nnsight and of TransformerLens do not use the cache of transformers.
+    if bare or is_nnsight(model) or is_transformer_lens(model):
         raise not_hugging_face(model)
     source = open_source(opened, either_stack=either_stack)
     if type(source) is not HookedSource:
-        raise LayersimError(
-            "`model` must be a Hugging Face model: early exit runs the model's blocks one after the other.",
-            given=type(model).__name__,
-            expected="a Hugging Face model, in this process",
-            do="EarlyExit of the model itself",
-        )
+        raise not_hugging_face(model)
     need_stream(source.model, "Early exit")
     split_model = LocalSplitModel(source, source.model)
     if split_model.source.unembed is None:
         raise LayersimError(
-            "`model` has no known head, so its layers give no logits.",
-            given=type(model).__name__,
-            expected="a model with logits",
-            do=f"load it by {classes_with_head(type(model).__name__)}; or unembed=[paths of the final norm and the head]",
+            f"{source.model.name} has no known head, so its layers give no logits. Load it by "
+            f"{classes_with_head(type(model).__name__)}, or open_model(model, unembed=[final norm, head])."
         )
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         raise LayersimError(
-            "`model` must be on one device.",
-            given=f"weights on {', '.join(sorted(devices))}",
-            expected="one device",
-            do="model.to('cuda'), or load it without device_map=",
+            f"`model` has weights on {', '.join(sorted(devices))}; they must be on one device. Load it without device_map=."
         )
     if source.model.stream == "unknown":
         with split_model.evaluating(), torch.no_grad(), source.settling():
@@ -68,31 +59,19 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
 
 
 def not_hugging_face(model: Any) -> LayersimError:
-    """The error for a model without a configuration."""
+    """The error for a model of another library, or one without a configuration."""
     return LayersimError(
-        "`model` must be a Hugging Face model: only these say by a configuration what they take, and can be rebuilt from one.",
-        given=type(model).__name__,
-        expected="a PreTrainedModel",
-        do="ExitCurve, which measures exits of any model: analyze(model, data, [ExitCurve()])",
+        f"`model` is of type {type(model).__name__}; it must be a Hugging Face model in this process, such as that of "
+        "AutoModelForCausalLM.from_pretrained(name). ExitCurve measures exits of any model."
     )
 
 
-def _refuse_other_libraries(model: Any) -> None:
-    """Refuse models of nnsight and TransformerLens, whose blocks do not use the cache of transformers."""
-    if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
-        raise LayersimError(
-            "`model` must be a Hugging Face model: early exit cannot run an nnsight envoy.",
-            given=type(model).__name__,
-            expected="the Hugging Face model inside it, in this process",
-            do="EarlyExit(AutoModelForCausalLM.from_pretrained(name)): the same weights; a model on a server cannot exit early",
-        )
-    if is_transformer_lens(model):
-        raise LayersimError(
-            "`model` must be a Hugging Face model: TransformerLens keeps keys and values in a cache of its own.",
-            given=type(model).__name__,
-            expected="a Hugging Face model",
-            do="EarlyExit(AutoModelForCausalLM.from_pretrained(name)): the same weights",
-        )
+def not_reached(split_model: LocalSplitModel, block: int) -> LayersimError:
+    """The error for a forward pass that ended before a block, counted from 1."""
+    return LayersimError(
+        f"The forward pass of {split_model.model.name} did not reach block {block - 1}: each block must run once, in order, as "
+        "a module that is not compiled. open_model(model, layers=[...]) names the blocks."
+    )
 
 
 def takes_cache(split_model: LocalSplitModel) -> bool:
@@ -131,10 +110,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if not isinstance(channels, int) or not isinstance(size, int | list | tuple):
         raise LayersimError(
-            "`model` reads images of unknown size.",
-            given=f"image_size={size}, num_channels={channels} in its configuration",
-            expected="both, or a model of tokens",
-            do="set them in model.config",
+            f"`model` reads images of unknown size: image_size={size} and num_channels={channels} in its configuration."
         )
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(rows, channels, height, width, generator=generator)

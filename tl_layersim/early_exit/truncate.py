@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveInt
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
-from ..core.storage import replacing_model, resolved
+from ..core.storage import replacing_model
 from ..models.block_lists import lists_by_stage, stack_of
 from ..models.layout import nearest_config
 from ..models.open import OpenedModel
@@ -30,7 +31,7 @@ NO_BLOCKS_ENDS = ("_token_id", "_ids", "_only_layers", "_indices")
 
 
 @typed
-def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | None = None) -> Any:
+def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[str] | None = None) -> Any:
     """A copy of a model with its first `n_layers` blocks only, followed by the same final norm and head.
 
     The blocks are those of the decoder in an encoder-decoder, and those of the last stage in a Swin. The logits of the copy are
@@ -64,17 +65,8 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
         raise not_hugging_face(model)
     _refuse_other_weights(model)
     blocks = len(split_model.blocks)
-    if isinstance(n_layers, bool) or not 1 <= n_layers <= blocks:
-        raise LayersimError(
-            f"`n_layers` must be between 1 and {blocks}.",
-            given=f"n_layers={n_layers}",
-            expected=f"1 to {blocks}, the number of blocks of the model",
-            do=f"n_layers={max(1, blocks // 2)}",
-        )
-    if save_to is not None and resolved(save_to, "save_to").is_file():
-        raise LayersimError(
-            "`save_to` is a file.", given=f"save_to={save_to}", expected="a folder, existing or new", do="another name"
-        )
+    if n_layers > blocks:
+        raise LayersimError(f"`n_layers` is {n_layers}; {split_model.model.name} has {blocks} blocks.")
     # Weights that are made under torch.inference_mode() could never be trained.
     with torch.inference_mode(False):
         short = _short_copy(opened, split_model, unembed, n_layers)
@@ -92,19 +84,17 @@ def _refuse_other_weights(model: Any) -> None:
     Raises:
         LayersimError: the model has such weights.
     """
-    before = "truncate the model as from_pretrained loads it without {}, save the copy with save_to=, and load that one with {}"
+    again = "a copy truncated with save_to=, of the model loaded without {0}, and load that with {0}"
     refuse_quantised(
         model,
         "`model` has quantised weights, which cannot be copied into a shorter model.",
-        do=before.format("quantization_config=", "quantization_config="),
+        do=again.format("quantization_config="),
     )
     peers = weight_peers(model)
     if peers:
         raise LayersimError(
-            "`model` is sharded over several processes, but a truncated copy is made of whole weights.",
-            given=f"weights that ranks {sorted(peers)} hold together",
-            expected="a whole copy of the model in one process",
-            do=before.format("tp_plan=", "tp_plan="),
+            f"`model` is sharded over ranks {sorted(peers)}; a truncated copy needs whole weights. Use "
+            f"{again.format('tp_plan=')}."
         )
 
 
@@ -161,10 +151,7 @@ def _copy_weights(model: Any, short: Any) -> None:
     missing = [name for name in copied if name not in original or original[name].shape != copied[name].shape]
     if missing:
         raise LayersimError(
-            "`model` lacks weights that its truncated copy needs.",
-            given=f"no {missing[0]} of this shape in {type(model).__name__}",
-            expected="every weight of the copy in the model",
-            do="a model as from_pretrained gives it, without adapters or quantization",
+            f"`model` lacks the weight {missing[0]} that its truncated copy needs. Load it without adapters or quantization."
         )
     with torch.no_grad():
         for name, x in copied.items():
@@ -189,8 +176,6 @@ def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -
     gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):
         raise LayersimError(
-            "The truncated model does not give the logits of the logit lens at that layer.",
-            given=f"logits that differ by {gap:.3g} of their norm",
-            expected="the same up to rounding",
-            do="a model whose blocks do not depend on their number",
+            f"The logits of the truncated model differ by {gap:.3g} of their norm from those of the logit lens at layer "
+            f"{n_layers}: some block depends on its number."
         )

@@ -23,10 +23,8 @@ def refuse_post_norm(model: Model) -> None:
     """
     if "post-norm" in model.basis:
         raise LayersimError(
-            f"The blocks of {model.name} have no residual branch: each block ends in a layer norm.",
-            given=model.basis,
-            expected="pre-norm blocks, which add to the residual stream",
-            do="another model; CKA and Cosine accept this one",
+            f"The blocks of {model.name} have no residual branch: each block ends in a layer norm. CKA and Cosine accept "
+            "this model."
         )
 
 
@@ -46,17 +44,12 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
     refuse_edits(model.changes, what)
     if model.calls == "none":
         raise LayersimError(
-            f"{what} replays blocks, which this source does not offer.",
-            given=f"{model.source}, whose views have no calls",
-            expected="a TransformerLens, nnsight or Hugging Face model",
-            do="in a source of your own: Model(calls=...), and views with calls while self.calling",
+            f"{what} replays blocks, which {model.source} does not offer. A source of your own needs Model(calls=...)."
         )
     if model.calls == "values" and not differences:
         raise LayersimError(
-            f"{what} needs gradients through blocks, which the sandbox of this server does not provide.",
-            given=model.source,
-            expected="a trusted server, or a method that needs no gradients",
-            do="method='finite-difference': central differences, whose error is the result's step_error",
+            f"{what} needs gradients through blocks, which the sandbox of this server does not provide. Use "
+            "method='finite-difference'."
         )
 
 
@@ -75,24 +68,17 @@ def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, l
     failed = [name for name, n in zip(layers[1:], differs, strict=True) if n]
     if failed:
         raise LayersimError(
-            "The replayed block differs from its output in the forward pass.",
-            given=", ".join(failed[:4]),
-            expected="blocks without dropout, caches or other state",
-            do="model.eval(), no torch.autocast around the call, and no hooks that change a block's output from call to call",
+            f"The replayed block differs from its output in the forward pass: {', '.join(failed[:4])}. Use model.eval(), "
+            "without torch.autocast, and without hooks whose output changes from call to call."
         )
     failed = [name for name, n in zip(layers[1:], no_skip, strict=True) if n]
     if failed:
         raise LayersimError(
-            "A block does not add its input to its output, so it has no residual branch.",
-            given=", ".join(failed[:4]),
-            expected="pre-norm blocks, which add to the residual stream",
-            do="whole blocks in layers=, or another model; CKA and Cosine accept this one",
+            f"A block does not add its input to its output, so it has no residual branch: {', '.join(failed[:4])}."
         )
     coarse = [f"{name}: {float(e):.0%}" for name, e in zip(layers[1:], step_error, strict=True) if e > TOO_COARSE]
     if coarse:
         raise LayersimError(
-            "Finite differences are too coarse for these blocks.",
-            given=f"relative change of a product with twice the step: {', '.join(coarse[:4])}",
-            expected=f"a step_error of at most {TOO_COARSE:.0%}",
-            do="method='dense', for a remote model on a trusted server; or weights in float32",
+            f"Finite differences are too coarse for these blocks, with a step_error above {TOO_COARSE:.0%}: "
+            f"{', '.join(coarse[:4])}. Use method='dense' or weights in float32."
         )

@@ -33,7 +33,7 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
         if is_out_of_memory(error):
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise other_logits(model, f"cannot be called so: {first[:160]}", "modules that follow one another") from error
+        raise other_logits(model, f"cannot be called so: {first[:160]}") from error
 
 
 def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:
@@ -49,18 +49,16 @@ def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch
     allowed = rounding(own, computed)
     if difference <= allowed * max(size, 1e-3):
         return
-    off = "logits of another shape" if math.isnan(size) else f"off by {difference / max(size, 1e-3):.2g} of their size"
-    raise other_logits(model, off, f"the model's logits to rounding, {allowed:.1g} of their size")
+    off = "gives logits of another shape" if math.isnan(size) else f"is off by {difference / max(size, 1e-3):.2g} of their size"
+    raise other_logits(model, off)
 
 
-def other_logits(model: Model, given: str, expected: str) -> LayersimError:
+def other_logits(model: Model, given: str) -> LayersimError:
     """The error for a lens that does not reproduce the model's logits."""
     return LayersimError(
-        "The logit lens at the last layer does not give the model's own logits.",
-        given=f"{model.head}: {given}",
-        expected=expected,
-        do="unembed=['path.of.final_norm', 'path.of.head'], the modules in order; if they are right: blocks named with layers= "
-        "must pass on the whole stream, the last one included, and no hook or code may change the output of the head",
+        f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Name the final norm "
+        "and the head as unembed=['path.of.norm', 'path.of.head']; hooks on the head and blocks left out of layers= change "
+        "logits too."
     )
 
 
@@ -75,18 +73,15 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
     for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
         if len(names) != len(count):
             raise LayersimError(
-                "`view.activations` does not have the layers that `model.layers` names.",
-                given=f"{len(count)} residual layers",
-                expected=f"{len(names)}: {names[0]} to {names[-1]}",
-                do="make the source's model.layers and the first axis of view.activations agree",
+                f"`view.activations` has {len(count)} residual layers, and `model.layers` names {len(names)}, {names[0]} to "
+                f"{names[-1]}."
             )
         bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
         if bad:
             raise LayersimError(
-                f"Activations are NaN or infinite in {where}" + (f", model {number + 1}." if len(layers) > 1 else "."),
-                given=", ".join(f"{name}: {count} values" for name, count in list(bad.items())[:4]),
-                expected="finite activations",
-                do="load the model in float32 or bfloat16, and check its weights from the first layer named on",
+                f"Activations are NaN or infinite in {where}{f', model {number + 1}' if len(layers) > 1 else ''}: "
+                + ", ".join(f"{count} values at {name}" for name, count in list(bad.items())[:4])
+                + ". Load the model in float32 or bfloat16."
             )
 
 
@@ -100,10 +95,9 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
     where = {name: int(n) for name, n in zip(layers[1:], bad, strict=True) if n}
     if where:
         raise LayersimError(
-            "Logits are NaN or infinite.",
-            given=", ".join(f"{name}: at {n} positions" for name, n in list(where.items())[:4]),
-            expected="finite logits; -inf for ids that are excluded",
-            do="load the model in float32 or bfloat16: float16 overflows above 65504",
+            "Logits are NaN or infinite, "
+            + ", ".join(f"at {n} positions of {name}" for name, n in list(where.items())[:4])
+            + ". Load the model in float32 or bfloat16."
         )
 
 
@@ -115,20 +109,14 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
         what: the analyzer or function that needs the residual stream, for the message.
         parts: whether blocks may be left out between the layers.
     """
+    named = ", ".join(model.layers[1:4]) + (", ..." if len(model.layers) > 4 else "")
     if model.stream == "none":
         raise LayersimError(
-            f"{what} needs the residual stream, and these modules do not pass it on.",
-            given=f"layers=[{', '.join(model.layers[1:4])}{', ...' if len(model.layers) > 4 else ''}]",
-            expected="whole blocks, each of which takes the output of the block before it",
-            do="leave out layers=, or name the blocks themselves; Cosine and CKA read any modules",
+            f"{what} needs the residual stream, and these modules do not pass it on: {named}. Leave out layers=, or name "
+            "whole blocks."
         )
     if model.stream == "parts" and not parts:
-        raise LayersimError(
-            f"{what} needs every block of the residual stream, and some are left out.",
-            given=", ".join(model.layers),
-            expected="consecutive blocks",
-            do="leave out layers=; Cosine, CKA and LogitLens read any of the blocks",
-        )
+        raise LayersimError(f"{what} needs every block of the residual stream, and layers= names {named}.")
 
 
 def need_equal_width(model: Model, what: str) -> None:
@@ -141,8 +129,6 @@ def need_equal_width(model: Model, what: str) -> None:
     if len(set(model.widths)) > 1:
         odd = next(n for n, width in enumerate(model.widths) if width != model.widths[0])
         raise LayersimError(
-            f"{what} needs sites of equal width: a cosine between vectors of different widths is not defined.",
-            given=f"{model.layers[0]} of width {model.widths[0]} and {model.layers[odd]} of width {model.widths[odd]}",
-            expected="sites of one width",
-            do="one call for each width; CKA takes sites of any widths",
+            f"{what} needs sites of equal width: {model.layers[0]} has width {model.widths[0]} and {model.layers[odd]} has "
+            f"width {model.widths[odd]}. CKA takes sites of different widths."
         )

@@ -134,10 +134,8 @@ def in_both_stacks(module: torch.nn.Module) -> LayersimError:
     """The error for blocks of both stacks of an encoder-decoder, or of none."""
     lists = lists_by_side(module)
     return LayersimError(
-        "`layers` must all lie in the encoder or all in the decoder: each has its own tokens and mask.",
-        given=f"{type(module).__name__} with blocks of both stacks, or of none that it names",
-        expected="blocks of the encoder or of the decoder",
-        do=f"layers=[f'{lists.get('decoder', 'decoder.block')}.{{i}}' for i in range(n)]",
+        f"`layers` must all lie in the encoder or all in the decoder of {type(module).__name__}, such as "
+        f"{lists.get('decoder', 'decoder.block')}.0."
     )
 
 

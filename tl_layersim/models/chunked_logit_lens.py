@@ -162,10 +162,8 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
     target_id = target.where(known, 0)[:, None].expand(z.shape[:2])
     if bool(((target_id < 0) | (target_id >= z.shape[-1])).any()):
         raise LayersimError(
-            "`labels` holds ids that the head cannot predict.",
-            given=f"labels from {int(target[known].min())} to {int(target[known].max())}",
-            expected=f"0 to {z.shape[-1] - 1}, and {NO_LABEL} where there is none",
-            do="labels of the model's own vocabulary or classes",
+            f"`labels` holds ids from {int(target[known].min())} to {int(target[known].max())}, which the head cannot "
+            f"predict; its ids are 0 to {z.shape[-1] - 1}, and {NO_LABEL} means no label."
         )
     target_logit = z.gather(-1, target_id[..., None])[..., 0].double()
     groups, total, expected, cross = _moments(z)

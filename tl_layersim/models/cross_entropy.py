@@ -39,11 +39,8 @@ def need_classes(outputs: int) -> None:
     """
     if outputs == 1:
         raise LayersimError(
-            "The head has one output: it is a regression head, whose predictions have no probabilities.",
-            given="logits of width 1",
-            expected="a head of two classes or more",
-            do="lsim.TaskMetrics(labels=scores), with one score for each row as floats; or what reads no logits, such as "
-            "lsim.CKA(), lsim.Cosine() and lsim.linear_probe",
+            "The head has one output, so its predictions have no probabilities. lsim.TaskMetrics(labels=scores) measures "
+            "regression."
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import with_article
 from .call_without_hooks import Quiet
 from .head_layout import is_detr, norms_between_layers
 from .hooked import HookedSource
@@ -64,18 +65,11 @@ def detection_heads(source: HookedSource) -> DetectionHeads:
             if "detr" in kind
             else "its heads do not predict classes and boxes of object queries"
         )
-        raise LayersimError(
-            f"`model` is no DETR: {reason}.",
-            given=f"{type(module).__name__}" + (f" of model type {kind!r}" if kind else ""),
-            expected="DetrForObjectDetection of transformers",
-            do="analyze(model, data, [Cosine(), CKA()]) reads the decoders of other detectors",
-        )
+        raise LayersimError(f"`model` is {with_article(type(module).__name__)}, which is no DETR: {reason}.")
     if source.unembed is None:
         raise LayersimError(
-            "`model` is a DETR without its class head and its box head.",
-            given=type(module).__name__,
-            expected="a model with heads",
-            do="DetrForObjectDetection.from_pretrained(name)",
+            f"`model` is {with_article(type(module).__name__)} without a class head and a box head; load "
+            "DetrForObjectDetection."
         )
     classes = replace(source.unembed, parts=source.unembed.parts[-1:])
     boxes = replace(classes, parts=(Quiet(module.get_submodule(OF_BOXES)),), linear=None)

@@ -68,25 +68,13 @@ class ExitHeads:
         names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
         if len(names) != len(weight) or not names:
             raise LayersimError(
-                "`layers` must name each layer that has a head.",
-                given=f"{len(names)} names for {len(weight)} heads",
-                expected="one name for each head",
-                do="leave layers= out, for heads of blocks 0, 1, ...",
+                f"`layers` has {len(names)} names for {len(weight)} heads; it must name each layer that has a head, and at "
+                "least one."
             )
         if bias is not None and bias.dtype != weight.dtype:
-            raise LayersimError(
-                "`weight` and `bias` must be of one floating-point type.",
-                given=f"{weight.dtype} and {bias.dtype}",
-                expected="float32, float64, bfloat16 or float16",
-                do="ExitHeads(weight.float(), bias.float())",
-            )
+            raise LayersimError(f"`weight` is {weight.dtype} and `bias` is {bias.dtype}; they must be of one type.")
         if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):
-            raise LayersimError(
-                "`weight` or `bias` holds values that are NaN or infinite.",
-                given="values that are not finite",
-                expected="finite numbers",
-                do="train with a lower lr",
-            )
+            raise LayersimError("`weight` or `bias` holds values that are NaN or infinite.")
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach().contiguous()
         self.norm: Literal["final", "none"] = norm
@@ -154,10 +142,8 @@ class ExitHeads:
         with reading(path, "a whole file of heads", "copy the file again, or train again"):
             if "norm" not in header:
                 raise LayersimError(
-                    f"{path} was written by a version that did not record with which norm the heads were trained.",
-                    given=f"tensors {', '.join(sorted(tensors)[:3])}",
-                    expected="weights, the norm and the names of the layers",
-                    do="ExitHeads(torch.stack([...]), norm='final'), from the tensors of safetensors.torch.load_file",
+                    f"{path} does not record with which norm its heads were trained. Read its tensors with "
+                    "safetensors.torch.load_file, and build ExitHeads(weight, norm=...)."
                 )
             return ExitHeads(
                 tensors["weight"],
@@ -181,10 +167,8 @@ class ExitHeads:
         if self.layers != below:
             odd = next((a for a, b in zip(self.layers, below, strict=False) if a != b), "")
             raise LayersimError(
-                "`heads` must have one head for each layer below the last.",
-                given=f"{len(self)} heads" + (f", one of them of {odd}" if odd else f", for {len(below) + 1} layers"),
-                expected=f"{len(below)} heads, of {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}",
-                do="the heads that were trained with this model; no at=, and layers= as in training",
+                f"`heads` has {len(self)} heads{f', one of them of {odd}' if odd else ''}; this model needs one for each "
+                f"layer below the last: {len(below)}, of {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
             )
         # A part before the last one may change the width, and a head that reads rows may join several vectors.
         own: tuple[int | None, int | None] = (None, None)
@@ -194,18 +178,13 @@ class ExitHeads:
             own = (None, model.d_model * (1 if model.head.pool is None else model.head.pool.vectors))
         if any(size is not None and size != given for size, given in zip(own, self.weight.shape[1:], strict=True)):
             raise LayersimError(
-                f"`heads` do not have the shape of the head of {model.name}.",
-                given=f"heads {tuple(self.weight.shape)}, `layer vocabulary d_model`",
-                expected=f"d_model {own[1]}" + (f", {own[0]} classes or token ids" if own[0] is not None else ""),
-                do="the heads that were trained with this model",
+                f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; the head of {model.name} has "
+                f"d_model {own[1]}" + (f" and {own[0]} classes or token ids." if own[0] is not None else ".")
             )
         if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
             raise LayersimError(
-                f"`heads` were trained with other weights than {model.name} has now.",
-                given=f"weights {model.weights_hash}",
-                expected=f"{self.weights_hash}, the model as it was at the end of that training",
-                do="the trained model; ExitHeads(heads.weight, heads.bias, norm=heads.norm) if its weights were only cast or "
-                "converted",
+                f"`heads` were trained with weights {self.weights_hash}, and {model.name} has weights {model.weights_hash}. "
+                "If its weights were only cast or converted: ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
             )
 
 
@@ -221,24 +200,9 @@ def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
     """
     if heads is None:
         return None
-    if isinstance(heads, ExitHeads):
-        found: ExitHeads = heads
-    else:
-        if not Path(heads).is_file():
-            raise LayersimError(
-                "`heads` names a file that does not exist.",
-                given=f"heads={str(heads)!r}",
-                expected="ExitHeads, or the file that ExitHeads.save wrote",
-                do="result.heads of finetune_aligned(objective='multi-head'), or ExitHeads.load(path)",
-            )
-        found = ExitHeads.load(heads)
+    found: ExitHeads = heads if isinstance(heads, ExitHeads) else ExitHeads.load(heads)
     if norm and found.norm != norm:
-        raise LayersimError(
-            "`norm` must be that with which the heads were trained.",
-            given=f"norm={norm!r}, and heads that were trained with norm={found.norm!r}",
-            expected=f"norm={found.norm!r}",
-            do=f"norm={found.norm!r} beside heads=",
-        )
+        raise LayersimError(f"`norm` is {norm!r}, and `heads` were trained with norm={found.norm!r}.")
     return found
 
 

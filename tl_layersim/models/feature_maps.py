@@ -164,10 +164,8 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
     elif not channels.last or is_first != is_last:
         return 1 if is_first or not channels.last else -1
     raise LayersimError(
-        f"The modules at {name} do not tell which axis of the activations holds channels.",
-        given=f"{' x '.join(map(str, shape))}, with convolutions of {channels.first} and linear maps of {channels.last}",
-        expected="batch x channel x height x width, or batch x height x width x channel",
-        do="the path of the convolution, norm or linear map that gives these activations",
+        f"The modules at {name} do not tell which axis of the activations, {' x '.join(map(str, shape))}, holds channels. "
+        "Name the convolution, norm or linear map that gives them."
     )
 
 

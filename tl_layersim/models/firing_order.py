@@ -82,9 +82,4 @@ def not_once(name: str, module: str, why: str) -> LayersimError:
         module: its path.
         why: how often it runs.
     """
-    return LayersimError(
-        f"`at` names a module that does not run once in a forward pass: {module}.",
-        given=f"{name}: {why}",
-        expected="modules that a forward pass runs once",
-        do="another module of the same block; lsim.sites(model) lists the sites with names",
-    )
+    return LayersimError(f"`at` names {name}, and its module {module} does not run once in a forward pass: {why}.")

@@ -86,11 +86,10 @@ def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = 
         hidden = hidden[:, None] if shape is None else hidden.reshape(*shape, -1)
     if hidden.dim() < 3 or (shape is not None and tuple(hidden.shape[:2]) != tuple(shape)):
         raise LayersimError(
-            f"The activations at {name or 'this site'} are not batch x pos x width.",
-            given=" x ".join(map(str, hidden.shape)),
-            expected=" x ".join(map(str, shape or ("batch", "pos"))) + " x width, one vector for each position",
-            do="sites that hold a vector for each position of a row, not tokens that are routed to experts; for images, sites "
-            "with numbers of positions of their own and positions='mean'",
+            f"The activations at {name or 'this site'} are not batch x pos x width: their shape is "
+            f"{' x '.join(map(str, hidden.shape))}"
+            + (f", for {shape[0]} x {shape[1]} positions." if shape is not None else ".")
+            + " For sites of images with numbers of positions of their own: positions='mean'."
         )
     if hidden.dim() > 3:
         hidden = hidden.flatten(2)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from .hook_point import HookPoint
 from .module_sites import module_site_map
 from .site_map import HEAD_FAMILIES, Site, SiteMap, StreamSum
@@ -55,13 +56,8 @@ def find_points(
     items: list[At] = [at] if isinstance(at, str) or callable(at) else list(at)
     known = site_map(module, blocks)
     families = [item for item in items if isinstance(item, str) and known.is_family(item)]
-    if not items or len(set(families)) < len(families):
-        raise LayersimError(
-            "`at` is empty." if not items else "`at` names a family twice.",
-            given=f"at={items}",
-            expected=f"different families ({', '.join(known.families())}), or names",
-            do=f"at={list(dict.fromkeys(families)) or 'resid_post'!r}",
-        )
+    if not items:
+        raise LayersimError(f"`at` is {brief(at)}; it must name a site.")
     for family in families:
         _refuse_lacking(known, family)
     found: list[Site | HookPoint] = []
@@ -108,11 +104,8 @@ def _by_head(one: Site | HookPoint) -> list[HookPoint]:
         return [one]
     family = isinstance(one, Site) and one.family
     raise LayersimError(
-        "`per_head` requires hook points that are divided into heads.",
-        given=f"per_head=True and {_whole(one).name}",
-        expected=f"one of {', '.join(HEAD_FAMILIES)}"
-        + (", in a model whose configuration gives its number of heads" if family in HEAD_FAMILIES else ""),
-        do="at='z', per_head=True; or leave out per_head",
+        f"`per_head` is True, but {_whole(one).name} is not divided into heads; {', '.join(HEAD_FAMILIES)} are"
+        + (", in a model whose configuration gives its number of heads." if family in HEAD_FAMILIES else ".")
     )
 
 
@@ -151,10 +144,8 @@ def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site | HookPoint:
     site = sites[name]
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
-            f"`at` names a hook point of this {known.model} that reads another tensor than its name says in other models.",
-            given=f"{name!r}",
-            expected=f"the family {site.family!r}, which means the same in every model and is read at {site.point.module}",
-            do=f"at={site.family!r}",
+            f"`at` is {name!r}, which reads another tensor in this {known.model} than in other models; the family "
+            f"{site.family!r} is read at {site.point.module}."
         )
     return site
 
@@ -172,10 +163,8 @@ def _one_head(known: SiteMap, sites: dict[str, Site], name: str, stem: str, numb
         return one.head(number)
     count = len(one.heads) if isinstance(one, Site) else 0
     raise LayersimError(
-        "`at` names a head that the model does not have.",
-        given=f"{name!r}",
-        expected=f"heads 0 to {count - 1} of {stem}" if count else f"heads of {', '.join(HEAD_FAMILIES)}",
-        do=f"at={f'{stem}[{count - 1}]' if count else stem!r}",
+        f"`at` is {name!r}, a head that the model does not have; "
+        + (f"{stem} has heads 0 to {count - 1}." if count else f"only {', '.join(HEAD_FAMILIES)} have heads.")
     )
 
 
@@ -191,10 +180,8 @@ def _refuse_lacking(known: SiteMap, family: str) -> None:
         stack, _, own = family.rpartition(".")
         reason = known.lacks.get(own, f"the blocks of its {stack} have none")
         raise LayersimError(
-            f"`at` names a family that {known.model} does not have: {reason}.",
-            given=f"at={family!r}",
-            expected=f"one of {', '.join(known.families())}",
-            do="lsim.sites(model) lists the sites of every family",
+            f"`at` is {family!r}, which {known.model} does not have: {reason}."
+            + (f" It has {', '.join(known.families())}." if known.families() else "")
         )
 
 
@@ -210,10 +197,7 @@ def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
         before = name if name in seen else names.get(tensor)
         if before is not None and (before == name or not {before, name} <= sites):
             raise LayersimError(
-                "`at` names a hook point twice.",
-                given=repr(name) if before == name else f"{before!r} and {name!r}, which are one hook point",
-                expected="different hook points",
-                do=f"{name!r} once" if before == name else f"leave out {name!r}",
+                f"`at` names a hook point twice: {name!r}" + ("." if before == name else f", which is also {before!r}.")
             )
         seen.add(name)
         names[tensor] = name
@@ -224,8 +208,11 @@ def _unknown(known: SiteMap, sites: dict[str, Site], item: At) -> LayersimError:
     names = list(dict.fromkeys([*known.families(), *sites, *known.other_names]))
     near = difflib.get_close_matches(item, names, n=3) if isinstance(item, str) else []
     return LayersimError(
-        f"`at` selects no hook point of {known.model}.",
-        given=f"at={item!r}" if isinstance(item, str) else f"a function that is False for all names, such as {names[-1]!r}",
-        expected=f"a family ({', '.join(known.families())}), a name that lsim.sites(model) lists, or a module path",
-        do=f"did you mean {' or '.join(map(repr, near))}?" if near else "lsim.sites(model) lists the names",
+        (f"`at` is {item!r}" if isinstance(item, str) else "`at` is a function that is False for all names")
+        + f", which selects no hook point of {known.model}; "
+        + (
+            f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"its families are {', '.join(known.families())}, and lsim.sites(model) lists its names."
+        )
     )

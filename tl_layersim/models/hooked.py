@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
 from .feature_maps import positions_of
@@ -73,10 +74,8 @@ class HookedSource(PointSource):
         if self._is_transformer_lens:
             if layers is not None or unembed is not None:
                 raise LayersimError(
-                    "`layers` and `unembed` cannot be given for TransformerLens models, whose layers are known.",
-                    given=f"layers={layers}" if unembed is None else f"unembed={unembed}",
-                    expected="layers=None and unembed=None for HookedTransformer and TransformerBridge",
-                    do="leave them out, or pass the Hugging Face model",
+                    f"`{'layers' if unembed is None else 'unembed'}` is {brief(layers if unembed is None else unembed)}, but "
+                    "cannot be given for TransformerLens models, whose layers are known."
                 )
             self._embed, self._model = open_transformer_lens(model)
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
@@ -275,10 +274,8 @@ class HookedSource(PointSource):
 
     def _not_in_order(self, given: str) -> LayersimError:
         return LayersimError(
-            f"The forward pass of {self.model.name} did not go through its layers in order.",
-            given=given,
-            expected="each block to run once, first to last",
-            do="pass layers=[...] with the blocks in the order in which they run",
+            f"The forward pass of {self.model.name} did not go through its layers in order: {given}. Name the blocks in the "
+            "order in which they run, as layers=[...]."
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:

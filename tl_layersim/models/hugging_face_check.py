@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import with_article
 from ..data.batches import Batch
 from .block_call import first_tensor
 from .hooked import HookedSource
@@ -78,19 +79,15 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
         return
     if not isinstance(source, HookedSource) or not is_transformer_lens(source.module):
         raise LayersimError(
-            "`verify` compares a TransformerLens model with its Hugging Face model, and this is no TransformerLens model.",
-            given=f"verify= for {source.model.name} ({source.model.source})",
-            expected="a TransformerBridge or a HookedTransformer in this process",
-            do="leave out verify=: activations of a Hugging Face model are its own",
+            f"`verify` is given for {source.model.name} ({source.model.source}), which is no TransformerLens model in this "
+            "process."
         )
     processing = stream_processing(source.module)
     if processing:
         what, instead = processing
         raise LayersimError(
-            f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another basis.",
-            given=source.model.basis,
-            expected="the residual stream of the Hugging Face model",
-            do=instead,
+            f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another basis. "
+            f"Pass {instead}."
         )
     if isinstance(verify, torch.nn.Module):
         _refuse_other_modules(verify)
@@ -118,20 +115,20 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
         ours = source.collect(row).activations
     if len(ours) != len(theirs.residuals):
         given = f"{len(ours) - 1} blocks, and {len(theirs.residuals) - 1} in the Hugging Face model"
-        raise _differ(source, reference, given, "as many blocks")
+        raise _differ(source, reference, given)
     allowed = rounding(_dtype(source), _dtype(reference))
     cancelled = _cancellation(theirs.residuals)
     for pair in _compared_tensors(source, row, ours, theirs):
         if pair.own.shape != pair.other.shape:
             given = f"{pair.site} has width {pair.own.shape[-1]}, {pair.counterpart} has {pair.other.shape[-1]}"
-            raise _differ(source, reference, given, "equal widths")
+            raise _differ(source, reference, given)
         gap = _gap(pair.own, pair.other, cancelled[pair.layer])
         # The rounding of each block adds to that of the blocks before it, as in a random walk.
         limit = allowed * (1 + pair.layer) ** 0.5
         # A gap of NaN is a difference too.
         if not gap <= limit:
             given = f"{pair.site} differs from {pair.counterpart} by {gap:.2g} of its norm"
-            raise _differ(source, reference, given, f"equality to rounding, {limit:.1g}")
+            raise _differ(source, reference, given)
 
 
 def _compared_tensors(source: HookedSource, row: Batch, ours: Tensor, theirs: HiddenStates) -> Iterator[Pair]:
@@ -176,12 +173,7 @@ def _hidden_states(reference: HookedSource, row: Batch) -> HiddenStates:
         output = reference.call(row, output_hidden_states=True)
     states, logits = [state[0] for state in getattr(output, "hidden_states", None) or ()], getattr(output, "logits", None)
     if not states:
-        raise LayersimError(
-            f"`verify`: {type(reference.module).__name__} gives no hidden states.",
-            given=f"an output of type {type(output).__name__}",
-            expected="a model that takes output_hidden_states=True",
-            do="leave out verify=",
-        )
+        raise LayersimError(f"`verify` is {with_article(type(reference.module).__name__)}, which gives no hidden states.")
     normed = seen.pop("normed", None)
     residuals, last = list(seen.values()), states[-1]
     # Which tensors `hidden_states` holds depends on the class: the last is after the final norm in most, and Mamba leaves out
@@ -240,14 +232,11 @@ def _dtype(source: HookedSource) -> torch.dtype:
     return known
 
 
-def _differ(source: HookedSource, reference: HookedSource, given: str, expected: str) -> LayersimError:
+def _differ(source: HookedSource, reference: HookedSource, given: str) -> LayersimError:
     kind = type(source.module).__name__
     return LayersimError(
-        f"The residual stream of {source.model.name} ({kind}) is not that of {type(reference.module).__name__}.",
-        given=given,
-        expected=expected,
-        do=f"pass the Hugging Face model itself to measure it. If the weights of the {kind} were changed on purpose: "
-        "verify=model, a Hugging Face model with the same weights",
+        f"The residual stream of {source.model.name} ({kind}) is not that of {type(reference.module).__name__}: {given}. If "
+        f"the weights of the {kind} were changed on purpose: verify=model, a Hugging Face model with the same weights."
     )
 
 
@@ -257,18 +246,13 @@ def _refuse_other_modules(module: torch.nn.Module) -> None:
 
     if not isinstance(module, PreTrainedModel):
         raise LayersimError(
-            "`verify` is not a Hugging Face model.",
-            given=type(module).__name__,
-            expected='"hf", or a transformers PreTrainedModel',
-            do="verify=AutoModelForCausalLM.from_pretrained(name)",
+            f"`verify` is {with_article(type(module).__name__)}; it must be 'hf' or a transformers PreTrainedModel."
         )
     bridged = [path for path, sub in module.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
     if bridged:
         raise LayersimError(
-            "`verify` is a Hugging Face model that a TransformerBridge wraps, whose modules the bridge has replaced.",
-            given=f"{type(module).__name__}, whose {bridged[0]} is TransformerLens's",
-            expected="an untouched Hugging Face model with the same weights",
-            do="copy.deepcopy(model) before build_bridge_from_module(model, ...), and verify=the copy",
+            f"`verify` is a {type(module).__name__} that a TransformerBridge wraps, and {bridged[0]} is TransformerLens's. "
+            "Pass copy.deepcopy(model), made before the bridge."
         )
 
 
@@ -295,10 +279,8 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
         name, options, attention = "" if cfg.from_checkpoint else name, {}, None
     if not name or not hasattr(kind, "from_pretrained"):
         raise LayersimError(
-            f'`verify="hf"` needs the checkpoint that the {type(source.module).__name__} was loaded from, which is not known.',
-            given=f"a model named {cfg.model_name!r}",
-            expected="a model that was loaded by the name or the folder of a checkpoint",
-            do="verify=model, an untouched Hugging Face model with the same weights: copy.deepcopy(model) before it is bridged",
+            f"`verify` is 'hf', but the checkpoint that {cfg.model_name!r} was loaded from is not known. Pass verify=model, "
+            "a Hugging Face model with the same weights: copy.deepcopy(model) before it is bridged."
         )
     given = {key: value for key, value in options.items() if value is not None}
     return partial(_load_checkpoint, source, kind, name, given | {"attn_implementation": attention or "eager"})
@@ -313,9 +295,7 @@ def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[s
     except PROBLEMS as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LayersimError(
-            '`verify="hf"` could not load the Hugging Face model again.',
-            given=f"{kind.__name__} from {name!r}: {first[:200]}",
-            expected="a folder, or a checkpoint in the hub's cache on this machine",
-            do=f"verify={kind.__name__}.from_pretrained({name!r})",
+            f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first[:200]}. Pass "
+            f"verify={kind.__name__}.from_pretrained({name!r})."
         ) from error
     return model if "device_map" in options else model.to(next(source.module.parameters()).device)

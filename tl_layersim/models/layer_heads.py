@@ -43,10 +43,8 @@ class LayerHeads:
             own = (len(x) - 1, unembed(one, normed=False).shape[-1], unembed.features(one, normed=False).shape[-1])
             if own != tuple(self.weight.shape):
                 raise LayersimError(
-                    "`heads` do not have the shape of the model's own head.",
-                    given=f"heads {tuple(self.weight.shape)}, `layer vocabulary d_model`",
-                    expected=f"{own}: a head as large as the model's own, for each layer below the last",
-                    do="the heads that were trained with this model",
+                    f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; the model's own head needs "
+                    f"{own}."
                 )
         return self.on(x.device)
 

@@ -46,22 +46,13 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     if layers is None:
         return _known(module)
     paths = existing_paths(module, layers, "layers")
-    twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
-    if twice:
-        raise LayersimError(
-            "`layers` names a module twice.",
-            given=f"layers={paths}",
-            expected="different modules",
-            do=f"{twice[0]!r} once",
-        )
     numbers = _numbers(module, paths)
-    if numbers is not None and numbers != sorted(numbers):
-        raise LayersimError(
-            "`layers` must name the blocks in the order in which the model runs them.",
-            given=f"layers={paths}",
-            expected="the model's own order",
-            do=f"layers={[path for _, path in sorted(zip(numbers, paths, strict=True))]}",
-        )
+    for before, path in enumerate(paths[1:]):
+        if path in paths[: before + 1] or (numbers is not None and numbers[before + 1] < numbers[before]):
+            raise LayersimError(
+                f"`layers` has {path!r} after {paths[before]!r}; it must name different modules, in the order in which the "
+                "model runs them."
+            )
     return paths
 
 
@@ -198,14 +189,14 @@ def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
     # A detector inside a model of segments, for example.
     inner = [f"model.{name}" for name, part in module.named_children() if lists_by_side(part)][:1]
     return LayersimError(
-        f"The layers of {type(module).__name__} are not known.",
-        given=given,
-        expected=FAMILIES,
-        do=f"{inner[0]}, a part of the model with layers that are known"
-        if inner
-        else f"layers=[f'{lists[0]}.{{i}}' for i in range(n)]"
-        if lists
-        else "layers=['path.of.block.0', 'path.of.block.1', ...]",
+        f"The layers of {type(module).__name__} are not known: {given}. "
+        + (
+            f"Pass {inner[0]}, whose layers are known."
+            if inner
+            else f"Name its blocks, such as layers=[f'{lists[0]}.{{i}}' for i in range(n)]."
+            if lists
+            else "Name its blocks, layers=['path.of.block.0', 'path.of.block.1', ...]."
+        )
     )
 
 
@@ -221,24 +212,20 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
             near = difflib.get_close_matches(path, names, n=3)
             lists = [name for name, sub in names.items() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
             raise LayersimError(
-                f"`{argument}` names a module that {type(module).__name__} does not have.",
-                given=f"{argument}=[..., {path!r}, ...]",
-                expected="paths that model.named_modules() lists",
-                do=f"did you mean {' or '.join(map(repr, near))}?"
-                if near
-                else f"module paths such as {[f'{name}.0' for name in lists[:3]] or list(names)[1:4]}",
+                f"`{argument}` is [..., {path!r}, ...], and {type(module).__name__} has no such module; "
+                + (
+                    f"did you mean {' or '.join(map(repr, near))}?"
+                    if near
+                    else f"it has modules such as {', '.join([f'{name}.0' for name in lists[:3]] or list(names)[1:4])}."
+                )
             )
         if argument == "layers" and isinstance(names[path], torch.nn.ModuleList):
             raise LayersimError(
-                "`layers` names a list of modules, which has no forward pass of its own.",
-                given=f"{path!r}, a list of {len(names[path])}",
-                expected="paths of the modules in it",
-                do=f"layers=[f'{path}.{{i}}' for i in range({len(names[path])})]",
+                f"`layers` names {path!r}, a list of modules; name the modules in it, [f'{path}.{{i}}' for i in "
+                f"range({len(names[path])})]."
             )
     if not paths:
-        raise LayersimError(
-            f"`{argument}` is empty.", given=f"{argument}=[]", expected="at least one path", do=f"{argument}=None"
-        )
+        raise LayersimError(f"`{argument}` is empty; it must name a module.")
     return list(paths)
 
 
@@ -289,10 +276,8 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
             if any(holder in ("", name) or name.startswith(f"{holder}.") for holder in brought):
                 continue
             raise LayersimError(
-                f"{type(module).__name__} has no weights: its parameters are on the meta device.",
-                given=f"{name or type(module).__name__} on device meta",
-                expected="a model with weights",
-                do="AutoModelForCausalLM.from_pretrained(name), outside of torch.device('meta'); to_empty() gives no weights",
+                f"{type(module).__name__} has no weights: {name or 'its parameter'} is on the meta device. Load it with "
+                "from_pretrained(name), outside of torch.device('meta')."
             )
 
 
@@ -334,11 +319,9 @@ def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, T
     parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
     message = (str(error).strip().splitlines() or [""])[0][:200]
     return LayersimError(
-        f"The forward pass of {type(module).__name__} fails on this data.",
-        given=f"{type(error).__name__}: {message}",
-        expected=f"all inputs that the model needs, by name; its forward takes {', '.join(reads[:6])}",
-        do=(f"one of its parts alone, {' or '.join(parts)}; or " if parts else "")
-        + "data={'input_ids': tokens, ...} with all of its inputs; lsim.attach(model, analyzers) measures any call",
+        f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {message}. Give all inputs "
+        "that "
+        f"the model needs by name ({', '.join(reads[:6])})" + (f", or measure {' or '.join(parts)} alone." if parts else ".")
     )
 
 
@@ -354,12 +337,13 @@ def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> La
         return None
     name, last = type(module).__name__, found[-1:] == wanted[:1] != found[:1]
     return LayersimError(
-        f"`pixel_values` do not have the size of the images that {name} takes.",
-        given=f"images of {' x '.join(map(str, found))}: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}",
-        expected=f"channels x height x width: {' x '.join('any' if own is None else str(own) for own in wanted)}",
-        do="pixel_values.movedim(-1, 1), which puts channels first"
-        if last
-        else "the images with tokenizer=processor, or processor(images, return_tensors='pt').pixel_values, of this size",
+        f"`pixel_values` has images of {' x '.join(map(str, found))}; {name} takes "
+        f"{' x '.join('any' if own is None else str(own) for own in wanted)}, channels x height x width."
+        + (
+            " Use pixel_values.movedim(-1, 1), which puts channels first."
+            if last
+            else " Give the images with tokenizer=processor."
+        )
     )
 
 

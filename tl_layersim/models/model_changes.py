@@ -102,10 +102,8 @@ def refuse_unknown(changes: str, argument: str) -> None:
     unknown = [change for change in changes.split("; ") if change.endswith(UNKNOWN)]
     if unknown:
         raise LayersimError(
-            f"`{argument}` cannot be used: the model has a change that cannot be compared with that of a later call.",
-            given=", ".join(unknown),
-            expected="hooks and edits that are functions and hold numbers, texts, tensors and modules alone",
-            do=f"remove the hook or the edit, write it as a function of plain values, or leave out {argument}=",
+            f"`{argument}` cannot be used: {', '.join(unknown)} cannot be compared with that of a later call. Write it as a "
+            "function of plain values."
         )
 
 
@@ -121,10 +119,8 @@ def refuse_edits(changes: str, what: str) -> None:
     """
     if EDIT in changes:
         raise LayersimError(
-            f"{what} runs blocks of the model on their own, where edits of nnsight do not apply.",
-            given=changes,
-            expected="a model without edits",
-            do="register a PyTorch forward hook in place of the edit, or remove it: model.clear_edits()",
+            f"{what} runs blocks of the model on their own, where {changes} does not apply. Use a forward hook of PyTorch, "
+            "or model.clear_edits()."
         )
 
 

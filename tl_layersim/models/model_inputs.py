@@ -74,10 +74,9 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
         hidden = int((batch.inputs[mask] == 0).sum())
         raise LayersimError(
-            f"`{mask}` hides positions of the stack that is read, which are known only inside a forward pass.",
-            given=f"{mask} {tuple(batch.inputs[mask].shape)} with {hidden} zeros, and {model.layers[0]}",
-            expected=f"a {mask} of ones, or no {mask}",
-            do="images without padding, with batch_size=1 if their sizes differ; or lsim.attach, which reads the inner mask",
+            f"`{mask}` {tuple(batch.inputs[mask].shape)} hides positions of the stack that is read: it has {hidden} zeros, "
+            f"and positions of {model.layers[0]} are masked only inside a forward pass. Give images without padding, or "
+            "measure with lsim.attach."
         )
 
 
@@ -90,10 +89,7 @@ def _attention_mask(module: torch.nn.Module, batch: Batch, name: str) -> Tensor:
     accepts = inspect.signature(type(module).forward).parameters.values()
     if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in accepts):
         raise LayersimError(
-            f"{type(module).__name__} takes no attention mask, and these rows are of different lengths.",
-            given="a padded batch",
-            expected=f"a forward with {name}=, or rows of one length",
-            do="batch_size=1, or cut rows with seq_len=",
+            f"{type(module).__name__} takes no `{name}`, and these rows are of different lengths. Use batch_size=1."
         )
     return batch.attention.long()
 
@@ -106,19 +102,15 @@ def _in_dtype(values: Tensor, model: Model) -> Tensor:
 
 def _not_taken(name: str, values: Tensor, model: Model) -> LayersimError:
     return LayersimError(
-        f"`{name}` in the data is no input of {model.name}.",
-        given=f"`{name}` of shape {tuple(values.shape)} for {model.source}",
-        expected=f"inputs that its forward takes: {', '.join(dict.fromkeys((model.main_input, *model.inputs)))}",
-        do=f"data without `{name}`; or models that take it",
+        f"`{name}` in the data is no input of {model.name}, which takes "
+        f"{', '.join(dict.fromkeys((model.main_input, *model.inputs)))}."
     )
 
 
 def _not_tokens(model: Model) -> LayersimError:
     return LayersimError(
-        f"{model.name} takes `{model.main_input}`, and the data are tokens.",
-        given="tokens",
-        expected=f"`{model.main_input}`, by that name or as a tensor alone",
-        do=f"data={{'{model.main_input}': {model.main_input}}}; or images with tokenizer=processor",
+        f"{model.name} takes `{model.main_input}`, and the data are tokens. Pass data={{'{model.main_input}': ...}}, or "
+        "images with tokenizer=processor."
     )
 
 
@@ -149,10 +141,8 @@ def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> 
         shape = (1, bins, 2 * length)
     if shape is None:
         raise LayersimError(
-            f"`remote` needs a model whose inputs have a known size, and that of `{main}` is not known.",
-            given=model.name,
-            expected="a configuration with image_size, or with num_mel_bins and max_source_positions",
-            do="remote=False, with the model loaded in this process",
+            f"`remote` needs a model whose inputs have a known size, and the configuration of {model.name} does not give "
+            f"that of `{main}`."
         )
     return (), {main: _in_dtype(torch.zeros(shape), model)} | more
 
@@ -171,9 +161,8 @@ def shared_positions(sources: Sequence[Source], batch: Batch) -> int:
     # The mean of a row is one sample in each of them.
     if len(set(counts)) > 1 and not batch.pooled:
         raise LayersimError(
-            "The models have different numbers of positions for the same row, so their samples do not match.",
-            given=", ".join(f"{count} in {source.model.name}" for source, count in zip(sources, counts, strict=True)),
-            expected="models that cut an image into the same patches",
-            do="positions='mean', one sample a row; or vectors of whole rows, as docs/add_a_source.md compares them",
+            "The models have different numbers of positions for the same row, so their samples do not match: "
+            + ", ".join(f"{count} in {source.model.name}" for source, count in zip(sources, counts, strict=True))
+            + ". positions='mean' compares one sample of each row."
         )
     return counts[0]

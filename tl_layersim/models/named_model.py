@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError, warn
-from ..core.wording import counted
+from ..core.wording import brief, counted
 
 
 def refuse_missing_device(device: str) -> None:
@@ -21,11 +21,8 @@ def refuse_missing_device(device: str) -> None:
     if device != "auto" and (kind not in here or (number and not (number.isdecimal() and int(number) < count))):
         why = " (this build of torch has no CUDA)" if kind == "cuda" and torch.version.cuda is None else ""
         raise LayersimError(
-            f"`--device` names a device that is not on this machine{why}.",
-            given=f"--device {device}",
-            expected=f"one of {', '.join([*here, 'auto'])}"
-            + (f", with a number below {count}" if kind in here and number else ""),
-            do=f"--device {here[-1]}",
+            f"`--device` is {device}, which is not on this machine{why}; it has {', '.join([*here, 'auto'])}"
+            + (f", with numbers below {count}." if kind in here and number else ".")
         )
 
 
@@ -114,10 +111,8 @@ def model_of_config(config: Any) -> Any:
 
     if not isinstance(config, transformers.PreTrainedConfig):
         raise LayersimError(
-            "`model_or_config` is neither a model nor a configuration.",
-            given=type(config).__name__,
-            expected="a model, a configuration of transformers, its fields as a dict, or the folder or hub name of a model",
-            do="transformers.AutoConfig.from_pretrained(name)",
+            f"`model_or_config` is {brief(config)}; it must be a model, a configuration of transformers, its fields as a "
+            "dict, or the folder or hub name of a model."
         )
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
     cls = transformers.AutoModelForCausalLM if causal and not config.architectures else _model_class(config, False)
@@ -140,19 +135,15 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise LayersimError(
-                f"`{option}` names a model with custom Python code, which would run with your permissions.",
-                given=f"{option} {name}",
-                expected="a model of a class that transformers has",
-                do="read the .py files of that folder or repository, and add --trust-remote-code if you trust them",
+                f"`{option}` names a model with custom Python code, which would run with your permissions: {name}. Read its "
+                ".py files, and add --trust-remote-code if you trust them."
             ) from None
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         first = first if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {first}"
         raise LayersimError(
-            f"`{option}` could not be loaded"
-            + ("." if Path(name).is_dir() else ": there is no folder here of this name, and the hub gave no such model."),
-            given=f"{option} {name}; transformers says: {first}",
-            expected="a folder that save_pretrained wrote, or a hub name such as org/name",
-            do="check the path, the spelling, the network, and for a gated model that `hf auth login` was run",
+            f"`{option}` is {name}, which could not be loaded"
+            + ("" if Path(name).is_dir() else "; there is no folder of this name, and the hub gave no such model")
+            + f": {first}"
         ) from error
 
 
@@ -177,10 +168,7 @@ def _refuse_no_model(name: str, option: str) -> None:
     else:
         return
     raise LayersimError(
-        f"`{option}` must be a folder of a Hugging Face model, or its name on the hub.",
-        given=given,
-        expected="a folder with config.json and weights, as model.save_pretrained writes it, or a hub name such as org/name",
-        do="check the path; the folder itself, and not a file in it",
+        f"`{option}` is {given}; it must be a folder with config.json and weights, or a hub name such as org/name."
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
+from ..core.wording import with_article
 from ..data.batches import Batch
 from .activation_checks import refuse_not_finite
 from .block_call import first_tensor
@@ -217,10 +218,8 @@ class NNsightSource(PointSource):
     def collect(self, batch: Batch) -> View:
         if self._remote:
             raise LayersimError(
-                "Activations of a remote model stay on the server.",
-                given=f"remote={self._remote!r}",
-                expected="a model in this process",
-                do="run compare() on models that are loaded in this process",
+                f"Activations of a remote model stay on the server: {self.model.name} has remote={self._remote!r}. Load the "
+                "model in this process."
             )
         return self._parts.collect(batch, self._collect, self._indivisible)
 
@@ -256,10 +255,8 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
         function = own_function(kernel)
         if not inspect.isfunction(function):
             raise LayersimError(
-                f"The kernel of {name!r} cannot be shipped to a server.",
-                given=f"a {type(function).__name__}",
-                expected="a function of a module, with functools.partial for its options",
-                do="move the method's body to a function outside the class",
+                f"The kernel of {name!r} is {with_article(type(function).__name__)}, which cannot be shipped to a server; it "
+                "must be a function of a module."
             )
         nnsight.register(function.__module__.split(".")[0])
     return dict(kernels)
@@ -287,10 +284,9 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
 
         return {"backend": LocalSimulationBackend(_ModuleTree(model))}
     raise LayersimError(
-        "`remote` requires a model that a server can load by its name, not a wrapped module.",
-        given=f"{type(model).__name__}(module) with remote={shown(remote)}",
-        expected="a model that the server loads by its name",
-        do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
+        f"`remote` is {shown(remote)}, but `model` is not a model that a server can load by its name: "
+        f"{type(model).__name__}(module). Use nnsight.TransformersModel('org/name', task='text-generation', "
+        "tokenizer=tokenizer)."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
-from ..core.wording import brief
+from ..core.wording import brief, with_article
 from .source import Source
 
 ACCEPTED_MODELS = (
@@ -95,30 +95,21 @@ def open_local(
     if isinstance(model, Source):
         if layers is not None or unembed is not None or remote:
             raise LayersimError(
-                "`layers`, `unembed` and `remote` cannot be given for a Source, which already defines them.",
-                given=f"{type(model).__name__} with layers={layers}, unembed={unembed} and remote={shown(remote)}",
-                expected="none of them",
-                do="leave them out",
+                f"`layers`, `unembed` and `remote` cannot be given for a Source: {type(model).__name__} with "
+                f"layers={brief(layers)}, unembed={brief(unembed)} and remote={shown(remote)}."
             )
         return model
     if isinstance(remote, str) and not remote.strip():
         # An unset environment variable gives an empty string, which would otherwise run in this process.
-        raise LayersimError(
-            "`remote` is an empty string.",
-            given=f"remote={remote!r}",
-            expected='True, the address of an NDIF server, or "local"; False to run here',
-            do="remote=True for the server that nnsight is set to",
-        )
+        raise LayersimError(f"`remote` is {remote!r}; it must be True, the address of an NDIF server, 'local', or False.")
     if is_nnsight(model):
         from .nnsight import NNsightSource
 
         return NNsightSource(model, layers, unembed, remote)
     if remote:
         raise LayersimError(
-            "`remote` requires an nnsight model.",
-            given=f"{type(model).__name__} with remote={shown(remote)}",
-            expected="an nnsight TransformersModel",
-            do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
+            f"`remote` is {shown(remote)}, but {type(model).__name__} is no nnsight model. Use "
+            "nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)."
         )
     # A model that is made of others, or whose copies are elsewhere, opens itself.
     opens_itself: Any = getattr(model, "open_source", None)
@@ -139,10 +130,7 @@ def is_nnsight(model: Any) -> bool:
 
 def unsupported_model(model: Any) -> LayersimError:
     """The error for an object that is not a supported model."""
-    given = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
     return LayersimError(
-        "`model` is not a model of a supported type.",
-        given=given,
-        expected=ACCEPTED_MODELS,
-        do="load the model first: AutoModelForCausalLM.from_pretrained(name), or AutoModelForMaskedLM for an encoder",
+        f"`model` is {brief(model) if isinstance(model, str) else with_article(type(model).__name__)}; it must be "
+        f"{ACCEPTED_MODELS}. Load it first, such as AutoModelForCausalLM.from_pretrained(name)."
     )

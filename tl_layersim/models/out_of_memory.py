@@ -154,11 +154,8 @@ def refusing_full_memory(batch: Batch, work: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise LayersimError(
-            "`batch_size` is too large: the measurement of a batch, after its forward pass, ran out of memory.",
-            given=f"{work}, {_size_of(batch)}: {first_line(error)}",
-            expected="batches whose activations and sums fit; forward passes are split by themselves, measurements are not, "
-            "because the samples of a batch form minibatches together",
-            do=_smaller(batch),
+            f"`batch_size` is too large: the measurement of a batch, after its forward pass, ran out of memory: {work}, "
+            f"{_size_of(batch)}: {first_line(error)}. Use {_smaller(batch)}."
         ) from error
 
 
@@ -192,10 +189,8 @@ def forward_too_large(batch: Batch, error: BaseException, reason: str) -> Layers
     argument = "`seq_len`" if one and batch.has_tokens else "`data`" if one else "`batch_size`"
     what = "a forward pass of one row" if one else "a forward pass"
     return LayersimError(
-        f"{argument} is too large: {what} runs out of memory" + (f", and {reason}." if reason else "."),
-        given=f"{_size_of(batch)}: {first_line(error)}",
-        expected="a row that fits into memory beside the model" if one else "rows that fit into memory beside the model",
-        do=_smaller(batch),
+        f"{argument} is too large: {what} of {_size_of(batch)} runs out of memory{f', and {reason}' if reason else ''}: "
+        f"{first_line(error)}. Use {_smaller(batch)}."
     )
 
 

@@ -79,8 +79,5 @@ def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
     if paths:
         kinds = sorted({type(module.get_submodule(path)).__name__ for path in paths})
         raise LayersimError(
-            what,
-            given=f"quantised weights in {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}",
-            expected="weights in float32 or bfloat16",
-            do=do,
+            f"{what.removesuffix('.')}: {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}. Use {do}."
         )

@@ -132,10 +132,9 @@ class Recorder:
             self.stopped = True
             self.on_error(
                 LayersimError(
-                    "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks.",
-                    given="torch.compile(fullgraph=True), or torch.export",
-                    expected="forward passes that torch does not compile, or torch.compile without fullgraph=True",
-                    do='with torch.compiler.set_stance("force_eager"), lsim.attach(model, ...) as probe: model(tokens)',
+                    "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
+                    "Compile without "
+                    'fullgraph=True, or use torch.compiler.set_stance("force_eager").'
                 )
             )
 
@@ -269,10 +268,9 @@ class Recorder:
             return True
         if frame.superseded is not None and site == self.order[frame.superseded]:
             raise LayersimError(
-                "A forward pass was interrupted by another one of the same model, and continued after it.",
-                given=f"{self.reading.names[site]} after the start of a second pass",
-                expected="one forward pass after the other, or calls of the model itself, which are kept apart",
-                do="model(tokens) in place of model.run_with_hooks(...) or model.forward(...) inside a hook",
+                "A forward pass was interrupted by another one of the same model, and continued after it: "
+                f"{self.reading.names[site]} ran after the start of a second pass. Call model(tokens) inside hooks, not "
+                "model.forward(...)."
             )
         return False
 
@@ -319,10 +317,9 @@ class Recorder:
 
     def _misfit(self, site: int, hidden: Tensor, expected: str) -> LayersimError:
         return LayersimError(
-            f"The activations at {self.reading.names[site]} do not fit this forward pass.",
-            given=" x ".join(map(str, hidden.shape)) + (" in parts" if hasattr(hidden, "placements") else ""),
-            expected=expected,
-            do="sites that hold a vector for each position: layers=[...] with blocks, or at=[...]",
+            f"The activations at {self.reading.names[site]} do not fit this forward pass: they are "
+            f"{' x '.join(map(str, hidden.shape))}{' in parts' if hasattr(hidden, 'placements') else ''}, and must be "
+            f"{expected}."
         )
 
     def _view(self, frame: Frame, buffer: SiteBuffer) -> View:
@@ -331,10 +328,9 @@ class Recorder:
         if frame.read is not None:
             if frame.read.dim() != 2 or frame.read.shape[1] != shape[1] or frame.read.shape[0] not in (1, shape[0]):
                 raise LayersimError(
-                    "The input tokens do not match the positions that run through the blocks.",
-                    given=f"tokens of shape {tuple(frame.read.shape)} and activations of {shape[0]} x {shape[1]} positions",
-                    expected="one position for each token",
-                    do="model(inputs_embeds=...), or blocks of the part of the model that reads the tokens",
+                    f"The input tokens have shape {tuple(frame.read.shape)}, and {shape[0]} x {shape[1]} positions run "
+                    "through the blocks. Call model(inputs_embeds=...), or name blocks of the part of the model that reads "
+                    "the tokens."
                 )
             tokens = frame.read.expand(shape)
             if not buffer.pooled:

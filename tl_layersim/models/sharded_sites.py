@@ -33,10 +33,8 @@ def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -
     if parted:
         more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
         raise LayersimError(
-            "`at` names sites whose activations are divided among processes by tensor parallelism.",
-            given=f"{', '.join(parted[:3])}{more}; ranks {sorted(peers)} hold one model together",
-            expected="sites that every process holds whole: resid_pre, attn_out, resid_mid, mlp_out, resid_post, ln_final",
-            do="at='attn_out'; or load the model without tp_plan= for q, k, v, z and mlp_post",
+            f"`at` names {', '.join(parted[:3])}{more}, whose activations tensor parallelism divides among ranks "
+            f"{sorted(peers)}. The outputs of attention, MLPs and blocks are whole on each rank."
         )
 
 

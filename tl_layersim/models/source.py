@@ -78,10 +78,8 @@ class Source(ABC):
         Called only if `model.head` is known.
         """
         raise LayersimError(
-            f"{type(self).__name__} has a head and must implement `unembed_gap`, which checks the logit lens.",
-            given=f"head={self.model.head}",
-            expected="a source with unembed_gap(batch)",
-            do="implement unembed_gap, or leave model.head as None",
+            f"{type(self).__name__} has the head {self.model.head} and must implement `unembed_gap`, which checks the logit "
+            "lens."
         )
 
     @property
@@ -96,10 +94,8 @@ class Source(ABC):
             batch: one row.
         """
         raise LayersimError(
-            f"{type(self).__name__} takes rows of token ids only.",
-            given=f"inputs {', '.join(batch.inputs)}",
-            expected="texts or token ids; or a source with count_positions(batch)",
-            do="the model itself, or implement count_positions",
+            f"{type(self).__name__} takes rows of token ids, and the data have {', '.join(batch.inputs)}. Implement "
+            "count_positions(batch)."
         )
 
     def settle(self, batch: Batch) -> None:  # noqa: B027 (most sources know their blocks)
@@ -164,10 +160,7 @@ class Source(ABC):
 
     def _no_hook_points(self, given: str) -> LayersimError:
         return LayersimError(
-            f"`at` cannot be given for a {type(self).__name__}, which reads the residual stream only.",
-            given=given,
-            expected="a model of TransformerLens, Hugging Face or nnsight",
-            do="leave out at=, or implement hook_points and read_at in the source",
+            f"`at` cannot be given for a {type(self).__name__}, which reads the residual stream only: {given}."
         )
 
     def stream(
@@ -256,8 +249,6 @@ def refuse_inference_weights(module: torch.nn.Module) -> None:
     unusable = [path for path, parameter in module.named_parameters() if parameter.is_inference()]
     if unusable:
         raise LayersimError(
-            f"The weights of {type(module).__name__} were created under torch.inference_mode(), so they can have no gradients.",
-            given=f"{len(unusable)} such parameters, the first {unusable[0]}",
-            expected="weights that were created or loaded outside torch.inference_mode()",
-            do="load the model outside torch.inference_mode(), or under torch.no_grad()",
+            f"The weights of {type(module).__name__} were created under torch.inference_mode(), so they can have no "
+            f"gradients: {len(unusable)} parameters, the first {unusable[0]}. Load the model under torch.no_grad()."
         )

@@ -69,19 +69,15 @@ def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         targets = targets[:, 0]
     if logits.dim() != targets.dim() + 1:
         raise LayersimError(
-            "`labels` do not fit the shape of the model's logits.",
-            given=f"logits of shape {tuple(logits.shape)} for labels of shape {tuple(targets.shape)}",
-            expected="one label for each position of a language model, one for each row of a classifier",
-            do="labels='next_token' for a language model, labels='data' for a classifier",
+            f"`labels` has shape {tuple(targets.shape)}, which does not fit logits of shape {tuple(logits.shape)}: a "
+            "language model needs a label for each position, a classifier one for each row."
         )
     keep = targets != NO_LABEL
     ids = targets[keep]
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
         raise LayersimError(
-            "`labels` contains an id outside the model's classes.",
-            given=f"labels from {int(ids.min())} to {int(ids.max())}",
-            expected=f"0 to {logits.shape[-1] - 1}",
-            do="map the labels to the classes of the model's head",
+            f"`labels` holds ids from {int(ids.min())} to {int(ids.max())}; the model's classes are 0 to "
+            f"{logits.shape[-1] - 1}."
         )
     # Not logits[keep], because the backward pass of that adds one entry at a time.
     return logits.flatten(0, -2).index_select(0, keep.flatten().nonzero()[:, 0]), ids
@@ -95,10 +91,7 @@ def logits_of(output: Any) -> Tensor:
     """
     if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
         raise LayersimError(
-            "`model` gives no logits: it has no head.",
-            given=f"an output with {', '.join(output.keys())}",
-            expected="a model with logits",
-            do=f"load it by {classes_with_head('')}",
+            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load it by {classes_with_head('')}."
         )
     return tensor_of(output)
 
@@ -187,19 +180,15 @@ class SplitModel(ABC):
         ours, theirs, wrong = (float(score["loss"]) for score in (again, own, other))
         if ours != ours and theirs != theirs:
             raise LayersimError(
-                f"The loss of {self.model.name} on the first row is NaN, before anything is stitched.",
-                given=f"{self.model.dtype} weights",
-                expected="a finite loss",
-                do="load it in float32 or bfloat16",
+                f"The loss of {self.model.name} in {self.model.dtype} on the first row is NaN, before anything is stitched. "
+                "Load it in float32 or bfloat16."
             )
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}.",
-                given=f"loss {ours:.6g} from its own residual at this layer, {theirs:.6g} of the whole model, {wrong:.6g} from "
-                "another residual",
-                expected="the loss of the whole model from its own residual, and another loss from another residual",
-                do="a model whose blocks run one after the other on one residual stream; layers=[...] names the right blocks",
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: from its own residual the loss is "
+                f"{ours:.6g}, in the whole model {theirs:.6g}, and from another residual {wrong:.6g}. layers=[...] must name "
+                "blocks that run one after the other."
             )
 
 
@@ -290,10 +279,8 @@ class LocalSplitModel(SplitModel):
             call()
         if not seen:
             raise LayersimError(
-                f"The forward pass of {self.model.name} did not reach {self.model.layers[layer]}.",
-                given=type(self.module).__name__,
-                expected="each block to run as a module of its own; a compiled graph bypasses their hooks",
-                do="the model before torch.compile, or only its blocks compiled",
+                f"The forward pass of {self.model.name} ({type(self.module).__name__}) did not reach "
+                f"{self.model.layers[layer]}. Pass the model before torch.compile, or compile only its blocks."
             )
         return seen[0]
 

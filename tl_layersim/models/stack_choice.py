@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from .block_lists import blocks_in, has_encoder_positions, lists_by_stack, lists_by_stage, side_of, stack_of
 from .hook_points import find_points
 from .module_sites import find_stacks
@@ -39,10 +40,8 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
     crossing = [path for path in modules if has_encoder_positions(path)]
     if crossing:
         raise LayersimError(
-            "`at` names keys or values of attention from the decoder to the encoder, which have the encoder's positions.",
-            given=crossing[0],
-            expected="sites that hold a vector for each position of the stack that is read",
-            do="at='encoder.ln_final', from which they are computed; at='decoder.cross_attn_out'",
+            f"`at` names {crossing[0]}, which attends from the decoder to the encoder and has the encoder's positions. Use "
+            "'encoder.ln_final' or 'decoder.cross_attn_out'."
         )
     if lists_by_stage(module):
         return _choose_stage(module, home, named, at, modules)
@@ -50,12 +49,12 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
     side = side_of(module, [*modules, *home] if len(others) < len(items) else modules) or read
     if side == "both" or (named and side != read):
         raise LayersimError(
-            "`at` names sites of both stacks, encoder and decoder, which have positions of their own."
-            if side == "both"
-            else f"`at` names sites of the {side}, and `layers` blocks of the {read}.",
-            given=f"at={at!r}" + (f", and families without a stack belong to the {read}" if side == "both" else ""),
-            expected="sites of one stack in one call",
-            do="one call with at='encoder.attn_out', and another with at='decoder.attn_out'",
+            (
+                f"`at` is {brief(at)}, sites of both encoder and decoder, which have positions of their own"
+                if side == "both"
+                else f"`at` is {brief(at)}, sites of the {side}, and `layers` names blocks of the {read}"
+            )
+            + ". Read one stack in a call, such as at='encoder.attn_out'."
         )
     paths = home if side == read else blocks_in(module, lists[side])
     stripped = [_without_prefix(lists, item) for item in items]
@@ -71,10 +70,8 @@ def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any
     reached |= {read} if families else set()
     if named and reached - {read}:
         raise LayersimError(
-            f"`at` names sites of {' and '.join(sorted(reached - {read}))}, and `layers` blocks of {read or 'no stage'}.",
-            given=f"at={at!r}",
-            expected="layers=None, or sites of the blocks in layers=",
-            do="leave out layers=",
+            f"`at` is {brief(at)}, sites of {' and '.join(sorted(reached - {read}))}, and `layers` names blocks of "
+            f"{read or 'no stage'}; leave out layers=."
         )
     if len(reached) > 1:
         # Each stage has a number of positions of its own, so families keep the names of their stages.

@@ -50,11 +50,9 @@ def check_stream_sums(source: Source, sums: Sequence[StreamSum], batch: Batch) -
     if len(wrong):
         one = sums[int(wrong[0])]
         raise LayersimError(
-            f"The hook points of {source.model.name} do not add up to its residual stream: names and places differ.",
-            given=f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
-            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of its norm",
-            expected="equality to rounding",
-            do="module paths in at=, or the Hugging Face model in place of a TransformerBridge; lsim.sites(model) lists both",
+            f"The hook points of {source.model.name} do not add up to its residual stream: "
+            f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
+            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of its norm. Name module paths in at=."
         )
 
 

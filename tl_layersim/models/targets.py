@@ -45,12 +45,7 @@ def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
         LayersimError: a row is one sample, the mean of its positions.
     """
     if batch.pooled:
-        raise LayersimError(
-            "`positions` is 'mean', but each target belongs to one position.",
-            given="positions='mean'",
-            expected="positions that are read one by one",
-            do="positions='all'",
-        )
+        raise LayersimError("`positions` is 'mean', but each target belongs to one position. Use positions='all'.")
     ids = torch.full_like(batch.tokens, NO_LABEL)
     ids[batch.counted] = targets(tokens_alone(batch), labels).cpu()
     if model.head is None or model.head.reads == "every":
@@ -80,18 +75,14 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
     kinds = {gives_classes(model) for model, _ in models}
     if len(kinds) > 1:
         raise LayersimError(
-            "The models must be all language models or all classifiers.",
-            given=", ".join(model.source for model, _ in models),
-            expected="heads of one kind",
-            do="one call for the language models, and one for the classifiers",
+            "The models must be all language models or all classifiers, but are "
+            f"{', '.join(model.source for model, _ in models)}."
         )
     masked = next((model for model, module in models if "MaskedLM" in type(module).__name__), None)
     if labels is None and masked is not None:
         raise LayersimError(
-            f"`labels` must be given: {masked.name} is a masked language model, which does not predict the next token.",
-            given="labels=None",
-            expected="a target at each masked position, and no other",
-            do=f"labels='data', with a column that is {NO_LABEL} wherever no token is masked",
+            f"`labels` is None, and {masked.name} is a masked language model, which does not predict the next token. Use "
+            f"labels='data' with a column that is {NO_LABEL} wherever no token is masked."
         )
     if labels is not None:
         return as_labels(labels)
@@ -116,28 +107,22 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         row, column = batch.sources
         if bool((row < 0).any()):
             raise LayersimError(
-                "`labels` as a tensor cannot be combined with pack=True: a packed row joins several texts.",
-                given="labels by row, and pack=True",
-                expected="a row for each text",
-                do="pack=False",
+                f"`labels` is a tensor of shape {tuple(labels.shape)}, which cannot be combined with pack=True: a packed row "
+                "joins several texts."
             )
         rows, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
         if rows > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
             raise LayersimError(
-                "`labels` has fewer rows or positions than the data.",
-                given=f"labels of shape {tuple(labels.shape)}",
-                expected=f"at least {rows} rows" + (f" of {pos} positions" if labels.dim() == 2 else ""),
-                do="one row of labels for each row of the data, as long as it; or labels='data', with labels beside the data",
+                f"`labels` has shape {tuple(labels.shape)}, and the data have {rows} rows"
+                + (f" of {pos} positions." if labels.dim() == 2 else ".")
             )
         column = column.clamp(max=labels.shape[-1] - 1)
         own_labels = labels[row].expand_as(row) if labels.dim() == 1 else labels[row, column]
     elif labels == "data":
         if batch.labels is None:
             raise LayersimError(
-                "`data` has no labels.",
-                given="labels='data' and data without them, or texts that pack=True joins",
-                expected="a column `labels` or `label` of whole numbers beside the tokens or texts",
-                do="{'input_ids': tokens, 'labels': labels}, or labels=tensor",
+                "`data` has no labels. labels='data' reads a column `labels` or `label` of whole numbers, which pack=True "
+                "does not keep."
             )
         own_labels = batch.labels
     else:
@@ -151,32 +136,23 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
         if len(classes) > 1 and all(bool((row == row[0]).all()) for row in classes):
             raise LayersimError(
-                "`labels` holds one class for a whole row, and the head predicts a token at every position.",
-                given=f"{len(classes)} rows of one label each",
-                expected=f"a label for each position, {NO_LABEL} where there is none, or a model with a classifier head",
-                do="AutoModelForSequenceClassification; or NeuralCollapse(labels=...), which takes classes of rows",
+                f"`labels` holds one class for a whole row, in {len(classes)} rows, and the head predicts a token at every "
+                "position. Use a label for each position, or AutoModelForSequenceClassification."
             )
     if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
         raise LayersimError(
-            "`labels` are the input tokens at the same positions, not the targets.",
-            given=f"{int(counted.sum())} labels in a batch, each equal to its own token",
-            expected="at each position the target of the model; causal models in transformers shift labels, here nothing is "
-            "shifted",
-            do=f"labels='next_token'; or labels[:, 1:] with a last column of {NO_LABEL}",
+            f"`labels` are the input tokens at the same positions, not the targets: {int(counted.sum())} labels equal their "
+            "own token. Labels are not shifted here; use labels='next_token'."
         )
 
 
 def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
     """Refuse next tokens as targets of a head in rows that have no tokens."""
     if labels == "next_token" and model is not None and not batch.has_tokens:
-        name = next(iter(batch.inputs))
-        beside = f"labels='data', with {{'{name}': ..., 'label': ...}}; or labels=tensor"
-        objects = "labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)"
+        objects = "labels='none', or lsim.detection_by_layer(model, data)"
+        instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
         raise LayersimError(
-            "`labels='next_token'` needs rows of token ids, and these rows have none.",
-            given=f"rows of {', '.join(batch.inputs)}",
-            expected="targets of the head; or, in an analyzer, labels='none' for agreement, entropy and KL divergence alone",
-            do=objects if "Detr" in model.source else beside,
+            f"`labels='next_token'` needs rows of token ids, and these rows have {', '.join(batch.inputs)}. Use {instead}."
         )
 
 
@@ -185,13 +161,9 @@ def _refuse_mixed_rows(labels: Tensor, batch: Batch) -> None:
     # NaN, a score that is missing, differs from itself.
     rows = (row[kept] for row, kept in zip(labels.cpu(), batch.counted, strict=True))
     if any(not torch.equal(row.nan_to_num(torch.inf), row[:1].nan_to_num(torch.inf).expand_as(row)) for row in rows):
-        pooled = "positions='mean'"
         raise LayersimError(
             "`labels` differ within a row, and "
-            + (f"with {pooled} a row is one sample." if batch.pooled else "the head predicts one class for a row."),
-            given=f"{pooled if batch.pooled else 'a head that reads rows'} and labels by position",
-            expected="one class for each row",
-            do="labels of shape (row,)" + ("; or positions='all'" if batch.pooled else ""),
+            + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
         )
 
 

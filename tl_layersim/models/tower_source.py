@@ -75,10 +75,8 @@ class TowerSource(HookedSource):
         pixels = batch.inputs.get(PIXELS)
         if pixels is None:
             raise LayersimError(
-                "`data` has texts without images.",
-                given="rows of token ids" + (f" with {', '.join(batch.inputs)}" if batch.inputs else ""),
-                expected=f"`{PIXELS}` beside `input_ids`, or a column of images beside the texts, with tokenizer=processor",
-                do=f"data={{'{PIXELS}': pixels, 'input_ids': tokens, 'attention_mask': mask}}, with one text for each image",
+                f"`data` has texts without images; it must have `{PIXELS}` beside `input_ids`, or a column of images with "
+                "tokenizer=processor."
             )
         refuse_integers(PIXELS, pixels)
         rows = torch.zeros(len(pixels), 1, dtype=torch.int64)
@@ -129,10 +127,8 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
         gap = float((ours.nan_to_num() - unit(getattr(output, name)).nan_to_num()).norm())
         if not gap <= rounding(dtype):
             raise LayersimError(
-                f"The last layer of the {source.tower.name} tower, projected, differs from the model's own `{name}`.",
-                given=f"unit vectors that differ by {gap:.2g} on the first row, of {type(clip).__name__}",
-                expected=f"{source.tower.head} at the position that the model reads",
-                do="a model whose class computes its embeddings as transformers does; tower_similarity(..., projected=False)",
+                f"The last layer of the {source.tower.name} tower, projected, differs from `{name}` of {type(clip).__name__} "
+                f"by {gap:.2g} on the first row. Compare the towers with tower_similarity(..., projected=False)."
             )
 
 

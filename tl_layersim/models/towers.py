@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import brief, with_article
 from ..data.positions import PositionRule
 from ..data.text_rows import DEFAULT_SEQ_LEN
 from .unembed import Head
@@ -74,17 +75,10 @@ def find_towers(model: Any) -> tuple[Tower, Tower]:
         return towers
     if whole and str(kind).startswith("siglip"):
         raise LayersimError(
-            "`clip` must read each image at one position, and a SigLIP pools all of its positions by attention.",
-            given=f"{type(model).__name__}, whose layers have no single vector of an image",
-            expected=CLASSES,
-            do="lsim.analyze(model.vision_model, pixels, [lsim.Cosine(), lsim.CKA()]), which compares the layers of one tower",
+            f"`clip` is {with_article(type(model).__name__)}, which pools all positions of an image by attention; it must be "
+            f"{CLASSES}."
         )
-    raise LayersimError(
-        "`clip` must be a model with a vision and a text tower.",
-        given=type(model).__name__,
-        expected=CLASSES,
-        do="CLIPModel.from_pretrained(name); lsim.analyze(model, data, analyzers) for a model of one tower",
-    )
+    raise LayersimError(f"`clip` is {brief(model)}; it must be {CLASSES}.")
 
 
 def has_both_towers(module: torch.nn.Module) -> bool:
@@ -122,10 +116,8 @@ def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
         given: what leaves the tower open.
     """
     return LayersimError(
-        f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads one.",
-        given=given,
-        expected="model.vision_model or model.text_model; or layers= with the blocks of one tower, to run the whole model",
-        do="lsim.analyze(model.vision_model, pixels, analyzers); lsim.tower_similarity(clip, pairs), for both towers",
+        f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads "
+        f"one: {given}. Pass model.vision_model or model.text_model, or use lsim.tower_similarity(clip, pairs)."
     )
 
 
@@ -143,13 +135,7 @@ def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: 
     names = dict(model.named_modules())
     missing = [path for tower in towers for path in (tower.head.norm, *tower.head.modules) if path and path not in names]
     if missing:
-        raise LayersimError(
-            f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space.",
-            given=f"no module {', '.join(missing)}",
-            expected="the final norm and the projection of each tower: "
-            + ", ".join(f"{tower.head}" for tower in towers).replace("(x)", ""),
-            do=do,
-        )
+        raise LayersimError(f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space. Use {do}.")
 
 
 def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:
@@ -187,11 +173,8 @@ def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
     found = (tokens == eos).nonzero()[:, 0]
     if not len(found):
         raise LayersimError(
-            "`data` has a text without the end-of-text token at which the text tower is read.",
-            given=f"{len(tokens)} tokens, none of them {eos}",
-            expected=f"token {eos} in each text, within the context of the text tower",
-            do="texts with tokenizer=processor, which ends each with it; tokenizer(texts, padding=True, truncation=True) keeps "
-            "it where it cuts a longer text",
+            f"`data` has a text of {len(tokens)} tokens, none of them {eos}, the end-of-text token at which the text tower "
+            "is read. Give texts with tokenizer=processor, or cut them with tokenizer(texts, truncation=True)."
         )
     return found[0]
 
@@ -211,8 +194,6 @@ def text_starts_anew(starts: list[int], context: int | None) -> None:
     # The first part of a longer text fills the context, but for a BOS of its own.
     if max(starts) >= min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN) - 1:
         raise LayersimError(
-            "`data` has a text that is longer than the context of the text tower.",
-            given=f"a text of more than {max(starts)} tokens",
-            expected=f"at most {context} tokens in each text",
-            do="tokenizer(texts, padding=True, truncation=True), and its input_ids and attention_mask as data",
+            f"`data` has a text of more than {max(starts)} tokens; the context of the text tower has {context}. Cut the "
+            "texts with tokenizer(texts, padding=True, truncation=True)."
         )

@@ -52,10 +52,7 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
     missing = [name for name in names if name not in model.hook_dict]
     if missing:
         raise LayersimError(
-            f"{cfg.model_name} lacks hook points of the residual stream.",
-            given=f"no hook point {missing[0]}",
-            expected="blocks.{i}.hook_resid_pre and hook_resid_post",
-            do="pass the Hugging Face model itself, with layers=[...] if its layout is not known",
+            f"{cfg.model_name} lacks the hook point {missing[0]} of the residual stream. Pass the Hugging Face model itself."
         )
     plain = {
         key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")

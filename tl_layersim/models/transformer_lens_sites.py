@@ -170,10 +170,7 @@ class _SitesOf:
         """
         if name in self.hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
             raise LayersimError(
-                "`at` names attention scores or patterns, which have one number for each pair of positions.",
-                given=repr(name),
-                expected="activations `batch pos ...`",
-                do="at='z', what the heads give; or model.run_with_cache for patterns",
+                f"`at` is {name!r}, which has one number for each pair of positions; model.run_with_cache gives such patterns."
             )
         plain = self.wrapped is None and self.model.cfg.normalization_type not in WITH_WEIGHTS
         if plain and name in self.hooks and name.endswith(SITE_NAMES["ln1"]):

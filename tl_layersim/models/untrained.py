@@ -10,6 +10,7 @@ import torch
 from ..core.argument_checks import typed
 from ..core.bounds import Seed
 from ..core.errors import LayersimError
+from ..core.wording import with_article
 from .model_changes import edits_of, hooks_on
 from .open import OpenedModel, is_nnsight
 from .transformer_lens import is_transformer_lens
@@ -57,10 +58,8 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
     if shapes != own:
         different = next(name for name in shapes | own if shapes.get(name) != own.get(name))
         raise LayersimError(
-            "`model` has other weights than its configuration describes, so it has no untrained twin.",
-            given=f"{different} of shape {shapes.get(different)}",
-            expected=f"shape {own.get(different)}",
-            do="a model without quantisation or adapters, with the configuration that it was made from",
+            f"`model` has no untrained twin: {different} has shape {shapes.get(different)}, and its configuration describes "
+            f"{own.get(different)}."
         )
     if hasattr(model, "tokenizer") and not hasattr(made, "tokenizer"):
         made.tokenizer = model.tokenizer
@@ -80,10 +79,8 @@ def refuse_changed(model: Any) -> None:
     hooks = hooks_on(module) if isinstance(module, torch.nn.Module) else ""
     if edits or hooks:
         raise LayersimError(
-            "`model` has changes that are not in its configuration, and a model with fresh weights would lack them.",
-            given="; ".join(filter(None, (edits, hooks))),
-            expected="a model without hooks and edits",
-            do="make lsim.untrained(model) before the hooks are registered, register them on both, and compare the two results",
+            f"`model` has changes that a model with fresh weights would lack: {'; '.join(filter(None, (edits, hooks)))}. "
+            "Make lsim.untrained(model) first, and register the hooks on both."
         )
 
 
@@ -103,8 +100,6 @@ def _made(model: Any) -> Any:
     elif hasattr(type(model), "_from_config") and getattr(model, "config", None) is not None:
         return type(model)(copy.deepcopy(model.config))
     raise LayersimError(
-        "`model` has no untrained twin: its class makes no model from a configuration.",
-        given=type(model).__name__,
-        expected="a Hugging Face model, a HookedTransformer, or a TransformerBridge without compatibility mode",
-        do="measure a model with fresh weights of your own, lsim.analyze(fresh, data, analyzers), and compare the results",
+        f"`model` is {with_article(type(model).__name__)}, which makes no model from a configuration; it must be a Hugging "
+        "Face model, a HookedTransformer, or a TransformerBridge without compatibility mode."
     )

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..core.errors import LayersimError, warn
+from ..core.errors import warn
 from ..core.operation_meter import CPU_ATTENTION, tensors_in
 from ..data.batches import Batch
 from .hooked import HookedSource
@@ -52,13 +52,6 @@ def model_without_weights(config: Any) -> torch.nn.Module:
     if isinstance(config, Mapping):
         given = dict(config)
         kind = given.pop("model_type", None)
-        if kind not in transformers.CONFIG_MAPPING:
-            raise LayersimError(
-                "`model_or_config` is a mapping without a type of model that transformers knows.",
-                given=f"model_type={kind!r}",
-                expected="the fields of a config.json, such as model_type, hidden_size and num_hidden_layers",
-                do='{"model_type": "llama", "hidden_size": 8192, ...}, or transformers.AutoConfig.from_pretrained(name)',
-            )
         config = transformers.AutoConfig.for_model(kind, **given)
         _warn_of_unknown_fields(config, given)
     module = model_of_config(config)

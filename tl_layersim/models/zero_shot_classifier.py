@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from .hooked import HookedSource
 from .layout import PRE_NORM
 from .model_description import processor_of
@@ -70,10 +71,8 @@ class ZeroShotClassifier(torch.nn.Module):
         """The source by which `analyze` and `attach` read this model."""
         if layers is not None or unembed is not None:
             raise LayersimError(
-                "`layers` and `unembed` cannot be given for a zero-shot classifier, whose layers and head are known.",
-                given=f"layers={layers}" if unembed is None else f"unembed={unembed}",
-                expected="layers=None and unembed=None",
-                do="leave them out",
+                f"`{'layers' if unembed is None else 'unembed'}` is {brief(layers if unembed is None else unembed)}, but "
+                "cannot be given for a zero-shot classifier, whose layers and head are known."
             )
         path = f"{self._tower.path}.{self._tower.blocks}"
         count = len(self.get_submodule(path))  # type: ignore[arg-type]  # a list of modules

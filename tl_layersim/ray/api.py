@@ -12,6 +12,7 @@ from ..analysis.api import analyze
 from ..analysis.site_plan import DEFAULT, AtArgument
 from ..analysis.validation import AnalyzersArgument, choose_analyzers
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveInt
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report
@@ -28,7 +29,7 @@ def analyze_on_ray(
     data: Any,
     analyzers: AnalyzersArgument,
     *,
-    num_workers: int,
+    num_workers: PositiveInt,
     resources: Mapping[str, Any] | None = None,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
@@ -70,7 +71,12 @@ def analyze_on_ray(
         >>> report = analyze_on_ray(lsim.demo_model, lsim.demo_text(), [lsim.Cosine()], num_workers=2)  # doctest: +SKIP
     """
     chosen, data = choose_analyzers(analyzers), Data.of(data)
-    _refuse_arguments(load_model, num_workers)
+    if rank_and_size()[1] > 1:
+        raise LayersimError(
+            "`analyze_on_ray` cannot be called in a torch.distributed group, in which every process would start workers: "
+            f"this one has {rank_and_size()[1]} processes."
+        )
+    refuse_model(load_model)
     if is_ray_dataset(data.source):
         data = replace(data, source=OrderedRows(data.source))
     with _connected(), closing(Workers(load_model, at, num_workers, resources or {})) as workers:
@@ -90,16 +96,3 @@ def _connected() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _refuse_arguments(load_model: Any, num_workers: int) -> None:
-    if num_workers < 1:
-        raise LayersimError("`num_workers` must be at least 1.", given=num_workers, expected="1 or more", do="num_workers=4")
-    if rank_and_size()[1] > 1:
-        raise LayersimError(
-            "`analyze_on_ray` cannot be called in a torch.distributed group: every process would start workers.",
-            given=f"{rank_and_size()[1]} processes",
-            expected="one process",
-            do="call it in one process; the workers do the work",
-        )
-    refuse_model(load_model)

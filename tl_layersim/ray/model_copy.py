@@ -15,7 +15,7 @@ from ..analysis.data_pass import sums_of
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import push
 from ..core.sums import Sums
-from ..core.wording import brief
+from ..core.wording import brief, with_article
 from ..data.batches import Batch
 from ..models.hook_point import HookPoint
 from ..models.model_info import Model
@@ -28,10 +28,7 @@ from ..remote.open import open_source
 EQUAL_FIELDS = ("name", "config_hash", "weights_hash", "changes", "source", "basis", "dtype", "layers")
 
 # Options of `open_model` that workers refuse.
-NOT_IN_WORKERS = {
-    "remote": "leave it out: the model runs in the workers",
-    "verify": "lsim.analyze(lsim.open_model(model, verify='hf'), lsim.Data(data, max_tokens=1), analyzers) once, here",
-}
+NOT_IN_WORKERS = ("remote", "verify")
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,11 @@ class ModelCopy:
             return source
         own = equal_fields_of(source.model)
         if held.number == 0 and settings.identity not in (None, own):
-            raise _other_model(settings.identity, own)
+            both = zip(EQUAL_FIELDS, settings.identity or (), own, strict=True)
+            raise LayersimError(
+                "`load_model` gave another model on this worker than on the first one: "
+                f"{', '.join(f'{name} {b} and not {a}' for name, a, b in both if a != b)}."
+            )
         if settings.stack is not None:
             source.in_stack(settings.stack)
         if settings.points is not None:
@@ -212,17 +213,6 @@ def _add_parts(first: PartialSums, second: PartialSums) -> PartialSums:
     return PartialSums(first.count + second.count, not_finite, out)
 
 
-def _other_model(expected: Any, own: Any) -> LayersimError:
-    different = [name for name, a, b in zip(EQUAL_FIELDS, expected, own, strict=True) if a != b]
-    given = "; ".join(f"{name} {a} and {b}" for name, a, b in zip(EQUAL_FIELDS, expected, own, strict=True) if a != b)
-    return LayersimError(
-        f"`load_model` gave another model on this worker than on the first one: {' and '.join(different)} differ.",
-        given=given,
-        expected="the same weights on every worker",
-        do="load a checkpoint, or call torch.manual_seed(0) in load_model before weights are drawn",
-    )
-
-
 def loaded(load_model: Callable[[], Any]) -> OpenedModel:
     """The model of this process, as `load_model` opens it.
 
@@ -233,14 +223,11 @@ def loaded(load_model: Callable[[], Any]) -> OpenedModel:
         LayersimError: the model is opened on a server, or to be compared with another one.
     """
     opened = OpenedModel.of(load_model())
-    for name, do in NOT_IN_WORKERS.items():
+    for name in NOT_IN_WORKERS:
         value = getattr(opened, name)
         if value not in (None, False):
             raise LayersimError(
-                f"`load_model` returns a model opened with `{name}`, which workers do not take.",
-                given=f"{name}={brief(value)}",
-                expected="open_model(model) with `layers` and `unembed` alone",
-                do=do,
+                f"`load_model` returns a model opened with `{name}`, {brief(value)}; workers take `layers` and `unembed` alone."
             )
     return opened
 
@@ -256,8 +243,6 @@ def refuse_model(load_model: Any) -> None:
     """
     if hasattr(load_model, "parameters") or hasattr(load_model, "trace"):
         raise LayersimError(
-            "`load_model` must be a function that loads the model, not the model, which each worker loads itself.",
-            given=type(load_model).__name__,
-            expected="a function without arguments",
-            do="functools.partial(AutoModelForCausalLM.from_pretrained, name)",
+            f"`load_model` is {with_article(type(load_model).__name__)}; it must be a function that loads the model, which "
+            "each worker loads itself."
         )

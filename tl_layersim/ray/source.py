@@ -143,12 +143,7 @@ class RaySource(Source):
         return part.not_finite, {name: dict(one) for name, one in part.out.items()}
 
     def collect(self, batch: Batch) -> View:
-        raise LayersimError(
-            "Activations of a model on Ray stay in its workers.",
-            given=f"{self.model.name} on Ray",
-            expected="a model in this process",
-            do="load the model in this process",
-        )
+        raise LayersimError(f"Activations of {self.model.name} on Ray stay in its workers; load the model in this process.")
 
     def stream(
         self,

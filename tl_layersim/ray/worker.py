@@ -114,10 +114,9 @@ class Worker:
             if analyzer.first_kernel() is not None:
                 kind = type(analyzer).__name__
                 raise LayersimError(
-                    f"{kind} reads all data twice, and a Worker sees some of the rows once.",
-                    given=f"{kind} with {analyzer.options()}",
-                    expected="analyzers that need one pass",
-                    do=(f"{analyzer.one_pass}; or " if analyzer.one_pass else "") + "analyze_on_ray, which makes both passes",
+                    f"{kind} reads all data twice, and a Worker sees some of the rows once. Use "
+                    + (f"{analyzer.one_pass} or " if analyzer.one_pass else "")
+                    + "`analyze_on_ray`, which makes both passes."
                 )
 
     def __call__(self, rows: Any) -> bytes:
@@ -132,12 +131,7 @@ class Worker:
         """
         data = Data.of(rows)
         if data.max_tokens is not None:
-            raise LayersimError(
-                "`max_tokens` cannot be given to a Worker, which sees some of the rows.",
-                given=f"max_tokens={data.max_tokens}",
-                expected="max_tokens=None",
-                do="pass fewer rows",
-            )
+            raise LayersimError(f"`max_tokens` is {data.max_tokens}; a Worker, which sees some of the rows, takes None.")
         if data.read_once:
             # Read twice: to count the rows, and to run them.
             data = replace(data, source=list(data.source))
@@ -173,17 +167,14 @@ class Worker:
             part, digest = _read_sums(number, each)
             if digest in numbers and part.tally.tokens:
                 raise LayersimError(
-                    f"`sums` holds what one call returned twice: number {numbers[digest]} and number {number} are equal.",
-                    given=f"{part.tally.tokens} tokens that would be counted twice",
-                    expected="what each call returned, once",
-                    do="leave out one of them",
+                    f"`sums` holds what one call returned twice: number {numbers[digest]} and number {number} are equal, and "
+                    f"{part.tally.tokens} "
+                    "tokens would be counted twice."
                 )
             numbers[digest] = number
             parts.append(part)
         if not parts:
-            raise LayersimError(
-                "`sums` is empty.", given="[]", expected="what calls of the worker returned", do="report(map(worker, chunks))"
-            )
+            raise LayersimError("`sums` is empty; it must hold what calls of the worker returned.")
         return merged_report([_one_part(parts)], self._analyzers)
 
 
@@ -207,13 +198,9 @@ def _one_part(parts: Sequence[ShardPart]) -> ShardPart:
     head = next((part for part in parts if part.tally.tokens), parts[0])
     for number, part in enumerate(parts):
         if part.identity != head.identity or not part.is_done or part.stage != MAIN:
-            differing = [key for key in part.identity if part.identity[key] != head.identity.get(key)]
-            raise LayersimError(
-                f"`sums` holds sums of different runs: number {number} differs in {', '.join(differing) or 'its stage'}.",
-                given=str({key: part.identity[key] for key in differing}),
-                expected=str({key: head.identity[key] for key in differing}),
-                do="pass what calls of one Worker returned",
-            )
+            keys = [key for key in part.identity if part.identity[key] != head.identity.get(key)]
+            differing = "; ".join(f"{key} {part.identity[key]} and {head.identity.get(key)}" for key in keys)
+            raise LayersimError(f"`sums` holds sums of different runs: number {number} differs in {differing or 'its stage'}.")
     tallies = [part.tally for part in parts]
     digest = tallies[0].digest if len(parts) == 1 else hashlib.sha256("".join(t.digest for t in tallies).encode()).hexdigest()
     batches, rows, tokens = (sum(getattr(tally, name) for tally in tallies) for name in ("batches", "sequences", "tokens"))
@@ -240,10 +227,9 @@ def _one_tree(trees: Sequence[SumTree]) -> SumTree:
 def _added(trees: Sequence[SumTree]) -> SumTree:
     if trees[0].size is not None:
         raise LayersimError(
-            "`sums` cannot be divided into blocks of equal size, from which intervals are computed.",
-            given=f"calls with {', '.join(str(tree.rows) for tree in trees[:8])}{', ...' if len(trees) > 8 else ''} rows",
-            expected="the same power of two of rows from each call but the last",
-            do="calls with batch_size * 64 rows each; or Worker(..., intervals=False)",
+            "`sums` cannot be divided into blocks of equal size, from which intervals are computed: the calls have "
+            f"{', '.join(str(tree.rows) for tree in trees[:8])}{', ...' if len(trees) > 8 else ''} rows. Every call but the "
+            "last must take the same power of two of rows."
         )
     nodes: list[DataBlock] = [tree.total() for tree in trees if tree.nodes]
     whole = nodes[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..core.errors import LOG, LayersimError, warn
-from ..core.wording import brief, first_line
+from ..core.wording import first_line
 from .model_copy import ModelCopy
 
 # Calls that wait at a worker, so that it has none to wait for.
@@ -69,15 +69,7 @@ class Workers:
         self._ray = import_ray()
         self._tell: Callable[[str], None] = _quiet
         options = {**DEFAULTS, **resources}
-        try:
-            kind = self._ray.remote(**options)(ModelCopy)
-        except (TypeError, ValueError) as error:
-            raise LayersimError(
-                f"`resources` are no options of ray.remote: {first_line(error)}",
-                given=f"resources={brief(dict(resources))}",
-                expected="num_cpus, num_gpus, memory, resources, runtime_env, max_restarts, ...",
-                do="resources={'num_gpus': 1}; of your own resources {'resources': {'name': 1}}",
-            ) from error
+        kind = self._ray.remote(**options)(ModelCopy)
         self._warn_of_scarce(options)
         # Loaders and analyzers may be large, or closures: Ray sends them once.
         self._actors = [kind.remote(load_model, at) for _ in range(count)]
@@ -174,7 +166,7 @@ class Workers:
             except _Lost as lost:
                 heapq.heappush(again, self._repeated(call, lost.reason))
                 if worker in self._busy:
-                    why = loss_of(lost.reason).given
+                    why = loss_of(lost.reason).cause
                     LOG.warning("Worker %d of %d was lost and is started again: %s", worker + 1, len(self._actors), why)
                     self._start(worker)
 
@@ -196,14 +188,11 @@ class Workers:
             self._get(reference)
         except _Lost as lost:
             if self._busy or self._starting:
-                LOG.warning("Worker %d of %d does not start: %s", number + 1, len(self._actors), loss_of(lost.reason).given)
+                LOG.warning("Worker %d of %d does not start: %s", number + 1, len(self._actors), loss_of(lost.reason).cause)
                 return
             loss = loss_of(lost.reason)
             raise LayersimError(
-                "`load_model` could not be run: every worker was lost.",
-                given=loss.given,
-                expected="processes that live until the model is loaded",
-                do=loss.do,
+                f"`load_model` could not be run: every worker was lost, the last one by {loss.cause}. {loss.remedy}"
             ) from None
         self._busy[number] = 0
         self._say()
@@ -224,10 +213,7 @@ class Workers:
         if call.losses == REPEATS:
             loss = loss_of(reason)
             raise LayersimError(
-                f"Workers were lost {call.losses + 1} times with the same batches.",
-                given=loss.given,
-                expected="workers that live until they return sums",
-                do=loss.do,
+                f"Workers were lost {call.losses + 1} times with the same batches, the last one by {loss.cause}. {loss.remedy}"
             )
         return call._replace(losses=call.losses + 1)
 
@@ -248,12 +234,12 @@ class Loss(NamedTuple):
     """Why a worker was lost, as far as Ray knows it.
 
     Attributes:
-        given: the name of Ray's error, and the line of its text that tells the cause.
-        do: the remedy.
+        cause: the name of Ray's error, and the line of its text that tells the cause.
+        remedy: a sentence.
     """
 
-    given: str
-    do: str
+    cause: str
+    remedy: str
 
 
 def loss_of(reason: Exception) -> Loss:
@@ -269,12 +255,12 @@ def loss_of(reason: Exception) -> Loss:
     # The first line of an `ActorDiedError` names no cause, and the lines with tabs are the actor's.
     lines = [line for line in str(reason).strip().splitlines() if line.strip() and not line.startswith("\t")]
     line = next(iter(lines[1:] if isinstance(reason, errors.ActorDiedError) else lines), first_line(reason))
-    given = f"{type(reason).__name__}: {line[:200]}"
+    cause = f"{type(reason).__name__}: {line[:200].rstrip('.')}"
     if isinstance(reason, errors.OutOfMemoryError):
-        return Loss(given, "a smaller batch_size=, or more memory for each worker: resources={'memory': bytes}")
+        return Loss(cause, "Pass a smaller `batch_size`, or more memory for each worker: resources={'memory': bytes}.")
     if isinstance(reason, errors.NodeDiedError | errors.LocalRayletDiedError) or "node has died" in str(reason):
-        return Loss(given, "`ray status` lists the machines that are left; with checkpoint= the same call continues")
-    return Loss(given, "`ray status` shows whether its machine left the cluster, and Ray's logs there why its process ended")
+        return Loss(cause, "`ray status` lists the machines that are left; with `checkpoint` the same call continues.")
+    return Loss(cause, "`ray status` shows whether its machine left the cluster, and Ray's logs there why its process ended.")
 
 
 def _original(error: Any) -> Exception:
@@ -302,9 +288,6 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise LayersimError(
-            "`analyze_on_ray` needs the package ray, which is not installed.",
-            given=str(error),
-            expected="ray with ray.data",
-            do="pip install 'tl_layersim[ray]'",
+            "`analyze_on_ray` needs the package ray, which is not installed: pip install 'tl_layersim[ray]'."
         ) from error
     return ray

@@ -64,13 +64,6 @@ class Patch:
         for number, path in enumerate(self.paths):
             block = model
             for name in path.split("."):
-                if not hasattr(block, name):
-                    raise LayersimError(
-                        "`model` lacks blocks that these adapters were trained on.",
-                        given=f"a {type(model).__name__} without {path}",
-                        expected="the nnsight model that is traced, of the architecture that they were trained on",
-                        do="apply them to the model that they were trained on",
-                    )
                 block = getattr(block, name)
             adapt(block, self.down[number], self.up[number])
 
@@ -79,13 +72,6 @@ def adapt(block: Any, down: Tensor, up: Tensor) -> Tensor:
     """Replace the output of a block by the adapted one, inside a trace, and return it."""
     output = block.output
     own = first_tensor(output)
-    if own.shape[-1] != down.shape[-1]:
-        raise LayersimError(
-            "`model` differs in width from the model that these adapters were trained on.",
-            given=f"a residual stream of width {own.shape[-1]}",
-            expected=f"width {down.shape[-1]}",
-            do="apply them to the model that they were trained on",
-        )
     x = adapted(own, down, up)
     block.output = (x, *output[1:]) if isinstance(output, tuple) else x
     return x
@@ -389,8 +375,6 @@ class RemoteDescent:
 def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:
     rows, width = item["tokens"].shape
     return LayersimError(
-        "`batch_size` is too large: one training step exceeds the server's time limit for a job.",
-        given=f"{rows} rows of {width} tokens; {source.offer.server} says: {error}",
-        expected="a step within the operator's time limit",
-        do=f"batch_size={max(1, rows // 2)}, or a smaller seq_len=",
+        f"`batch_size` is too large: one training step with {rows} rows of {width} tokens exceeds the server's time limit "
+        f"for a job ({source.offer.server} says: {error}). Use batch_size={max(1, rows // 2)}, or a smaller seq_len=."
     )

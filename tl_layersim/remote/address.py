@@ -20,10 +20,8 @@ def host_of(remote: bool | str) -> str:
     host = str(CONFIG.API.HOST if remote is True else remote).rstrip("/")
     if not is_address(host):
         raise LayersimError(
-            "`remote` is not the address of a server.",
-            given=f"remote={shown(remote)}",
-            expected="True, for the server in nnsight's settings; 'local'; or http://host:port, https://host",
-            do="remote='http://127.0.0.1:8001'; a key goes into NDIF_API_KEY, not into an address",
+            f"`remote` is {shown(remote)}; it must be True, 'local', or the address of a server, such as "
+            "'http://127.0.0.1:8001'."
         )
     return host
 

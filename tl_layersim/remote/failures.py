@@ -15,10 +15,8 @@ from .server_status import ServerStatus
 TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
 NO_SANDBOX = "waiting for the runner socket"
 TOO_LONG = "exceeded the execution timeout"
-# A LayersimError that a kernel raised on the server, as the last lines of a traceback show it.
-REFUSAL = re.compile(
-    r"LayersimError: (?P<what>.+)\n\s+given:\s+(?P<given>.+)\n\s+expected:\s+(?P<expected>.+)\n\s+do:\s+(?P<do>.+)"
-)
+# A LayersimError that a kernel raised on the server, as the last line of a traceback shows it.
+REFUSAL = re.compile(r"LayersimError: (?P<message>.+)")
 
 
 class JobTooLong(Exception):
@@ -78,7 +76,7 @@ class FailureMap:
         if "error provisioning" in lower or "error starting model" in lower:
             return ModelNotRunning(text)
         if ours := re.search(REFUSAL, text):
-            return LayersimError(ours["what"], given=ours["given"], expected=ours["expected"], do=ours["do"])
+            return LayersimError(ours["message"])
         unreached = isinstance(error.__cause__, httpx.TransportError)
         words = (NO_SANDBOX,) if "traceback (most recent" in lower else TRANSIENT
         if unreached or code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in words):
@@ -89,17 +87,13 @@ class FailureMap:
         """The error for a request that was rejected before it ran, because of its API key or its versions."""
         if code in (401, 403) or (code == 400 and "api key" in text.lower()):
             return LayersimError(
-                f"{self.name} rejected the API key.",
-                given=f"{'a' if _has_key() else 'no'} key; the server reports: {last_line(text)}",
-                expected="the key of an account on this server",
-                do="nnsight.login(), or set NDIF_API_KEY before Python starts; the server names the place that gives out keys",
+                f"{self.name} rejected the API key ({'a' if _has_key() else 'no'} key was sent): {last_line(text)}. Set "
+                "NDIF_API_KEY before Python starts, or call nnsight.login()."
             )
         if code == 400 and "version" in text.lower():
             return LayersimError(
-                f"{self.name} rejects requests from the installed versions.",
-                given=last_line(text),
-                expected=", ".join(f"{name} {version}" for name, version in self.status().versions.items()),
-                do="pip install the versions that the server requires",
+                f"{self.name} rejects requests from the installed versions: {last_line(text)}. It runs "
+                f"{', '.join(f'{name} {version}' for name, version in self.status().versions.items())}."
             )
         return None
 
@@ -107,47 +101,34 @@ class FailureMap:
         """The error for a request that failed while it ran."""
         if "out of memory" in text.lower():
             return LayersimError(
-                "A forward pass of this size does not fit into the free memory of the server.",
-                given=last_line(text),
-                expected="fewer tokens at once",
-                do="a smaller batch_size=, or a smaller seq_len=",
+                f"A forward pass of this size does not fit into the free memory of the server: {last_line(text)}. Use a "
+                "smaller batch_size= or seq_len=."
             )
-        do = "try the same with remote='local', which simulates the server in this process"
+        do = "Try remote='local', which simulates the server in this process"
         if self.status().differences:
             do += f"; if that works, versions matter: {'; '.join(self.status().differences)}"
         frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text)
         where = " (line {1} of {0}, in {2})".format(*frames[-1]) if frames else ""
-        return LayersimError(
-            f"The request failed on {self.name}.",
-            given=last_line(text) + where,
-            expected="kernels that run on the server as in this process",
-            do=do,
-        )
+        return LayersimError(f"The request failed on {self.name}: {last_line(text)}{where}. {do}.")
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
         """The error that ends a run after this many attempts."""
         if isinstance(error, ModelNotRunning):
             running = ", ".join(self.status().running) or "none"
             return LayersimError(
-                f"{self.name} does not run this model, and could not start it.",
-                given=f"{self.model_key.partition(':')[2]}: {last_line(str(error))}",
-                expected=f"a model that runs on the server; those are: {running}",
-                do="nnsight.status() lists them with their tasks and revisions; or ask its operator for this one",
+                f"{self.name} does not run this model, and could not start it: {self.model_key.partition(':')[2]}: "
+                f"{last_line(str(error))}. It runs {running}."
             )
         return LayersimError(
-            f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}.",
-            given=last_line(str(error)),
-            expected="a server that accepts requests",
-            do="the same call later: a checkpoint= is continued, and so is a RemoteRun that was saved",
+            f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}: {last_line(str(error))}. The "
+            "same call later continues a checkpoint= or a saved RemoteRun."
         )
 
     def no_server(self, given: str) -> LayersimError:
         """The error for an address at which no NDIF server responds."""
         return LayersimError(
-            "There is no NDIF server at this address.",
-            given=f"{self.name}: {redacted(given, self.host)}",
-            expected="a server that responds to /ping, /status and /env",
-            do="check the address and the network; remote='http://host:port' for your own, NDIF_HOST for nnsight's default",
+            f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, or "
+            "NDIF_HOST, nnsight's default."
         )
 
 
@@ -160,4 +141,4 @@ def _has_key() -> bool:
 def last_line(text: str) -> str:
     """The last line of a traceback or of a server's message, which names the failure."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "nothing"
+    return lines[-1][:300].rstrip(".") if lines else "nothing"

@@ -130,10 +130,8 @@ def counting_backend() -> Any:
                 payload: bytes = super()._serialize(tracer)
             except Exception as error:
                 raise LayersimError(
-                    "The request cannot be serialized.",
-                    given=redacted(f"{type(error).__name__}: {error}")[:300],
-                    expected="kernels that are functions of a module, with plain options",
-                    do="keep models, locks and open files out of the analyzer's options and its module's globals",
+                    f"The request cannot be serialized: {redacted(f'{type(error).__name__}: {error}')[:300]}. Keep models, "
+                    "locks and open files out of the analyzer's options and its module's globals."
                 ) from error
             self.sent = len(payload)
             return payload

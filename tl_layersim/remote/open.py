@@ -11,6 +11,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import PositiveInt
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
+from ..core.wording import with_article
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.hugging_face_check import verify_on_first_row
@@ -89,10 +90,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         layers = modules_in_place_of_blocks(module, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
-            "`tokens_per_request` applies only to a model on a server.",
-            given=f"tokens_per_request={opened.tokens_per_request} with remote={shown(opened.remote)}",
-            expected="remote=True, or the address of an NDIF server",
-            do="batch_size= for the rows of a forward pass in this process",
+            f"`tokens_per_request` is {opened.tokens_per_request} with remote={shown(opened.remote)}, but applies only to a "
+            "model on a server. Use batch_size= in this process."
         )
     source: Source
     if opened.on_server and is_nnsight(model):
@@ -101,10 +100,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
     if not either_stack and layers is None and source.has_two_stacks:
         raise LayersimError(
-            f"{source.model.name} is an encoder-decoder, of which this function cannot choose one of the two stacks.",
-            given=source.model.source,
-            expected="a model with one residual stream, or `layers` with the blocks of one stack",
-            do="lsim.analyze(model, data, analyzers, at='encoder.resid_post'); or open_model(model, layers=[...])",
+            f"{source.model.name} is an encoder-decoder ({source.model.source}), of which this function reads one stack. "
+            "Name its blocks, open_model(model, layers=[...])."
         )
     verify_on_first_row(source, opened.verify)
     return source
@@ -118,10 +115,8 @@ def on_server(source: Source) -> RemoteSource:
     """
     if not isinstance(source, RemoteSource):
         raise LayersimError(
-            "`remote` must be an NDIF server: the model runs in this process.",
-            given=f"{source.model.name}, {source.model.source}",
-            expected="True, or the address of an NDIF server",
-            do="open_model(model, remote=True); without a server, analyze(model, data, analyzers) runs every analyzer",
+            f"`remote` must be an NDIF server, but {source.model.name} ({source.model.source}) runs in this process. Use "
+            "open_model(model, remote=True)."
         )
     return source
 
@@ -143,10 +138,8 @@ def open_split_model(model: Any) -> SplitModel:
         return LocalSplitModel(source, source.model)
     if not isinstance(source, NNsightSource):
         raise LayersimError(
-            "`model` cannot be stitched: its source cannot run a part of the model.",
-            given=type(source).__name__,
-            expected=ACCEPTED_MODELS,
-            do="pass the model itself",
+            f"`model` is {with_article(type(source).__name__)}, which cannot run a part of the model; stitching needs "
+            f"{ACCEPTED_MODELS}."
         )
     if opened.remote:
         return RemoteSplitModel(source)

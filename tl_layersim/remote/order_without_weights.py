@@ -109,9 +109,7 @@ def _listed_order(
     strange = [point for point in points if (point.module, point.incoming) not in place]
     if strange:
         raise LayersimError(
-            "`at` names a module whose place in the forward pass cannot be found without the model's weights.",
-            given=f"{strange[0].name}; a forward pass without weights ends with {type(failed).__name__}: {str(failed)[:160]}",
-            expected="sites that lsim.sites(model) lists, whose order is known",
-            do="a family or a listed name in at=; or load the model in this process",
+            f"`at` names {strange[0].name}, whose place in the forward pass cannot be found without the model's weights "
+            f"({type(failed).__name__}: {str(failed)[:160]}). Use a site that lsim.sites(model) lists."
         )
     return tuple(sorted(range(len(points)), key=lambda number: place[points[number].module, points[number].incoming]))

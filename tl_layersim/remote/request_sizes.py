@@ -30,13 +30,6 @@ class RequestSchedule:
     """
 
     def __init__(self, most_tokens: int | None) -> None:
-        if most_tokens is not None and most_tokens < 1:
-            raise LayersimError(
-                "`tokens_per_request` must be at least 1.",
-                given=most_tokens,
-                expected="1 or more",
-                do="tokens_per_request=8192",
-            )
         self.most_tokens, self.most_batches, self.lowered = most_tokens, MOST_BATCHES, 0
         self.largest_completed = 0
         self._seconds_per_batch: float | None = None
@@ -47,10 +40,8 @@ class RequestSchedule:
             width = positions // rows
             fits = self.most_tokens // width
             raise LayersimError(
-                "`tokens_per_request` is smaller than one forward pass, and a request holds whole forward passes.",
-                given=f"{rows} rows of {width} tokens with tokens_per_request={self.most_tokens}",
-                expected=f"tokens_per_request of at least {positions}",
-                do=f"batch_size={fits}, or a larger tokens_per_request=" if fits else "a larger tokens_per_request=",
+                f"`tokens_per_request` is {self.most_tokens}, smaller than one forward pass, {rows} rows of {width} tokens; "
+                f"it must be at least {positions}{f', or use batch_size={fits}' if fits else ''}."
             )
 
     def groups(

@@ -99,10 +99,8 @@ class ShippedSource:
             if mine.co_filename != code.co_filename or _same(mine, on_disk.get((mine.co_qualname, mine.co_firstlineno))):
                 continue
             raise LayersimError(
-                f"The file of the kernel of {name!r} has changed since it was imported.",
-                given=f"{each.__qualname__} in {code.co_filename}",
-                expected="the source of the loaded function, because source is shipped",
-                do="importlib.reload(module), or restart Python",
+                f"The file of the kernel of {name!r} has changed since it was imported: {each.__qualname__} in "
+                f"{code.co_filename}. Use importlib.reload(module), or restart Python."
             )
 
 

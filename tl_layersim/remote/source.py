@@ -25,7 +25,7 @@ from ..models.model_inputs import forward_arguments, smallest_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
 from ..models.pools import AnyKernel
 from ..models.source import PartialSums
-from ..models.view import Kernel, Reduced, View
+from ..models.view import Kernel, Reduced
 from .client import NdifClient, quiet
 from .failures import JobTooLong
 from .order_without_weights import Order, order_without_weights, widths_without_weights
@@ -168,14 +168,6 @@ class RemoteSource(NNsightSource):
         arguments = forward_arguments(self.module, row, self._model)
         return order_without_weights(self.module, self.paths, events, arguments)
 
-    def collect(self, batch: Batch) -> View:
-        raise LayersimError(
-            "Activations of a remote model stay on the server.",
-            given=f"a model on {self.offer.server}",
-            expected="a model in this process",
-            do="analyze() and compare(), which return sums; or load the model in this process",
-        )
-
     def stream(
         self,
         batches: Iterator[Batch],
@@ -294,10 +286,9 @@ class RemoteSource(NNsightSource):
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
         rows = len(batch.tokens)
         return LayersimError(
-            "The smallest request of these analyzers exceeds the server's time limit for a job.",
-            given=f"{rows} rows of {batch.tokens.shape[1]} tokens; {self.offer.server} reports: {error}",
-            expected="a job within the operator's limit",
-            do="a smaller seq_len= or batch_size=, or fewer analyzers at once",
+            f"The smallest request of these analyzers, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's "
+            f"time limit for a job ({self.offer.server} reports: {error}). Use a smaller seq_len= or batch_size=, or fewer "
+            "analyzers at once."
         )
 
 
@@ -314,10 +305,7 @@ def _model_key(model: Any, remote: bool | str) -> str:
         if not isinstance(name, str) or not (os.path.isdir(name) or os.path.isabs(name)):
             raise
         raise LayersimError(
-            "`model` was loaded from a folder of this machine, and a server loads models from the hub by their name.",
-            given=f"TransformersModel({name!r}) with remote={shown(remote)}",
-            expected="a name such as 'org/name'",
-            do=f"nnsight.TransformersModel('org/{os.path.basename(name.rstrip('/')) or 'name'}', task='text-generation', "
-            "tokenizer=tokenizer), or remote=False to run the folder in this process",
+            f"`model` was loaded from the folder {name!r}, and a server loads models from the hub by a name such as "
+            f"'org/{os.path.basename(name.rstrip('/')) or 'name'}'; remote={shown(remote)} needs such a name."
         ) from error
     return key

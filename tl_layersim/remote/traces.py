@@ -225,9 +225,7 @@ def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
         if isinstance(out, str):
             name, _, what = out.partition(": ")
             raise LayersimError(
-                f"The kernel of {name!r} returned sums that cannot be added across batches.",
-                given=what,
-                expected="a dict of tensors whose shapes do not depend on the batch",
-                do="sum over the token axis inside the kernel",
+                f"The kernel of {name!r} returned sums that cannot be added across batches: {what}. Sum over the token axis "
+                "inside the kernel."
             )
     return [PartialSums(count, not_finite, out) for count, (not_finite, out) in result]

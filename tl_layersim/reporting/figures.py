@@ -77,12 +77,7 @@ def untrained_figure(result: Result, field: str) -> go.Figure:
     held = "values" if field == result.values_name else field
     twins = result.of_untrained(held)
     if twins is None:
-        raise LayersimError(
-            f"`untrained {field}` was not measured.",
-            given=f"{len(result.untrained)} untrained models",
-            expected="a run with them",
-            do='lsim.analyze(model, data, analyzers, baseline="untrained")',
-        )
+        raise LayersimError(f"`untrained {field}` was not measured; baseline='untrained' of `analyze` measures it.")
     own: dict[str, Any] = {held: twins.mean(0)}
     shown = replace(result, **own, replicates=(), block_tokens=(), untrained=())
     fig = shown.plot(field)

@@ -37,12 +37,7 @@ def report_figure(report: Mapping[str, Result]) -> go.Figure:
     results = {name: result for name, result in report.items() if result.pictures}
     figures = [(name, result.plot(result.pictures[0].field)) for name, result in results.items()]
     if not figures:
-        raise LayersimError(
-            "No result of the report has a picture.",
-            given=", ".join(f"{name} ({type(result).__name__})" for name, result in report.items()) or "an empty report",
-            expected="a result with `pictures`",
-            do="report[name].plot(field) with a field of the result",
-        )
+        raise LayersimError(f"No result of the report has a picture; it has {', '.join(report) or 'no results'}.")
     return panels(figures, [on_what(one.provenance, one.measured_on(one.pictures[0].field)) for one in results.values()])
 
 

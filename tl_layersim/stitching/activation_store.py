@@ -77,10 +77,8 @@ class StitchData:
         evaluation = _in_small_batches(kept, size, labels, model)
         if not fit or not evaluation:
             raise LayersimError(
-                "`data` has too few rows with targets to hold some of them out for evaluation.",
-                given=f"{sum(len(batch.tokens) for batch in own)} rows",
-                expected="two rows or more with targets, the last fifth of which is held out; or eval_data=",
-                do="more data, Data(data, seq_len=...) that cuts it into more rows, or eval_data=other_data",
+                f"`data` has {sum(len(batch.tokens) for batch in own)} rows with targets, too few to hold some out for "
+                "evaluation. Pass more data, or eval_data=."
             )
         return StitchData(tuple(fit), evaluation, labels)
 
@@ -102,10 +100,7 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
             batches.append(batch)
     if not batches:
         raise LayersimError(
-            f"`{argument}` has no targets: there is nothing to predict.",
-            given=f"no position with a {'label' if labels != 'next_token' else 'next token'}",
-            expected="rows of two or more tokens" if labels == "next_token" else "rows with labels",
-            do="check the data, its mask, and positions= and skip_first= of Data",
+            f"`{argument}` has no targets: no counted position has a {'label' if labels != 'next_token' else 'next token'}."
         )
     return batches
 
@@ -261,10 +256,8 @@ class ActivationStore:
         free, place = _free(folder)
         if size > 0.9 * free:
             raise LayersimError(
-                f"The front's activations do not fit into the free {place}.",
-                given=f"{self._starts[-1]:,} positions at {self.front.model.layers[self.layer]}: {in_words(size)}",
-                expected=f"less than {in_words(0.9 * free)}",
-                do="a smaller max_tokens=" + ("" if folder else ", or cache='folder' for a memory-mapped file"),
+                f"The front's activations do not fit into the free {place}: {in_words(size)} of {in_words(free)}. A smaller "
+                "max_tokens= takes less" + ("." if folder else ", and cache='folder' a file.")
             )
         if size > LARGE or folder is not None:
             where = f"a file in {folder}" if folder else "memory"
@@ -286,10 +279,8 @@ def _reserve(handle: int, size: int, folder: Path) -> None:
             # The file system cannot reserve space.
             return
         raise LayersimError(
-            "`cache` names a folder on a disk with too little space for the front's activations.",
-            given=f"{in_words(size)} in {folder}: {error.strerror}",
-            expected="free space for all of them",
-            do="cache='a folder on another disk', or a smaller max_tokens=",
+            f"`cache` is {str(folder)!r}, on a disk with too little space for {in_words(size)} of activations: "
+            f"{error.strerror}."
         ) from error
 
 

@@ -58,10 +58,7 @@ class Adapter(nn.Module):
                 for each in ((weight is not None, bias is not None), needed)
             )
             raise LayersimError(
-                f"`weight` and `bias` do not match an adapter of kind {kind!r}.",
-                given=has or "neither",
-                expected=needs or "neither",
-                do="Adapter('affine', weight, bias), Adapter('linear', weight), Adapter('identity')",
+                f"An adapter of kind {kind!r} takes {needs or 'neither a weight nor a bias'}; it is given {has or 'neither'}."
             )
         self.definition, self.kind = definition, kind
         # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from ..analysis.model_groups import group_labels
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError
+from ..core.bounds import NonNegativeFloat
 from ..core.storage import refuse_unwritable
 from ..data.data import Data
 from ..models.open import OpenedModel, records_of
@@ -40,7 +40,7 @@ def stitch(
     adapter: str | Adapter = "affine",
     fit: Fit | None = None,
     training: StitchTraining | None = None,
-    ridge: int | float = 0.0,
+    ridge: NonNegativeFloat = 0.0,
     eval_data: Any = None,
     labels: Any = None,
     cache: str | os.PathLike[str] | None = None,
@@ -116,7 +116,7 @@ def stitch(
 
 @typed
 def stitch_grid(
-    models: Any,
+    models: Mapping[str, Any],
     data: Any,
     *,
     layers: list[Layer] | dict[str, list[Layer]] | None = None,
@@ -124,7 +124,7 @@ def stitch_grid(
     adapter: str = "affine",
     fit: Fit | None = None,
     training: StitchTraining | None = None,
-    ridge: int | float = 0.0,
+    ridge: NonNegativeFloat = 0.0,
     eval_data: Any = None,
     labels: Any = None,
     cache: str | os.PathLike[str] | None = None,
@@ -169,13 +169,6 @@ def stitch_grid(
     """
     refuse_unwritable(checkpoint, "checkpoint")
     kind_of_adapter(adapter)
-    if not isinstance(models, Mapping) or not models or not all(isinstance(name, str) for name in models):
-        raise LayersimError(
-            "`models` must be a mapping from names to models.",
-            given=type(models).__name__,
-            expected="a name for each model",
-            do='stitch_grid({"base": model_a, "tuned": model_b}, data)',
-        )
     labels_of_models = () if groups is None else group_labels(groups, tuple(models))
     opened = {name: OpenedModel.of(model) for name, model in models.items()}
     split = {name: open_split_model(each) for name, each in opened.items()}

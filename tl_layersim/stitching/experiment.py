@@ -94,13 +94,6 @@ class StitchExperiment:
         self.layers = layers
         self.models, self.backs, self.spec = models, backs, spec
         self.cache = None if cache is None else Path(cache)
-        if self.cache is not None and "sgd" not in spec.fit and len(backs) == 1:
-            raise LayersimError(
-                "`cache` needs a fit by gradients or several backs: other stitches keep no activations.",
-                given=f"cache={cache} with fit={spec.fit!r}",
-                expected="fit='sgd' or 'lstsq+sgd', or stitch_grid",
-                do="leave cache= out",
-            )
         if self.cache is not None:
             refuse_unwritable_folder(self.cache, "cache")
         shared = models[0].model
@@ -111,10 +104,8 @@ class StitchExperiment:
         self.labels = usual_labels(labels, [(back.model, back.module) for back in backs], data.source)
         if isinstance(self.labels, Tensor) and eval_data is not None:
             raise LayersimError(
-                "`labels` cannot be a table where `eval_data` is given: a table belongs to one data set.",
-                given="labels= as a table, with eval_data=",
-                expected="labels beside the rows of each",
-                do="labels='data' and a column `labels` in data and eval_data",
+                "`labels` is a table, which belongs to one data set, but `eval_data` is given. labels='data' reads a column "
+                "of each."
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, labelled, partial(shared_positions, [each.source for each in models]))
@@ -265,10 +256,8 @@ class StitchExperiment:
             if not bool(scores["loss"].isfinite().all()):
                 bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
                 raise LayersimError(
-                    f"The loss of {back.model.name} without stitching is not finite.",
-                    given=f"batches {bad[:5]}, in {back.model.dtype}",
-                    expected="finite logits",
-                    do="load it in float32 or bfloat16",
+                    f"The loss of {back.model.name} in {back.model.dtype} without stitching is not finite in batches "
+                    f"{bad[:5]}. Load it in float32 or bfloat16."
                 )
             self._back_scores[id(back)] = scores
         return self._back_scores[id(back)]

@@ -62,12 +62,7 @@ class StitchTraining:
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup >= self.steps:
-            raise LayersimError(
-                "`warmup` must be below `steps`.",
-                given=f"warmup={self.warmup} with steps={self.steps}",
-                expected="fewer steps than the whole training has",
-                do="leave warmup out, for a tenth of the steps",
-            )
+            raise LayersimError(f"`warmup` is {self.warmup}; it must be below `steps`, {self.steps}.")
 
     @classmethod
     def paper(cls) -> StitchTraining:
@@ -146,10 +141,8 @@ def least_squares(
     for name, side, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
         if not bool(total[name].isfinite().all()):
             raise LayersimError(
-                f"Activations of {side.model.name} are not finite, so that least squares has no solution.",
-                given=side.model.layers[number],
-                expected="finite activations at every attended position",
-                do="load the model in float32 or bfloat16",
+                f"Activations of {side.model.name} at {side.model.layers[number]} are not finite, so that least squares has "
+                "no solution. Load the model in float32 or bfloat16."
             )
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:
@@ -169,10 +162,7 @@ def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
     """
     if d_front != d_back:
         raise LayersimError(
-            "`fit='sgd'` starts from the identity, which needs residual streams of equal width.",
-            given=f"widths {d_front} and {d_back}",
-            expected="equal widths, or a start in closed form",
-            do="fit='lstsq+sgd'",
+            f"`fit` is 'sgd', which starts from the identity, but the widths are {d_front} and {d_back}; use fit='lstsq+sgd'."
         )
     weight = torch.zeros(d_back, d_front) if kind.adds_residual(d_front, d_back) else torch.eye(d_back)
     return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..core.intervals import refuse_level
-
 
 class Interval(NamedTuple):
     """A mean over tokens with its confidence interval over batches."""
@@ -39,7 +37,6 @@ def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
     """
     from scipy.stats import t
 
-    refuse_level(confidence, "confidence")
     count = len(tokens)
     value = float(sums.sum() / tokens.sum())
     if count < 2:

@@ -11,6 +11,7 @@ from ..analysis.model_matrix import ModelMatrix
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Picture
+from ..core.wording import brief
 
 PenaltyField: TypeAlias = Literal["penalty", "accuracy_penalty"]
 
@@ -76,19 +77,12 @@ def penalties_between(grid: Any, seam: int | str | None, of: PenaltyField) -> Pe
         LayersimError: the grid has no such stitch point, or one model only.
     """
     if len(grid.fronts) < 2:
-        raise LayersimError(
-            "A matrix of models needs two of them.",
-            given=grid.fronts[0],
-            expected="two models or more",
-            do="stitch_grid(models, data)",
-        )
+        raise LayersimError(f"A matrix of models needs two of them; this grid has {grid.fronts[0]} alone.")
     number = grid.seams.index(seam) if seam in grid.seams else seam
     if number is not None and not (isinstance(number, int) and 0 <= number < len(grid.seams)):
         raise LayersimError(
-            "`seam` is not a stitch point of this grid.",
-            given=repr(seam),
-            expected=f"0 to {len(grid.seams) - 1}, or one of {', '.join(grid.seams[:4])}; None for the mean over all",
-            do=f"seam={grid.seams[-1]!r}",
+            f"`seam` is {brief(seam)}; it must be 0 to {len(grid.seams) - 1}, or one of {', '.join(grid.seams[:4])}, or None "
+            "for the mean over all."
         )
     values = grid.values if of == "penalty" else getattr(grid, of)
     return Penalties(

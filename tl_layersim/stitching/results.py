@@ -15,6 +15,7 @@ from torch import Tensor
 from ..analysis.group_curves import GroupCurves, group_curves
 from ..analysis.model_groups import chosen_groups
 from ..core.argument_checks import typed
+from ..core.bounds import OpenFraction
 from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
 from .adapter import Adapter
@@ -146,12 +147,12 @@ class StitchResult(Result):
         return self.accuracy_interval().value
 
     @typed
-    def penalty_interval(self, confidence: int | float = 0.95) -> Interval:
+    def penalty_interval(self, confidence: OpenFraction = 0.95) -> Interval:
         """The penalty, with its confidence interval over batches, from the paired differences of their losses."""
         return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
 
     @typed
-    def accuracy_interval(self, confidence: int | float = 0.95) -> Interval:
+    def accuracy_interval(self, confidence: OpenFraction = 0.95) -> Interval:
         """The accuracy penalty, with its confidence interval over batches."""
         return over_batches(self.batch_back_correct - self.batch_correct, self.batch_tokens, confidence)
 
@@ -172,10 +173,8 @@ class StitchResult(Result):
         join: Callable[[Adapter], StitchedModel] | None = vars(self)["_join"]
         if join is None:
             raise LayersimError(
-                "`model` needs both models of the stitch in this process.",
-                given="a result that was read from a file, or a model on a server",
-                expected="the result of a call of stitch with two models of this process",
-                do="stitch(front, back, data, at=..., adapter=result.adapter).model",
+                "`model` needs both models of the stitch in this process, not a result from a file or a model on a server. "
+                "Call stitch with adapter=result.adapter."
             )
         return join(self.adapter)
 
@@ -312,7 +311,7 @@ class StitchGrid(Result):
         return group_curves(self, lambda _: values, labels, self.seams, penalty_words(of, self.unit))
 
     @typed
-    def asymmetry(self, first: str, second: str, confidence: int | float = 0.95) -> pandas.DataFrame:
+    def asymmetry(self, first: str, second: str, confidence: OpenFraction = 0.95) -> pandas.DataFrame:
         """Penalty of `first` into `second` minus that of `second` into `first`, by stitch point, with an interval over batches.
 
         It is above 0 where the layers of `first` are of less use to `second` than the other way round.
@@ -322,17 +321,12 @@ class StitchGrid(Result):
         """
         for name in (first, second):
             if name not in self.fronts:
-                raise LayersimError(
-                    f"{name!r} is not a model of this grid.",
-                    given=repr(name),
-                    expected=f"one of {self.fronts}",
-                    do="grid.fronts",
-                )
+                raise LayersimError(f"{name!r} is not a model of this grid; its models are {', '.join(self.fronts)}.")
         a, b = self.fronts.index(first), self.fronts.index(second)
         return self._differences({(a, b): (b, a)}, confidence)[["seam", "difference", "low", "high"]]
 
     @typed
-    def beyond_self(self, confidence: int | float = 0.95) -> pandas.DataFrame:
+    def beyond_self(self, confidence: OpenFraction = 0.95) -> pandas.DataFrame:
         """Penalty of each stitch of two models minus that of the back with itself, with its interval over batches.
 
         The difference removes the cost or gain of fitting an adapter on these texts. By least squares and with identity a model

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.errors import LayersimError, warn
+from ..core.wording import brief
 from ..models.model_info import Model, entering
 from ..models.source import refuse_inference_weights
 from ..models.split_model import SplitModel
 from .adapter import Adapter
-from .adapters import adapter_kind, find_adapter_kinds
+from .adapters import adapter_kind
 from .adapters.base import AdapterKind
 from .fitting import StitchTraining
 
@@ -53,26 +53,14 @@ class StitchSpec:
         fitted = given is None and kind.has_weight
         if not fitted and (fit is not None or training is not None or ridge):
             raise LayersimError(
-                "`fit`, `training` and `ridge` do not apply to an adapter without weights to fit.",
-                given=f"fit={fit!r}, ridge={ridge} with {f'adapter={kind.name!r}' if given is None else 'a finished adapter'}",
-                expected="none of fit=, training= and ridge=",
-                do="leave them out, or adapter='affine'",
+                "`fit`, `training` and `ridge` do not apply to "
+                f"{f'adapter={kind.name!r}' if given is None else 'a finished adapter'}, of which nothing is fitted."
             )
         chosen = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in backs) else "lstsq")
         if fitted and training is not None and "sgd" not in chosen:
-            raise LayersimError(
-                "`training` needs a fit by gradients.",
-                given=f"training= with fit={chosen!r}",
-                expected="fit='sgd' or 'lstsq+sgd'",
-                do="leave training= out",
-            )
-        if not 0 <= ridge < math.inf or (ridge and fitted and "lstsq" not in chosen):
-            raise LayersimError(
-                "`ridge` must be a finite number of 0 or more, and needs a fit by least squares.",
-                given=f"ridge={ridge} with fit={chosen!r}",
-                expected="0 or more, with fit='lstsq' or 'lstsq+sgd'",
-                do="ridge=1e-4",
-            )
+            raise LayersimError(f"`training` needs a fit by gradients; `fit` is {chosen!r}.")
+        if ridge and "lstsq" not in chosen:
+            raise LayersimError(f"`ridge` needs a fit by least squares; `fit` is {chosen!r}.")
         return StitchSpec(kind, given, chosen if fitted else "", training or StitchTraining(), float(ridge))
 
     def options(self) -> dict[str, Any]:
@@ -103,38 +91,26 @@ class StitchSpec:
     def _refuse_widths(self, front: Model, back: Model) -> None:
         widths = (front.d_model, back.d_model)
         if self.kind.needs_equal_widths and None not in widths and widths[0] != widths[1]:
-            others = sorted(name for name, kind in find_adapter_kinds().items() if not kind.needs_equal_widths)
             raise LayersimError(
-                f"`adapter={self.kind.name!r}` needs residual streams of equal width.",
-                given=f"{front.name} of width {widths[0]} and {back.name} of width {widths[1]}",
-                expected=f"one of {', '.join(others)}",
-                do="adapter='affine'",
+                f"`adapter` is {self.kind.name!r}, which needs residual streams of equal width; {front.name} has width "
+                f"{widths[0]} and {back.name} {widths[1]}."
             )
         shape = None if self.given is None or self.given.weight is None else tuple(reversed(self.given.weight.shape))
         if shape is not None and None not in widths and shape != widths:
-            raise LayersimError(
-                "`adapter` does not match the widths of these models.",
-                given=f"an adapter from width {shape[0]} to {shape[1]}",
-                expected=f"from {widths[0]} to {widths[1]}",
-                do="adapter='affine' to fit one",
-            )
+            raise LayersimError(f"`adapter` maps width {shape[0]} to {shape[1]}; the models need {widths[0]} to {widths[1]}.")
 
     def _refuse_training(self, back: SplitModel) -> None:
         if back.model.calls != "gradients":
             raise LayersimError(
-                "`fit` needs gradients through `back`, which the sandbox of this server does not provide.",
-                given=f"fit={self.fit!r} and {back.model.source}",
-                expected="a trusted server, or a fit from sums",
-                do="fit='lstsq'",
+                f"`fit` is {self.fit!r}, which needs gradients through {back.model.name}; the sandbox of this server has "
+                "none. Use fit='lstsq'."
             )
         if (local := back.local) is not None:
             refuse_inference_weights(local.module)
         if back.model.dtype == "torch.float16":
             raise LayersimError(
-                "`back` is a float16 model, through which gradients vanish: its smallest number is 6e-8.",
-                given=f"{back.model.name} in float16 with fit={self.fit!r}",
-                expected="float32, or bfloat16, which has float32's range",
-                do="fit='lstsq', or back.to(torch.bfloat16)",
+                f"`fit` is {self.fit!r}, but gradients vanish in float16, the dtype of {back.model.name}; use fit='lstsq' or "
+                "bfloat16."
             )
 
 
@@ -163,11 +139,7 @@ def layer_number(model: Model, layer: int | str) -> int:
         if layer in names:
             return names[layer]
     raise LayersimError(
-        f"{model.name} has no layer {layer!r}.",
-        given=repr(layer),
-        expected=f"0 to {count - 1}: 0 is what enters block 0, {count - 1} what leaves the last block; or a name such as "
-        f"{model.layers[-1]}",
-        do=f"{count // 2}; at=(layer of the front, layer of the back)",
+        f"{model.name} has no layer {brief(layer)}; its layers are 0 to {count - 1}, or names such as {model.layers[-1]}."
     )
 
 
@@ -185,28 +157,21 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         depths = {name: len(each.model.layers) for name, each in models.items()}
         if len(set(depths.values())) > 1:
             raise LayersimError(
-                "`layers` must be given for models of different depths.",
-                given=", ".join(f"{name}: {depth - 1} blocks" for name, depth in depths.items()),
-                expected="layers= with a list for each model, of one length",
-                do=f"layers={ {name: [1, depth - 1] for name, depth in depths.items()} }",
+                "`layers` must be given for models of different depths "
+                f"({', '.join(f'{name}: {depth - 1} blocks' for name, depth in depths.items())})."
             )
         layers = list(range(1, next(iter(depths.values()))))
     by_name = layers if isinstance(layers, dict) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         raise LayersimError(
-            "`layers` must give every model a non-empty list of the same length.",
-            given=f"{ {name: len(own) for name, own in by_name.items()} } layers",
-            expected=f"one list of layers for each of {', '.join(models)}, all of one length",
-            do="layers=[1, 2, 3], or a list for each model by name",
+            f"`layers` has {', '.join(f'{len(own)} for {name}' for name, own in by_name.items())}; it must give each of "
+            f"{', '.join(models)} as many layers, one or more."
         )
     points = {name: [layer_number(each.model, layer) for layer in by_name[name]] for name, each in models.items()}
     together = list(zip(*points.values(), strict=True))
     if len(set(together)) < len(together):
         raise LayersimError(
-            "`layers` names a stitch point twice, and means over stitch points would count it twice.",
-            given=f"layers={layers}",
-            expected="stitch points that differ in a layer of one model at least",
-            do="leave the second one out",
+            f"`layers` is {brief(layers)} and names a stitch point twice, which means over stitch points would count twice."
         )
     return points
 

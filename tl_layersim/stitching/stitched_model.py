@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.data import Data
@@ -75,6 +76,7 @@ class StitchedModel(nn.Module):
         with self._joined():
             return self.back(*args, **mask, **self._no_cache(options, "use_cache" if known else None))
 
+    @typed
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
         """Generate with the back's own `generate`: text for a text, token ids `batch pos` for token ids.
 
@@ -99,19 +101,10 @@ class StitchedModel(nn.Module):
         # HookedTransformer generates from embeddings, which no front can read.
         if generate is None or type(self.back).__name__ == "HookedTransformer":
             raise LayersimError(
-                f"{self._split_models[1].model.name} cannot generate.",
-                given=type(self.back).__name__,
-                expected="a back that is a Hugging Face language model or a TransformerBridge",
-                do="stitched(tokens) for its logits, and their argmax as the next token",
+                f"{self._split_models[1].model.name} is a {type(self.back).__name__}, which cannot generate; stitched(tokens) "
+                "gives logits."
             )
         described, device = self._split_models[1].model, self._split_models[1].device
-        if not isinstance(prompt, str | Tensor):
-            raise LayersimError(
-                "`prompt` must be one text, or token ids.",
-                given=type(prompt).__name__,
-                expected="a text, or a tensor `batch pos`",
-                do="generate(encoded.input_ids, attention_mask=encoded.attention_mask) for several texts, padded on the left",
-            )
         ids = self._ids(prompt, described) if isinstance(prompt, str) else prompt
         cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
         if cache == "use_past_kv_cache":
@@ -135,10 +128,8 @@ class StitchedModel(nn.Module):
         given += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
         if given:
             raise LayersimError(
-                f"`{given[0]}` is not supported: a stitched model keeps no cache of keys and values.",
-                given=", ".join(given),
-                expected="none of them",
-                do="leave it out: every step runs whole rows",
+                f"`{given[0]}` is not supported: a stitched model keeps no cache of keys and values, and every step runs "
+                "whole rows."
             )
         return options if name is None else options | {name: False}
 
@@ -186,10 +177,10 @@ class StitchedModel(nn.Module):
             main = front.model.main_input
         if main is None:
             raise LayersimError(
-                "A stitched model needs token ids, which both models embed, or the main input of both.",
-                given=", ".join(name for name, value in given.items() if value is not None and value is not False) or "nothing",
-                expected="token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`",
-                do="stitched(tokenizer(text, return_tensors='pt').input_ids); stitched.generate(text) takes texts",
+                "A stitched model needs "
+                + ("token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`")
+                + "; it is given "
+                f"{', '.join(name for name, value in given.items() if value is not None and value is not False) or 'nothing'}."
             )
         passed = {}
         for name, value in given.items():
@@ -198,12 +189,7 @@ class StitchedModel(nn.Module):
             if name in accepted or name in front.model.inputs or (takes_any and name == "attention_mask"):
                 passed[name] = value.to(front.device)
             elif name not in ("attention_mask", "position_ids") and bool(value.any()):
-                raise LayersimError(
-                    f"`{name}` is no input of the front, {front.model.name}.",
-                    given=f"`{name}` of shape {tuple(value.shape)}",
-                    expected="inputs that both models take",
-                    do=f"stitched(...) without `{name}`; or a front that takes it",
-                )
+                raise LayersimError(f"`{name}` is no input of the front, {front.model.name}.")
         options = {"use_cache": False} if hasattr(getattr(self.front, "config", None), "use_cache") else {}
         args = (given[main].to(front.device),)
         try:
@@ -227,21 +213,13 @@ class StitchedSource(HookedSource):
         stitched = self.module
         assert isinstance(stitched, StitchedModel)
         if layers is not None or unembed is not None:
-            raise LayersimError(
-                "`layers` and `unembed` cannot be given for a stitched model, which has its own.",
-                given=f"layers={layers}, unembed={unembed}",
-                expected="neither",
-                do="leave them out; stitch(open_model(front, layers=[...]), back, ...) names the blocks of a model",
-            )
+            raise LayersimError("`layers` and `unembed` cannot be given for a stitched model, which has its own.")
         front, back = stitched._split_models
         above = stitched.at[1]
         self.blocks = back.blocks[above:]
         if not self.blocks:
             raise LayersimError(
-                "A model stitched after the back's last block has no blocks left to measure.",
-                given=f"a stitch point at {back.model.layers[-1]}",
-                expected="a stitch point below the back's last block",
-                do="stitched(tokens) gives the logits, and the result the loss",
+                f"A model stitched at {back.model.layers[-1]}, after the back's last block, has no blocks left to measure."
             )
         path_of = {id(module): path for path, module in stitched.named_modules()}
         self.paths, self._named = [path_of[id(block)] for block in self.blocks], False

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveFloat, PositiveInt
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
@@ -39,9 +40,9 @@ def train_adapters(
     data: Any,
     *,
     at: list[int | str] | None = None,
-    rank: int = 8,
-    steps: int = 200,
-    lr: int | float = 3e-3,
+    rank: PositiveInt = 8,
+    steps: PositiveInt = 200,
+    lr: PositiveFloat = 3e-3,
     weights: Weights = "linear",
     seed: int = 0,
     eval_data: Any = None,
@@ -98,7 +99,7 @@ def train_adapters(
     if source is None:
         raise no_traced_model(opened.model)
     known = with_tokenizer(source.model, data.tokenizer)
-    refuse_untrainable(known, rank)
+    refuse_untrainable(known)
     refuse_inference_weights(source.module)
     blocks = block_numbers(known, at)
     weights_by_layer = layer_weights(weights, len(known.layers) - 1)
@@ -142,10 +143,7 @@ def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile)
         before = training.evaluate(training.start)
         if not bool(before.isfinite().all()):
             raise LayersimError(
-                f"The losses of {source.model.name} are not finite, before anything is trained.",
-                given=f"{source.model.dtype} weights",
-                expected="finite logits at every layer",
-                do="load it in float32 or bfloat16",
+                f"The losses of {source.model.name} in {source.model.dtype} are not finite, before anything is trained."
             )
         learnt, curves = training.run(file)
         after = training.evaluate(learnt)

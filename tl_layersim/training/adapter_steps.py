@@ -43,15 +43,6 @@ class AdapterSettings:
     batch_size: int
     seed: int
 
-    def __post_init__(self) -> None:
-        for name, value in (("rank", self.rank), ("steps", self.steps)):
-            if value < 1:
-                raise LayersimError(
-                    f"`{name}` must be at least 1.", given=f"{name}={value}", expected="1 or more", do=f"{name}=8"
-                )
-        if not 0 < self.lr < math.inf:
-            raise LayersimError("`lr` must be above 0.", given=f"lr={self.lr}", expected="a number above 0", do="lr=1e-3")
-
     def rate(self, step: int) -> float:
         """The learning rate at a step, counted from 0; it falls linearly."""
         return self.lr * (self.steps - step) / self.steps
@@ -131,10 +122,8 @@ class AdapterSteps(TrainingSteps):
 
     def on_divergence(self, losses: Sequence[float]) -> None:
         raise LayersimError(
-            f"The training diverged: a loss or an adapter is not finite by step {self.step + len(losses)} of {self.steps}.",
-            given=f"lr={self.settings.lr:g}",
-            expected="finite losses",
-            do=f"lr={self.settings.lr / 10:g}, with another checkpoint=",
+            f"The training diverged: a loss or an adapter is not finite by step {self.step + len(losses)} of {self.steps}. "
+            f"Take a lower lr, such as {self.settings.lr / 10:g}, with another checkpoint=."
         )
 
     def apply(self) -> None:

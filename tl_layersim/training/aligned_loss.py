@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL, as_labels
 from ..models.open import OpenedModel
-from .losses import Weights, attended_count, layer_weights
+from .losses import Weights, layer_weights
 from .residual_stream import TrainingBatch, check_once, open_residual_stream
 
 Norm = Literal["final", "none"]
@@ -79,13 +80,7 @@ def aligned_loss(
         raise LayersimError(
             "`labels` has no target in this batch, so its mean loss is not defined."
             if labels is not None
-            else "`tokens` has no position that is followed by an attended token, so there is no next token to predict.",
-            given=f"tokens of shape {tuple(tokens.shape)}, "
-            + (f"labels that are all {NO_LABEL}" if labels is not None else f"{attended_count(tokens, attended)} attended"),
-            expected="at least one position with a target",
-            do="skip this batch: if (labels != -100).any()"
-            if labels is not None
-            else "rows of two or more tokens, and an attention_mask with 1 at tokens; leave other batches out",
+            else "`tokens` has no position that is followed by an attended token, so there is no next token to predict."
         )
     return total / count
 
@@ -94,29 +89,17 @@ def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -
     """The labels as a tensor of the shape of the head's predictions, on the tokens' device."""
     if labels is None:
         if reads != "every" or tokens.is_floating_point():
-            raise LayersimError(
-                "`labels` must be given for a classifier.",
-                given="no labels",
-                expected="a tensor of one class for each row",
-                do="aligned_loss(model, tokens, labels)",
-            )
+            raise LayersimError("`labels` is None; a classifier needs one class for each row.")
         return next_tokens(tokens, torch.ones_like(tokens, dtype=torch.bool) if attended is None else attended)
     table = as_labels(labels)
     expected = tuple(tokens.shape) if reads == "every" else (len(tokens),)
     if isinstance(table, str) or tuple(table.shape) != expected:
-        raise LayersimError(
-            "`labels` must have the shape of the head's predictions.",
-            given=table if isinstance(table, str) else f"labels of shape {tuple(table.shape)}",
-            expected=f"a table of shape {expected}: one for each {'position' if reads == 'every' else 'row'}",
-            do="labels=None for the next token" if reads == "every" else "labels of shape (batch,)",
-        )
+        raise LayersimError(f"`labels` is {brief(labels)}; it must have the shape of the head's predictions, {expected}.")
     targets = table.to(tokens.device).long()
     known = targets != NO_LABEL
     if targets.shape == tokens.shape and int(known.sum()) > 2 and bool((targets == tokens)[known].all()):
         raise LayersimError(
-            "`labels` are the input tokens at the same positions, not the targets.",
-            given=f"{int(known.sum())} labels, each equal to its own token",
-            expected="at each position its target; models in transformers shift labels, aligned_loss does not",
-            do="labels=None for the next token",
+            "`labels` are the input tokens at the same positions, not the targets: shift them, or leave `labels` out for "
+            "next tokens."
         )
     return targets

@@ -19,6 +19,7 @@ from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable
+from ..core.wording import brief
 from ..data.data import Data
 from ..data.labels import warn_of_unused
 from ..models.model_info import Model
@@ -31,7 +32,7 @@ from .residual_stream import open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
 from .state import open_training_file
-from .trainable_weights import refuse_frozen_integers
+from .trainable_weights import refuse_float16, refuse_frozen_integers
 from .training_data import TrainingData, found_in_data, open_training_data, refuse_labels
 
 
@@ -96,7 +97,7 @@ def finetune_aligned(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         known = open_residual_stream(opened, either_stack=True).source.model
-        _refuse_float16(known)
+        refuse_float16(known)
         # Of the weights before the training.
         known = replace(known, weights=known.weights_hash)
         own = () if checkpoint is None else known.identity("checkpoint")
@@ -138,16 +139,6 @@ def finetune_aligned(
     return AlignedResult.of(state, run, stream.reads, known.layers, heads)
 
 
-def _refuse_float16(model: Model) -> None:
-    if model.dtype == "torch.float16":
-        raise LayersimError(
-            "`model` is in float16, in which small gradients are 0 and steps of AdamW are lost in rounding.",
-            given=f"{model.name} in {model.dtype}",
-            expected="weights in float32 or bfloat16",
-            do="model.float(), with mixed_precision='bf16' to save time",
-        )
-
-
 @contextmanager
 def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
     """A context with LoRA adapters in the model, which yields a function that merges them; unmerged adapters are removed."""
@@ -157,27 +148,18 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError:
-        raise LayersimError(
-            "`lora` needs the package peft, which is not installed.",
-            given="lora=",
-            expected="peft",
-            do="pip install 'tl_layersim[lora]'",
-        ) from None
+        raise LayersimError("`lora` needs the package peft: pip install 'tl_layersim[lora]'.") from None
     from transformers import PreTrainedModel
 
     if hasattr(model, "peft_config"):
         raise LayersimError(
-            "`lora` cannot be combined with a model that has adapters already.",
-            given=f"lora= for a {type(model).__name__} with adapters of peft",
-            expected="a model without adapters",
-            do="model = model.merge_and_unload() first, or leave lora= out: the adapters of the model are trained",
+            "`lora` cannot be combined with a model that has adapters already; without `lora`, the adapters of the model are "
+            "trained."
         )
     if not isinstance(training.lora, PeftConfig) or not isinstance(model, PreTrainedModel):
         raise LayersimError(
-            "`lora` must be a configuration of peft, and the model a Hugging Face model.",
-            given=f"lora={type(training.lora).__name__} for a {type(model).__name__}",
-            expected="a peft.LoraConfig and a Hugging Face model",
-            do="lora=peft.LoraConfig(r=8, target_modules='all-linear')",
+            f"`lora` is {brief(training.lora)} and `model` {type(model).__name__}; they must be a peft.LoraConfig and a "
+            "Hugging Face model."
         )
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng():
@@ -205,13 +187,6 @@ def _gradient_checkpointing(model: Any, training: AlignedTraining) -> Iterator[N
     if not training.gradient_checkpointing:
         yield
         return
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise LayersimError(
-            "This model does not support gradient checkpointing.",
-            given=f"gradient_checkpointing=True for a {type(model).__name__}",
-            expected="a Hugging Face model",
-            do="gradient_checkpointing=False, with a smaller batch_size= and more accumulation",
-        )
     before = model.is_gradient_checkpointing
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     try:

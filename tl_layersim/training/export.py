@@ -31,25 +31,16 @@ def check_savable(model: Any) -> None:
     """
     if hasattr(model, "peft_config"):
         raise LayersimError(
-            "`save_to` would write the adapters of this model alone, without its weights.",
-            given=type(model).__name__,
-            expected="a model without adapters",
-            do="model = model.merge_and_unload() first, or leave save_to= out and save it with peft",
+            "`save_to` would write the adapters of this model without its weights. Merge them first: model.merge_and_unload()."
         )
     if any(bool(parameter.detach().any()) for parameter in additions(model)):
         raise LayersimError(
-            "`save_to` cannot merge the split weights of this TransformerBridge.",
-            given=f"a bridge of {type(model.original_model).__name__}",
-            expected="whole weights, or a fused query, key and value",
-            do="fine-tune the Hugging Face model, and bridge the result",
+            "`save_to` cannot merge the split weights of this TransformerBridge. Fine-tune the Hugging Face model."
         )
     if _hugging_face(model) is None:
         raise LayersimError(
-            "`save_to` cannot write this model as a Hugging Face folder.",
-            given=type(model).__name__,
-            expected="a Hugging Face model or a TransformerBridge",
-            do="fine-tune the Hugging Face model and load the result into TransformerLens; or leave save_to= out and keep "
-            "model.state_dict()",
+            f"`save_to` writes Hugging Face models and TransformerBridges, and `model` is {type(model).__name__}. Leave it "
+            "out, and keep model.state_dict()."
         )
 
 
@@ -173,10 +164,10 @@ def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
     off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
     if missing or not off <= rounding(next(inner.parameters()).dtype):
         raise LayersimError(
-            "`save_to` cannot write the model inside this TransformerBridge: the saved model would give other logits.",
-            given=f"logits off by {off:.2g} of their size" + (f", no weights for {missing[:3]}" if missing else ""),
-            expected="raw Hugging Face weights, as a bridge has before enable_compatibility_mode()",
-            do="fine-tune the Hugging Face model, and bridge the result",
+            "`save_to` cannot write the model inside this TransformerBridge: the saved model's logits would differ by "
+            f"{off:.2g} of their size"
+            + (f", without weights for {missing[:3]}" if missing else "")
+            + ". Bridge it without enable_compatibility_mode(), or fine-tune the Hugging Face model."
         )
     return fresh
 

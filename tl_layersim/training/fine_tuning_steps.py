@@ -61,13 +61,6 @@ class FineTuning(TrainingSteps):
         )
         self.title, self.steps, self.leads = settings.objective, settings.steps, self.accelerator.is_main_process
         self.parameters = objective.trained_parameters()
-        if not self.parameters:
-            raise LayersimError(
-                "`model` has no parameters to train.",
-                given="every parameter has requires_grad=False",
-                expected="parameters that require a gradient",
-                do="model.requires_grad_(True)",
-            )
         matrices = [p for p in self.parameters.values() if p.dim() > 1]
         rest = [p for p in self.parameters.values() if p.dim() <= 1]
         groups = [
@@ -201,11 +194,8 @@ class FineTuning(TrainingSteps):
     def _refuse_not_finite(self, what: str) -> None:
         self._consistent = False
         raise LayersimError(
-            what,
-            given=f"lr={self.settings.rate(min(self.step, self.steps - 1)):.3g}, "
-            f"{self.objective.stream.source.model.dtype} weights",
-            expected="a finite loss",
-            do="a lower lr or a longer warmup, or weights in float32 with mixed_precision='bf16'",
+            f"{what} Take a lower lr than {self.settings.rate(min(self.step, self.steps - 1)):.3g} or a longer warmup, or "
+            f"float32 weights with mixed_precision='bf16' in place of {self.objective.stream.source.model.dtype}."
         )
 
     def _rows(self, step: int) -> Iterator[list[int]]:

@@ -68,12 +68,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             "compute_loss_func=": self.compute_loss_func is not None,
         }
         for what in (name for name, given in refused.items() if given):
-            raise LayersimError(
-                "AlignedTrainer does not support this argument.",
-                given=what,
-                expected="in `aligned` the loss and its schedule alone; other settings belong to TrainingArguments",
-                do="finetune_aligned(model, data, AlignedTraining(...)), or TrainingArguments and peft.get_peft_model",
-            )
+            raise LayersimError(f"AlignedTrainer does not support {what}; use TrainingArguments and peft, or finetune_aligned.")
         self._settings = settings
         self._open()
         # compute_loss divides the sum over targets by their number in the whole step, which Trainer counts where this is true.
@@ -90,10 +85,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(inner, PreTrainedModel):
             raise LayersimError(
-                "`model` must be a Hugging Face model.",
-                given=type(inner).__name__,
-                expected="a transformers.PreTrainedModel, with adapters of peft or without",
-                do="finetune_aligned(model, data), which trains a TransformerBridge too",
+                f"`model` is {type(inner).__name__}; AlignedTrainer needs a transformers.PreTrainedModel. Use finetune_aligned."
             )
         refuse_parts(model)
         self._opened = model
@@ -139,10 +131,8 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         main = given.pop(name, None)
         if labels is None or main is None or labels.is_floating_point():
             raise LayersimError(
-                "A batch of `train_dataset` must have inputs and labels.",
-                given=f"a batch of {', '.join(inputs)}" + ("" if labels is None else f", labels of {labels.dtype}"),
-                expected="input_ids, pixel_values or inputs_embeds, and labels of whole numbers",
-                do="DataCollatorForLanguageModeling(tokenizer, mlm=False), or a column `labels`",
+                f"A batch of `train_dataset` has {', '.join(inputs)}; it must have input_ids, pixel_values or inputs_embeds, "
+                "and integer labels."
             )
         mask = given.get("attention_mask")
         return TrainingBatch(main, given, labels, None if mask is None else mask.bool(), "" if name == TOKEN_IDS else name)
@@ -182,12 +172,10 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             allowed = rounding(next(stream.module.parameters()).dtype, torch.float32)
             if abs(losses[nearest] - own) <= allowed * (1 + abs(own)):
                 return nearest
+            values = (f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items())
             raise LayersimError(
-                "`model` computes a loss that is not the cross-entropy of its last layer.",
-                given=f"{own:.5g}, and the cross-entropy is "
-                + " or ".join(f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items()),
-                expected="the same: one final norm and head, and no further term in the loss",
-                do="unembed=['path.of.final_norm', 'path.of.head']; model.config.output_router_logits = False",
+                f"`model` computes a loss of {own:.5g} that is not the cross-entropy of its last layer, {' or '.join(values)}. "
+                "Set unembed=[final norm, head] of open_model, or model.config.output_router_logits = False."
             )
         return None
 

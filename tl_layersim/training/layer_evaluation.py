@@ -21,7 +21,7 @@ from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
 from ..core.argument_checks import typed
-from ..core.bounds import Fraction, NonNegativeFloat, PositiveInt, Seed
+from ..core.bounds import Fraction, PositiveInt, Probability, Seed
 from ..core.errors import LayersimError, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
@@ -76,8 +76,8 @@ def evaluate_layers(
     names: tuple[str, str] = ("before", "after"),
     heads: tuple[Heads, Heads] = (None, None),
     labels: Any = None,
-    threshold: int | float = 0.9,
-    eps: NonNegativeFloat = 0.1,
+    threshold: Probability = 0.9,
+    eps: Probability = 0.1,
     center: Literal["dataset", "none"] = "dataset",
     continuations: Continuations | None = None,
 ) -> Report:
@@ -115,21 +115,12 @@ def evaluate_layers(
         >>> bool(second > first)
         True
     """
-    if not 0 <= threshold <= 1:
-        raise LayersimError(
-            "`threshold` must be between 0 and 1.",
-            given=f"threshold={threshold:g}",
-            expected="a probability",
-            do="threshold=0.9",
-        )
     data, models = Data.of(data), (OpenedModel.of(before), OpenedModel.of(after))
     pair = [open_source(opened, either_stack=True).model for opened in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(
-            "`before` and `after` must have the same number of blocks.",
-            given=f"{len(pair[0].layers) - 1} and {len(pair[1].layers) - 1} blocks",
-            expected="a model and its fine-tune",
-            do="compare(before, after, data, CKA()) takes models of any depth",
+            f"`before` has {len(pair[0].layers) - 1} blocks and `after` {len(pair[1].layers) - 1}; evaluate_layers needs the "
+            "same number. Use compare."
         )
     targets = usual_labels(labels, [(model, opened.model) for model, opened in zip(pair, models, strict=True)], data.source)
     thresholds = tuple(sorted({*THRESHOLDS, float(threshold)}))
@@ -144,10 +135,7 @@ def evaluate_layers(
     runs = [report["logit_lens"].provenance for report in reports]
     if runs[0].data != runs[1].data:
         raise LayersimError(
-            "`before` and `after` did not read the same tokens.",
-            given="tokenizers that differ",
-            expected="a model and its fine-tune",
-            do="tokenizer=..., the one that both were trained with",
+            "`before` and `after` did not read the same tokens, because their tokenizers differ. Use Data(..., tokenizer=...)."
         )
     # What the head reads of a row; the last token where it reads every position.
     pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
@@ -200,9 +188,9 @@ def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tens
     try:
         nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
     except LayersimError as error:
-        if "class" not in error.what:
+        if "class" not in str(error):
             raise
-        warn(f"NC1 is left out: {error.what}")
+        warn(f"NC1 is left out: {error}")
         return None
     return nc1
 

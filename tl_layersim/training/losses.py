@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
@@ -34,21 +35,10 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
         return [2 * layer / (n_layers * (n_layers + 1)) for layer in range(1, n_layers + 1)]
     if weights == "uniform":
         return [1 / n_layers] * n_layers
-    if isinstance(weights, str):
-        # A text is a sequence too, of nothing where it is empty.
-        raise LayersimError(
-            f"`weights` cannot be {weights!r}.",
-            given=f"weights={weights!r}",
-            expected="'linear', 'uniform', or one number for each layer",
-            do="weights='linear'",
-        )
     numbers = [float(weight) for weight in weights]
     if not numbers or len(numbers) != n_layers or not min(numbers) >= 0 or not math.isclose(sum(numbers), 1, rel_tol=1e-6):
         raise LayersimError(
-            "`weights` must be one number for each layer, 0 or more, and sum to 1.",
-            given=f"{len(numbers)} weights that sum to {sum(numbers):.6g}, the lowest {min(numbers, default=math.nan):.6g}",
-            expected=f"{n_layers} weights of 0 or more that sum to 1",
-            do="weights='linear', or weights=[w / sum(ws) for w in ws]",
+            f"`weights` is {brief(weights)}; it must be a number of 0 or more for each of {n_layers} layers, with a sum of 1."
         )
     return numbers
 
@@ -65,10 +55,8 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
     if reads == "every":
         if targets.shape[-1] != positions:
             raise LayersimError(
-                "`labels` must have one label for each position of the residual stream.",
-                given=f"{positions} positions for {targets.shape[-1]} labels in a row",
-                expected="one position for each token; soft prompts and image patches add some",
-                do="the model without soft prompts",
+                f"`labels` has {targets.shape[-1]} labels in a row, and the residual stream {positions} positions. Soft "
+                "prompts and image patches add positions."
             )
         flat = targets.flatten()
         index = (flat != NO_LABEL).nonzero()[:, 0]
@@ -190,10 +178,8 @@ def refuse_other_labels(targets: Tensor, vocabulary: int, of: str = "") -> None:
     """
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise LayersimError(
-            f"`labels`{of} contains numbers outside the model's classes.",
-            given=f"labels from {int(targets.min())} to {int(targets.max())}",
-            expected=f"0 to {vocabulary - 1}, and {NO_LABEL} at positions without a target",
-            do="map the labels to the classes of the model's head",
+            f"`labels`{of} contains numbers outside the model's classes: they go from {int(targets.min())} to "
+            f"{int(targets.max())}, the classes from 0 to {vocabulary - 1}."
         )
 
 

@@ -17,14 +17,13 @@ from ..models.block_call import as_positions, first_tensor
 from ..models.head_layout import is_detr
 from ..models.hooked import HookedSource
 from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
-from ..models.layout import classes_with_head
 from ..models.model_inputs import device_of
 from ..models.open import OpenedModel
 from ..models.source import refuse_inference_weights
 from ..models.split_model import logits_of
 from ..remote.open import open_source
 from .losses import positions_with_targets, summed_loss
-from .trainable_weights import refuse_offloaded
+from .trainable_weights import no_known_head, refuse_offloaded
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,7 @@ class ResidualStream:
     def __init__(self, source: HookedSource) -> None:
         head = source.model.head
         if head is None or source.unembed is None:
-            raise LayersimError(
-                f"{source.model.name} has no known head, so its layers make no predictions that could be trained.",
-                given=type(source.module).__name__,
-                expected="a model with a final norm and a head",
-                do=f"load it by {classes_with_head(source.model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
-            )
+            raise no_known_head(source.model)
         need_stream(source.model, "Aligned training")
         self.source, self.unembed, self.reads = source, source.unembed, head.reads
         self.module, self.blocks = source.module, source.blocks
@@ -160,10 +154,8 @@ class ResidualStream:
                 handle.remove()
         if len(found) < len(set(layers)):
             raise LayersimError(
-                f"The forward pass of {self.source.model.name} did not run all of its blocks as modules.",
-                given=f"layers {sorted(set(layers) - set(found))} were not seen",
-                expected="each block to run as a module; a compiled graph does not call their hooks",
-                do="the model before torch.compile, and every block (no layer drop)",
+                f"The forward pass of {self.source.model.name} did not run its blocks {sorted(set(layers) - set(found))} as "
+                "modules. Train the model before torch.compile, and without layer drop."
             )
         return found
 
@@ -322,17 +314,13 @@ def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStre
     opened = OpenedModel.of(model)
     if is_detr(getattr(opened.model, "config", None)):
         raise LayersimError(
-            "`model` is a DETR, whose aligned training is transformers' auxiliary loss, with equal weights of all layers.",
-            given=type(opened.model).__name__,
-            expected="a model with one residual stream",
-            do="model.config.auxiliary_loss = True, and model(**inputs, labels=labels).loss in a Trainer; docs/detection.md",
+            "`model` is a DETR, whose aligned training is transformers' auxiliary loss: model.config.auxiliary_loss = True, "
+            "and a Trainer (docs/detection.md)."
         )
     source = open_source(opened, either_stack=either_stack)
     if not (source.can_hook and source.is_single_model):
         raise LayersimError(
-            "`model` cannot be fine-tuned: it is not a single model whose modules run in this process.",
-            given=f"{source.model.source}",
-            expected="a HookedTransformer, TransformerBridge or Hugging Face model",
-            do="finetune_aligned(nnsight_model._model, ...) for the module inside; train_adapters(...) for a model on a server",
+            f"`model` is {source.model.source}; fine-tuning needs a single model whose modules run in this process. For an "
+            "nnsight model, pass its `_model`, or use train_adapters."
         )
     return ResidualStream(cast(HookedSource, source))

@@ -83,10 +83,8 @@ class AlignedResult(Result):
         heads: ExitHeads | None = vars(self)["_exit_heads"]
         if heads is None:
             raise LayersimError(
-                "This result has no heads of layers below the last.",
-                given=f"objective={self.provenance.options.get('objective')!r}, or a result that was read from a file",
-                expected="the result of a training with objective='multi-head' in this process",
-                do="ExitHeads.load(path), of result.heads.save(path) or of heads.safetensors in the folder save_to=",
+                "This result has no heads of layers below the last: only a training with objective='multi-head' in this "
+                "process has them. Use ExitHeads.load(path) for saved ones."
             )
         return heads
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ..core.argument_checks import typed
 from ..core.bounds import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from ..core.errors import LayersimError
-from ..core.storage import refuse_unwritable_folder, resolved
+from ..core.storage import refuse_unwritable_folder
 from .aligned_loss import Norm
 from .losses import Weights, layer_weights
 from .objectives import find_objectives, objective_named
@@ -93,12 +94,7 @@ class AlignedTraining:
 
     def __post_init__(self) -> None:
         if self.warmup >= self.steps:
-            raise LayersimError(
-                "`warmup` must be below `steps`.",
-                given=f"warmup={self.warmup} with steps={self.steps}",
-                expected="fewer steps than the whole training has",
-                do="warmup=0",
-            )
+            raise LayersimError(f"`warmup` is {self.warmup}; it must be below `steps`, {self.steps}.")
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
             layer_weights(self.weights, max(1, len(self.weights)))
@@ -152,10 +148,8 @@ class AlignedTraining:
                 owners.setdefault(setting, []).append(repr(name))
         for setting in (name for name in owners if name not in objective.own_settings and self._set(name)):
             raise LayersimError(
-                f"`{setting}` has no effect with objective={self.objective!r}.",
-                given=f"{setting}={getattr(self, setting)}",
-                expected=", ".join(f"{name} with {' or '.join(names)}" for name, names in owners.items()),
-                do=f"leave {setting} out",
+                f"`{setting}` is {getattr(self, setting)}, which has no effect with objective={self.objective!r}; it belongs "
+                f"to {' or '.join(owners[setting])}."
             )
 
     def _set(self, name: str) -> bool:
@@ -184,13 +178,6 @@ class AlignedTraining:
 
     def check_folder(self) -> None:
         """Refuse a `save_to` folder that cannot be created, before anything is computed."""
-        folder = None if self.save_to is None else resolved(self.save_to, "save_to")
-        if folder is not None and (folder.is_file() or not folder.parent.is_dir()):
-            raise LayersimError(
-                "`save_to` must be an existing folder, or a new folder inside an existing one.",
-                given=f"save_to={self.save_to}",
-                expected="a folder that exists or whose parent does, and no file",
-                do=f"mkdir -p {folder.parent}" if not folder.is_file() else "another name",
-            )
+        folder = None if self.save_to is None else Path(self.save_to).resolve()
         if folder is not None:
-            refuse_unwritable_folder(folder if folder.is_dir() else folder.parent, "save_to")
+            refuse_unwritable_folder(folder if folder.exists() else folder.parent, "save_to")

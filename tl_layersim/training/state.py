@@ -62,9 +62,7 @@ def _refuse(path: Path, identity: Any, found: Any) -> None:
     ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
     if ours == theirs and identity["model"] != found["model"]:
         raise LayersimError(
-            f"`model` differs from the model with which the run in {path} began.",
-            given=f"{identity['model'][0]} with other weights, such as those that this run has trained already",
-            expected="the model as it was before the run",
-            do="load it again, and make the same call; or pass another checkpoint path",
+            f"`model` is {identity['model'][0]} with other weights than those with which the run in {path} began. Load it "
+            "again, or pass another checkpoint path."
         )
     refuse_other_run(path, identity, found)

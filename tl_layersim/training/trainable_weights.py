@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
+from ..models.layout import classes_with_head
+from ..models.model_info import Model
 from ..models.quantised import refuse_quantised
 
 
@@ -22,11 +24,27 @@ def refuse_offloaded(module: torch.nn.Module) -> None:
     away = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if away:
         raise LayersimError(
-            "`model` has offloaded weights, which cannot be trained: each call loads new copies of them.",
-            given=f"{len(away)} weights on a disk or on the CPU, such as {away[0]}",
-            expected="all weights in the memory of one device",
-            do="load the model without device_map=; analyze, compare, stitch and evaluate_layers take offloaded models",
+            f"`model` has {len(away)} offloaded weights, such as {away[0]}, which cannot be trained. Load it without "
+            "device_map=."
         )
+
+
+def refuse_float16(model: Model) -> None:
+    """Refuse a model in float16, in which gradients below 6e-8 are 0.
+
+    Raises:
+        LayersimError: the weights are in float16.
+    """
+    if model.dtype == "torch.float16":
+        raise LayersimError("`model` is in float16, in which small gradients are 0. Load it in float32 or bfloat16.")
+
+
+def no_known_head(model: Model) -> LayersimError:
+    """The error for a model whose final norm and head are not known."""
+    return LayersimError(
+        f"{model.name} has no known head, so its layers make no predictions that could be trained. Load it by "
+        f"{classes_with_head(model.source)}, or open_model(model, unembed=[final norm, head])."
+    )
 
 
 def refuse_frozen_integers(model: Any, lora: Any) -> None:
@@ -45,5 +63,5 @@ def refuse_frozen_integers(model: Any, lora: Any) -> None:
     refuse_quantised(
         model,
         f"`model` has quantised weights, which cannot be trained.{with_lora}",
-        do="model = peft.get_peft_model(model, peft.LoraConfig(...)) first, and lora= left out: its adapters are trained",
+        do="peft.get_peft_model(model, peft.LoraConfig(...)) without lora=",
     )

@@ -57,10 +57,8 @@ class TrainingData:
                 highest.append(int(targets.max()))
         if not found:
             raise LayersimError(
-                "`data` has no position with a target.",
-                given=f"no {'next token' if self.labels == 'next_token' else 'label'} in any row",
-                expected="rows of two or more tokens" if self.labels == "next_token" else "rows with labels",
-                do="check the data, its mask and skip_first=",
+                f"`data` has no position with a target: no {'next token' if self.labels == 'next_token' else 'label'} in any "
+                "row."
             )
         return found, (min(lowest), max(highest))
 
@@ -104,10 +102,8 @@ class TrainingData:
         """
         if len(self) < 2:
             raise LayersimError(
-                "`data` has too few rows to hold some of them out for evaluation.",
-                given=f"{len(self)} row with a target",
-                expected="two rows or more, of which the last tenth is held out; or eval_data=",
-                do="more data, a smaller seq_len= that cuts it into more rows, or eval_data=other_data",
+                f"`data` has {len(self)} row with a target; one must be held out for evaluation, so it needs two, or "
+                "eval_data=."
             )
         kept = max(1, len(self) // HELD_OUT)
         return self.part(0, len(self) - kept), self.part(len(self) - kept, len(self))
@@ -155,18 +151,10 @@ def open_training_data(
         count_positions: see `Source.count_positions`; None to refuse rows without token ids.
     """
     if data.selection.pooled:
-        raise LayersimError(
-            "`positions` is 'mean', but each target belongs to one position.",
-            given="positions='mean'",
-            expected="positions that are read one by one",
-            do="positions='all'",
-        )
+        raise LayersimError("`positions` is 'mean', but each target belongs to one position.")
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
-            "`labels` cannot be a table where `eval_data` is given: a table belongs to one data set.",
-            given="labels= as a table, with eval_data=",
-            expected="labels beside the rows of each",
-            do="labels='data' and a column `labels` in data and eval_data",
+            "`labels` cannot be a table where `eval_data` is given. Use labels='data', and a column `labels` in both."
         )
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
     rows = TrainingData(batches, usual, model, module)

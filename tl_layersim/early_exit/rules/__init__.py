@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from ...core.discovery import discovered
 from ...core.errors import LayersimError
 from .base import ExitRule
@@ -27,11 +25,5 @@ def exit_rule(name: str) -> type[ExitRule]:
     """
     rules = exit_rules()
     if name not in rules:
-        nearest = difflib.get_close_matches(name, sorted(rules), n=1, cutoff=0.0)[0]
-        raise LayersimError(
-            "`rule` must be the name of an exit rule.",
-            given=f"rule={name!r}",
-            expected=f"one of {', '.join(sorted(rules))}",
-            do=f"rule={nearest!r}",
-        )
+        raise LayersimError(f"`rule` is {name!r}; it must be one of {', '.join(map(repr, sorted(rules)))}.")
     return rules[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -68,27 +67,10 @@ class ExitRule(ABC):
     shortlist: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.threshold):
-            raise LayersimError(
-                "`threshold` must be a finite number.",
-                given=f"threshold={self.threshold}",
-                expected="a finite number",
-                do=f"threshold={self.unreachable:g} for no exit",
-            )
-        self.check_threshold()
-
-    def check_threshold(self) -> None:
-        """Refuse a finite threshold that is out of range.
-
-        Raises:
-            LayersimError: with the range.
-        """
         if not self.lowest <= self.threshold <= self.unreachable:
             raise LayersimError(
-                f"`threshold` of rule={self.name!r} must be between {self.lowest:g} and {self.unreachable:g}.",
-                given=f"threshold={self.threshold:g}",
-                expected=f"{self.lowest:g} to {self.unreachable:g}; at {self.unreachable:g} no token exits early",
-                do=f"a threshold such as {max(self.lowest, min(0.9, self.unreachable)):g}",
+                f"`threshold` of rule={self.name!r} is {self.threshold:g}; it must be between {self.lowest:g} and "
+                f"{self.unreachable:g}."
             )
 
     @property

@@ -29,14 +29,10 @@ class PatienceRule(ExitRule):
     # More checks than any model has layers.
     unreachable = 1_000_000
 
-    def check_threshold(self) -> None:
-        if self.threshold < self.lowest or self.threshold != int(self.threshold):
-            raise LayersimError(
-                f"`threshold` of rule={self.name!r} must be a whole number of checks, 1 or more.",
-                given=f"threshold={self.threshold:g}",
-                expected="a whole number, 1 or more",
-                do="threshold=2: the same prediction at two checks in a row",
-            )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold % 1:
+            raise LayersimError(f"`threshold` of rule={self.name!r} is {self.threshold:g}; it must be a whole number.")
 
     def new_state(self, count: int) -> RuleState:
         return {"prediction": torch.full((count,), -1), "streak": torch.zeros(count, dtype=torch.int64)}

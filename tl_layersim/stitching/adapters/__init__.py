@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 
 from ...core.discovery import discovered
@@ -39,10 +38,4 @@ def adapter_kind(name: object, argument: str = "kind") -> AdapterKind:
     kinds = find_adapter_kinds()
     if isinstance(name, str) and name in kinds:
         return kinds[name]()
-    near = difflib.get_close_matches(name, kinds, n=1) if isinstance(name, str) else []
-    raise LayersimError(
-        f"`{argument}` must be the name of a kind of adapter.",
-        given=f"{argument}={brief(name)}",
-        expected=f"one of {', '.join(sorted(kinds))}",
-        do=f"{argument}={(near or ['affine'])[0]!r}",
-    )
+    raise LayersimError(f"`{argument}` is {brief(name)}; it must be one of {', '.join(sorted(kinds))}.")

@@ -54,10 +54,8 @@ class AdapterKind(ABC):
         out = self.features(hidden)
         if out.shape != hidden.shape:
             raise LayersimError(
-                f"`features` of the adapter kind {self.name!r} must return the shape that it receives.",
-                given=f"{tuple(hidden.shape)} in, {tuple(out.shape)} out",
-                expected="... d_front, as the residual",
-                do="features of the same width",
+                f"`features` of the adapter kind {self.name!r} returns shape {tuple(out.shape)} for {tuple(hidden.shape)}; it "
+                "must be the same."
             )
         if weight is None:
             return out

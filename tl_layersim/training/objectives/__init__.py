@@ -28,10 +28,5 @@ def objective_named(name: str) -> type[Objective]:
     """
     objectives = find_objectives()
     if name not in objectives:
-        raise LayersimError(
-            "`objective` must be the name of a training objective.",
-            given=f"objective={name!r}",
-            expected=" or ".join(repr(known) for known in sorted(objectives)),
-            do="AlignedTraining(), which trains with the aligned loss",
-        )
+        raise LayersimError(f"`objective` is {name!r}; it must be one of {', '.join(map(repr, sorted(objectives)))}.")
     return objectives[name]

@@ -32,10 +32,8 @@ class MultiHeadObjective(Objective):
         own = stream.unembed.linear
         if own is None:
             raise LayersimError(
-                f"`objective` {self.name!r} needs a model whose head ends in a linear layer: each layer gets a copy of it.",
-                given=str(stream.source.model.head),
-                expected="a head whose last part is a plain linear layer",
-                do="objective='aligned', which uses the model's own head",
+                f"`objective` is {self.name!r}, which needs a model whose head ends in a linear layer; this head is "
+                f"{stream.source.model.head}."
             )
         self.heads = nn.ModuleList([_copy_of(own) for _ in range(stream.n_layers - 1)])
 

@@ -1,0 +1,203 @@
+"""`tl-layersim show`, `merge`, `analyzers` and `sites`: saved files, and lists of what can be measured."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import LayersimError
+from .command import CommandCall, command, help_of
+from .inputs import ALIGNED, is_demo
+from .output import noted, prepare, print_headlines, print_run, settled_options, write_report, written
+from .run_file import shard_options
+from .tables import print_table
+from .values import names_of, shard_files
+
+
+def saved_file(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
+    """A saved file.
+
+    Args:
+        file: file that `report`, or save() in Python, wrote.
+        table: print all numbers of a field instead, MEASURE.FIELD, with its intervals. May be repeated.
+        html: write the report as an HTML page.
+    """
+
+
+@command("show", {"Output": (saved_file,)})
+def show_file(call: CommandCall) -> None:
+    """Print numbers, fields and provenance of a saved report.
+
+    Examples:
+    tl-layersim show layersim-report/report.safetensors
+    tl-layersim show report.safetensors --table cosine.to_last
+    tl-layersim show cka.safetensors --html cka.html
+    """
+    from .. import load
+
+    reports, html = _reports(load(call.options["file"])), call.options["html"]
+    if html is not None and len(reports) > 1:
+        raise LayersimError(
+            f"`html` cannot be written of {call.options['file']}, which has a report for each model of a sweep."
+        )
+    for key, report in reports.items():
+        if key:
+            print(f"{key}:")
+        for name in names_of(call.options["table"] or []):
+            _print_field(report, name)
+        if not call.options["table"]:
+            _print_report(report)
+        if html is not None:
+            print(f"Report:  {Path(report.to_html(html)).resolve()}")
+
+
+def _reports(loaded: Any) -> dict[str, Any]:
+    """What a file holds as reports: by key of a sweep, else one, without a key."""
+    from ..core.results import Report, Result
+
+    if isinstance(loaded, Result):
+        name = type(loaded).__name__.removesuffix("Result").lower() or "result"
+        return {"": Report({name: loaded})}
+    return {"": loaded} if isinstance(loaded, Report) else {str(key): report for key, report in loaded.items()}
+
+
+def _print_report(report: Any) -> None:
+    """Print the headline numbers, the fields and the provenance of a report."""
+    if not report:
+        print("The report is empty.")
+        return
+    print_run(report)
+    print_headlines(report)
+    print()
+    rows = [(f"{name}.{field}", size) for name, result in report.items() for field, size in _fields(result).items()]
+    print_table(("field", "axes"), rows, "Fields, which --table prints")
+    print()
+    print_table(("provenance", "value"), _provenance_rows(report), "Provenance")
+
+
+def _fields(result: Any) -> dict[str, str]:
+    """The tensor fields of a result, by their names in tables, with their axes and sizes."""
+    return {
+        result.values_name if name == "values" else name: " x ".join(
+            f"{axis} ({len(result.coordinates(axis))})" for axis in axes
+        )
+        or "a number"
+        for name, axes in result.tensor_fields().items()
+    }
+
+
+def _provenance_rows(report: Any) -> list[tuple[str, str]]:
+    """The provenance that all results share, and the options of each."""
+    first = next(iter(report.values())).provenance
+    shared = {
+        name: value
+        for name in ("model", "source", "basis", "dtype", "config_hash", "weights_hash", "changes", "data")
+        if (value := getattr(first, name)) or name != "changes"
+    }
+    shared |= {"tokens": first.tokens, "rows": first.sequences, "batches": first.batches, "seconds": f"{first.seconds:.3g}"}
+    options = {name: result.provenance.options for name, result in report.items()}
+    same = {key: value for key, value in first.options.items() if all(own.get(key) == value for own in options.values())}
+    shared |= {key: value for key, value in same.items() if len(options) > 1}
+    rows = [(name, str(value)) for name, value in shared.items()]
+    for name, own in options.items():
+        rows += [(f"{name}.{key}", str(value)) for key, value in own.items() if key not in same or len(options) == 1]
+    rows += [(f"{name}.warning", text) for name, result in report.items() for text in result.provenance.warnings]
+    return [*rows, ("versions", ", ".join(f"{package} {version}" for package, version in first.versions.items()))]
+
+
+def _print_field(report: Any, name: str) -> None:
+    """Print the table of one field, `measure.field` or the measure alone for its main field."""
+    measure, _, field = name.partition(".")
+    if measure not in report:
+        raise LayersimError(f"`table` is {name}; the file holds {', '.join(report)}.")
+    frame = report[measure].to_frame(field or "values")
+    numbers = [str(column) for column in frame.columns if frame[column].dtype.kind == "f"]
+    cells = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row] for row in frame.itertuples(index=False)]
+    print_table([str(column) for column in frame.columns], cells, name, numbers=numbers)
+
+
+def shards(files: list[str]) -> None:
+    """Files of shards.
+
+    Args:
+        files: files that `report --shard` wrote, or a folder with them alone.
+    """
+
+
+@command("merge", {"Output": (shards, written)})
+def merge_shards(call: CommandCall) -> None:
+    """Add the sums of all shards, and write the report of the run.
+
+    Examples:
+    tl-layersim merge parts/
+    tl-layersim merge 'parts/*.safetensors' --format html,csv
+    """
+    from .. import merge
+
+    prepare(call)
+    paths = shard_files(call.options["files"], "files")
+    report: Any = merge(paths)
+    options, settled = shard_options(paths), None
+    if options is not None:
+        report = noted(report, options.get("trust_remote_code") == "true")
+        settled = options | settled_options(report) | {"format": call.options["format"]}
+    print_run(report)
+    of_run = {name: call.options[name] for name in ("out", "format")}
+    write_report(CommandCall("report", {}, of_run), report, settled)
+
+
+def listed_analyzer(analyzer: str | None = None) -> None:
+    """Lists of analyzers.
+
+    Args:
+        analyzer: list the options of this one, as `--option` sets them.
+    """
+
+
+@command("analyzers", {"Output": (listed_analyzer,)})
+def list_analyzers(call: CommandCall) -> None:
+    """List the installed analyzers, with one line on each.
+
+    Examples:
+    tl-layersim analyzers
+    tl-layersim analyzers cka
+    """
+    from ..analysis.validation import choose_analyzers
+    from ..analyzers import find_analyzers
+
+    if call.options["analyzer"] is None:
+        installed = sorted(find_analyzers().items())
+        print_table(("name", "measure"), [(name, cls.summary()) for name, cls in installed], "Analyzers")
+        return
+    one: Any = next(iter(choose_analyzers(call.options["analyzer"]).values()))
+    texts = help_of(type(one))
+    options = [(f"{one.name}.{own.name}", getattr(one, own.name), texts.get(own.name, "")) for own in fields(one) if own.init]
+    print_table(("option", "default", "meaning"), options, one.summary())
+
+
+def model_of_sites(model: str = "demo", *, trust_remote_code: bool = False) -> None:
+    """A model without its weights.
+
+    Args:
+        model: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
+        trust_remote_code: run the Python code that comes with the model. Without this option such models are refused.
+    """
+
+
+@command("sites", {"Model": (model_of_sites,)})
+def list_sites(call: CommandCall) -> None:
+    """List the sites of a model, which --at selects.
+
+    Examples:
+    tl-layersim sites
+    tl-layersim sites gpt2
+    tl-layersim sites gpt2 | grep attn_out
+    """
+    from .. import demo_model, sites
+    from ..models.named_model import load_without_weights
+
+    name, trusted = call.options["model"], call.options["trust_remote_code"]
+    table = sites(demo_model(aligned=name == ALIGNED) if is_demo(name) else load_without_weights(name, trusted, "model"))
+    rows = table.astype(object).where(table.notna(), "-").astype(str).to_numpy().tolist()
+    print_table(list(table.columns), rows, "Sites in the order in which the model computes them", numbers=("block", "heads"))

@@ -1,0 +1,274 @@
+"""`tl-layersim report`, `compare`, `exits` and `estimate`: measures of one model or two."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import LayersimError
+from .command import CommandCall, command
+from .inputs import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
+from .output import (
+    analyzer_settings,
+    make_folder,
+    noted,
+    prepare,
+    print_files,
+    print_run,
+    settled_options,
+    write_report,
+    written,
+)
+from .run_file import run_file, write_run_file
+from .tables import print_table
+
+# Options that `--demo-pair` reads.
+OF_THE_PAIR = (
+    "demo_pair",
+    "data",
+    "split",
+    "column",
+    "max_tokens",
+    "seq_len",
+    "skip_first",
+    "positions",
+    "batch_size",
+    "out",
+    "format",
+)
+# Beside the recommended threshold.
+MARK = "*"
+# Of many thresholds, the table shows these and the recommended one.
+MOST_ROWS = 15
+SHOWN = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
+CURVE_NUMBERS = ("speedup", "agreement", "accuracy", "perplexity")
+CURVE_COLUMNS = ("threshold", "speed-up", "agreement", "accuracy", "perplexity", "")
+
+
+def demo(*, demo_pair: bool = False) -> None:
+    """The demo models.
+
+    Args:
+        demo_pair: compare the demo model with its fine-tune by aligned training, layer by layer.
+    """
+
+
+@command(
+    "report",
+    {
+        "Model": (named_model, "open_model", demo),
+        "Data": (named_data, "Data"),
+        "Measures": (measures, "analyze"),
+        "Run": (run_file,),
+        "Output": (written,),
+    },
+    without=["blocking"],
+)
+def report_on_model(call: CommandCall) -> None:
+    """Measure the layers of a model on data, and write a report.
+
+    Examples:
+    tl-layersim report
+    tl-layersim report --model gpt2 --data text.txt --intervals
+    tl-layersim report --analyzers cka --option cka.minibatch=128 --at attn_out
+    tl-layersim report --model meta-llama/Llama-3.1-70B --remote --batch-size 2
+    tl-layersim report --config layersim-report/run.yaml
+    tl-layersim report --shard 3/64
+    """
+    from .. import analyze
+
+    if call.options["demo_pair"]:
+        _report_demo_pair(call)
+        return
+    analyzers = chosen_analyzers(call)
+    options = call.of("analyze")
+    if "shard" in options:
+        call.refuse(("out", "format"), "with `shard`, which writes sums and no report; `tl-layersim merge` takes it")
+        number, of = options["shard"]
+        options.setdefault("save_to", Path("parts") / f"part-{number}-of-{of}.safetensors")
+        make_folder(options["save_to"].parent, "save_to")
+    else:
+        prepare(call)
+    data = read_data(call, of_prompts=any(one.prompts for one in analyzers.values()))
+    result: Any = analyze(opened(call), data, analyzers, **options)
+    if isinstance(result, Path):
+        settled = {"pack": data.pack, "batch_size": data.batch_size, "option": analyzer_settings(analyzers)}
+        print_files({"Shard": result, "Config": write_run_file(result.parent, f"{result.stem}.yaml", call, settled)})
+        return
+    print_run(result)
+    write_report(call, noted(result, call.options["trust_remote_code"]), settled_options(result, analyzers))
+
+
+def _report_demo_pair(call: CommandCall) -> None:
+    """Compare the demo model with its fine-tune by aligned training, layer by layer."""
+    from .. import demo_model, evaluate_layers
+
+    call.refuse([name for name in call.given if name not in (*OF_THE_PAIR, "config")], "with `demo_pair`")
+    prepare(call)
+    result = evaluate_layers(demo_model(), demo_model(aligned=True), read_data(call), names=("demo", "aligned"))
+    print_run(result)
+    own = CommandCall(call.command, call.given, {name: call.options[name] for name in (*OF_THE_PAIR, "config")})
+    write_report(own, result, {})
+
+
+def two_models(model_a: str, model_b: str) -> None:
+    """Two models.
+
+    Args:
+        model_a: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
+        model_b: the second model, of the same tokenizer. Widths and depths may differ.
+    """
+
+
+@command(
+    "compare",
+    {
+        "Model": (two_models, named_model, "open_model"),
+        "Data": (named_data, "Data"),
+        "Measures": (measures, "compare"),
+        "Run": (run_file,),
+        "Output": (written,),
+    },
+    without=["model", "layers", "unembed"],
+    analyzers=["cka"],
+)
+def compare_models(call: CommandCall) -> None:
+    """Compare the layers of two models on the same data.
+
+    Examples:
+    tl-layersim compare demo demo-aligned
+    tl-layersim compare gpt2 gpt2-medium --analyzers cka,mutual_knn
+    tl-layersim compare base/ tuned/ --analyzers cosine --at attn_out
+    """
+    from .. import compare
+
+    analyzers = chosen_analyzers(call)
+    for name, one in analyzers.items():
+        if not one.compares:
+            raise LayersimError(f"`analyzers` is {name}, which measures one model; tl-layersim report does.")
+    prepare(call)
+    data = read_data(call)
+    result: Any = compare(opened(call, "model_a"), opened(call, "model_b"), data, analyzers, **call.of("compare"))
+    print_run(result)
+    write_report(call, noted(result, call.options["trust_remote_code"]), settled_options(result, analyzers))
+
+
+def recommended(*, agreement: float = 0.95) -> None:
+    """The recommended threshold.
+
+    Args:
+        agreement: least agreement with the full model, 0 to 1; the lowest threshold that keeps it is recommended.
+    """
+
+
+@command(
+    "exits",
+    {
+        "Model": (named_model, "open_model"),
+        "Data": (named_data, "Data"),
+        "Measures": (recommended, "ExitCurve", "analyze"),
+        "Run": (run_file,),
+        "Output": (written,),
+    },
+    without=["blocking", "shard", "save_to", "first", "at", "per_head", "baseline"],
+)
+def measure_exits(call: CommandCall) -> None:
+    """Measure early exit at many thresholds, and recommend one.
+
+    Examples:
+    tl-layersim exits demo-aligned
+    tl-layersim exits gpt2 --data text.txt --agreement 0.98 --intervals
+    tl-layersim exits tuned/ --heads tuned/heads.safetensors
+    """
+    from .. import ExitCurve, analyze
+
+    agreement = call.options["agreement"]
+    if not 0 <= agreement <= 1:
+        raise LayersimError(f"`agreement` is {agreement:g}; it must be between 0 and 1.")
+    curve = ExitCurve(**call.of("ExitCurve"))
+    prepare(call)
+    data = read_data(call)
+    result: Any = analyze(opened(call), data, [curve], **call.of("analyze"))
+    print_run(result)
+    _print_curve(result["exit_curve"], agreement)
+    settled = settled_options(result) | {"thresholds": list(map(str, result["exit_curve"].thresholds))}
+    write_report(call, noted(result, call.options["trust_remote_code"]), settled)
+
+
+def _print_curve(curve: Any, agreement: float) -> None:
+    """Print speed-up and agreement by threshold, and the recommended threshold."""
+    from ..core.wording import MEANING_OF_MARGINS
+
+    chosen = curve.lowest_threshold(agreement)
+    short = len(curve.thresholds) <= MOST_ROWS
+    shown = [number for number in curve.thresholds if short or number in SHOWN or number == chosen]
+    rows = [_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
+    title = "Early exit by threshold of the top probability; speed-up in blocks"
+    margins = f"; {MEANING_OF_MARGINS}" if curve.has_intervals else ""
+    print_table(CURVE_COLUMNS, rows, title + margins, numbers=CURVE_COLUMNS[:5])
+    if chosen is None:
+        print(f"No measured threshold reaches an agreement of {agreement:g}: measure higher ones with --thresholds.")
+        return
+    point = curve.at(chosen, held_out=True)
+    print(
+        f"{MARK} Recommended: threshold {chosen:g}, the lowest from which on agreement stays at {agreement:g} or above in one "
+        f"half of the rows. In the other half: {point.speedup:.3g} times fewer blocks, agreement {point.agreement:.4g}. The "
+        "cost of exit checks is not included."
+    )
+    if chosen == curve.thresholds[-1] == 1:
+        print("At threshold 1 no position exits early: this model gains nothing at this agreement.")
+
+
+def _row(curve: Any, threshold: float, note: str) -> list[str]:
+    """The numbers at one threshold, with half the width of their intervals where the run kept blocks."""
+    from ..core.intervals import margin_text
+
+    place = curve.thresholds.index(threshold)
+    cells = []
+    for name in CURVE_NUMBERS:
+        margin = math.nan
+        if curve.has_intervals:
+            found = curve.interval(name)
+            margin = float(found.high[place] - found.low[place]) / 2
+        cells.append(margin_text(float(getattr(curve, name)[place]), margin))
+    return [f"{threshold:g}", *cells, note]
+
+
+def timed(*, time: bool = False) -> None:
+    """Timing.
+
+    Args:
+        time: load the weights and time one batch. Without it only the configuration is read.
+    """
+
+
+@command(
+    "estimate",
+    {"Model": (named_model, "open_model"), "Measures": (measures,), "Run": ("estimate", timed)},
+    without=["server", "layers", "unembed", "verify"],
+)
+def estimate_cost(call: CommandCall) -> None:
+    """Estimate FLOPs, memory and time of a report before the run.
+
+    Examples:
+    tl-layersim estimate gpt2 --tokens 1000000
+    tl-layersim estimate meta-llama/Llama-3.1-70B --devices 8xH100
+    tl-layersim estimate gpt2 --time --device cuda
+    """
+    from .. import demo_model, estimate, open_model
+    from ..models.named_model import refuse_missing_device
+
+    analyzers, name = chosen_analyzers(call), call.options["model"]
+    model = name
+    if call.options["time"]:
+        refuse_missing_device(call.options["device"] or "cpu")
+        model = named_model(name, **call.of(named_model, without=["model", "remote"]))
+    else:
+        call.refuse(("device", "dtype", "trust_remote_code"), "without `time`: only the configuration is read")
+        if is_demo(name):
+            model = demo_model(aligned=name == ALIGNED).config
+    with renamed("model_or_config", "model"):
+        cost = estimate(open_model(model, **call.of("open_model")), analyzers, **call.of("estimate"))
+    print(cost.title)
+    print_table(("cost", "estimate"), cost.rows(), "Cost of the run")

@@ -1,0 +1,143 @@
+"""`tl-layersim stitch` and `train`: stitched models and aligned fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import LayersimError
+from .command import CommandCall, command
+from .inputs import evaluation_data, named_data, named_model, opened, read_data, read_held_out
+from .output import make_folder, noted, prepare, print_run, settled_options, write_report, written
+from .run_file import run_file
+from .values import stitch_point
+
+
+def stitched(front: str, back: str) -> None:
+    """Two models.
+
+    Args:
+        front: the model whose lower blocks are used: folder or hub name, demo or demo-aligned.
+        back: the model whose upper blocks are used; the tokenizers must be the same.
+    """
+
+
+def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
+    """Options of a stitch that Python has in another form.
+
+    Args:
+        at: a stitch point L:M: the layer of FRONT that is read, and the layer of BACK that is replaced. Layer i is the
+            output of block number i, counted from 1. May be repeated. Several points, or none for all blocks, give a grid in
+            both directions.
+        paper: stitching of Brown et al. 2023, but for options that are given: affine-norm, sgd in plain weights.
+    """
+
+
+@command(
+    "stitch",
+    {
+        "Model": (stitched, named_model),
+        "Data": (named_data, evaluation_data, "Data"),
+        "Measures": (stitching, "stitch"),
+        "Run": ("StitchTraining", run_file),
+        "Output": (written,),
+    },
+    without=["model", "remote", "server"],
+)
+def stitch_models(call: CommandCall) -> None:
+    """Stitch two models, and measure the loss of the stitched model.
+
+    Examples:
+    tl-layersim stitch demo demo-aligned --at 4:4 --fit lstsq
+    tl-layersim stitch gpt2 gpt2-medium --at 6:12 --data text.txt --steps 500
+    tl-layersim stitch base/ tuned/ --adapter identity
+    """
+    from .. import StitchTraining, stitch, stitch_grid
+
+    points = list(dict.fromkeys(stitch_point(text) for text in call.options["at"] or []))
+    paper = call.options["paper"]
+    training = replace(StitchTraining.paper() if paper else StitchTraining(), **call.of("StitchTraining"))
+    options: dict[str, Any] = ({"adapter": "affine-norm", "fit": "sgd"} if paper else {}) | call.of("stitch", without=["at"])
+    # Without a training by gradients, settings other than the defaults are refused.
+    if training != StitchTraining():
+        options["training"] = training
+    prepare(call)
+    data, options["eval_data"] = read_data(call), read_held_out(call)
+    models = [opened(call, "front"), opened(call, "back")]
+    if len(points) == 1:
+        result: Any = stitch(models[0], models[1], data, at=points[0], **options)
+    else:
+        front, back = call.options["front"], call.options["back"]
+        names = (front, back) if front != back else (f"{front} (front)", f"{back} (back)")
+        layers = dict(zip(names, map(list, zip(*points, strict=True)), strict=True)) if points else None
+        result = stitch_grid(dict(zip(names, models, strict=True)), data, layers=layers, **options)
+    report = noted({"stitch": result}, call.options["trust_remote_code"])
+    print_run(report)
+    as_run = _as_run(call, training) | {name: options[name] for name in ("adapter", "fit") if name in options}
+    write_report(call, report, settled_options(report) | as_run)
+
+
+def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
+    """Options of a fine-tune that Python has in another form.
+
+    Args:
+        save_to: folder for the trained model, which --model and from_pretrained load.
+        paper: settings of AlignedGPT in Jiang, Zhou and Zhu 2024, but for options that are given: 40,000 steps, no clipping,
+            norm at the last layer alone.
+        lora: train LoRA adapters of this rank alone, and merge them at the end.
+    """
+
+
+@command(
+    "train",
+    {
+        "Model": (named_model, "open_model"),
+        "Data": (named_data, evaluation_data, "Data"),
+        "Measures": (tuned, "AlignedTraining"),
+        "Run": (run_file, "finetune_aligned"),
+        "Output": (written,),
+    },
+    without=["remote", "server", "tokens_per_request"],
+    split="train",
+    batch_size=8,
+)
+def train_model(call: CommandCall) -> None:
+    """Fine-tune a model so that every layer predicts the targets.
+
+    Examples:
+    tl-layersim train demo --steps 20 --lr 1e-3 --save-to tuned
+    tl-layersim train gpt2 --data text.txt --save-to tuned --checkpoint run.ckpt
+    tl-layersim train gpt2 --lora 8 --mixed-precision bf16 --save-to tuned
+    """
+    from .. import AlignedTraining, finetune_aligned
+
+    start = AlignedTraining.paper_gpt2() if call.options["paper"] else AlignedTraining()
+    settings = call.of("AlignedTraining")
+    training = replace(start, **settings, lora=_lora(call.options["lora"]))
+    make_folder(call.options["save_to"], "save_to")
+    prepare(call)
+    data, eval_data = read_data(call), read_held_out(call)
+    result: Any = finetune_aligned(opened(call), data, training, eval_data=eval_data, **call.of("finetune_aligned"))
+    report = noted({"training": result}, call.options["trust_remote_code"])
+    print_run(report)
+    write_report(call, report, settled_options(report) | _as_run(call, training))
+    print(f"Model:   {call.options['save_to'].resolve()}")
+
+
+def _as_run(call: CommandCall, training: Any) -> dict[str, Any]:
+    """The settings of a training that are options, as the run took them."""
+    names = {one.name for one in fields(training)} - {"lora", "save_to"}
+    return {name: getattr(training, name) for name in call.options if name in names}
+
+
+def _lora(rank: int | None) -> Any:
+    if rank is None:
+        return None
+    if rank < 1:
+        raise LayersimError(f"`lora` is {rank}; the rank must be at least 1.")
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise LayersimError("`lora` needs the package peft: pip install 'tl_layersim[lora]'.") from None
+    return LoraConfig(r=rank, target_modules="all-linear")

@@ -1,0 +1,89 @@
+"""Values of options that are written as one text, such as `--shard 3/64` and `--at attn_out,z`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import LayersimError
+
+
+def names_of(texts: Sequence[str]) -> list[str]:
+    """The names that commas separate.
+
+    Args:
+        texts: each with one name or several.
+    """
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def stitch_point(text: str) -> tuple[int | str, int | str]:
+    """A stitch point: two layers, each a number or a name.
+
+    Args:
+        text: such as `4:6`.
+    """
+    first, colon, second = (part.strip() for part in text.partition(":"))
+    if not (first and colon and second):
+        raise LayersimError(f"`at` is {text!r}; it must be a layer of FRONT and one of BACK, such as 4:6.")
+    return (int(first) if first.isdecimal() else first, int(second) if second.isdecimal() else second)
+
+
+def shard_files(texts: Sequence[str], argument: str = "first") -> list[Path]:
+    """The files of shards; the run files beside them, which a pattern may match, are left out.
+
+    Args:
+        texts: folders, patterns and files.
+        argument: that holds them, for messages.
+    """
+    from ..analysis.shards import listed
+
+    return [file for text in texts for file in listed(text, argument) if file.suffix != ".yaml"]
+
+
+def _shard(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"\d+/\d+", text):
+        raise LayersimError(f"`shard` is {text!r}; it must be a number from 0, a slash and the number of shards, such as 3/64.")
+    number, of = text.split("/")
+    return int(number), int(of)
+
+
+def _column(text: str) -> str | tuple[str, ...]:
+    return tuple(names_of([text])) if "," in text else text
+
+
+def _numbers(name: str) -> Callable[[Sequence[str]], Any]:
+    def read(texts: Sequence[str]) -> tuple[float, ...]:
+        try:
+            return tuple(float(number) for number in names_of(texts))
+        except ValueError:
+            raise LayersimError(f"`{name}` is {','.join(texts)}; it must be numbers, separated by commas.") from None
+
+    return read
+
+
+def _weights(texts: Sequence[str]) -> Any:
+    return texts[0] if texts in (["linear"], ["uniform"]) else _numbers("weights")(texts)
+
+
+def _positions(text: str) -> Any:
+    from ..data.positions import as_rule
+
+    return as_rule(text)
+
+
+# By option: its value in Python.
+READERS: dict[str, Callable[[Any], Any]] = {
+    "at": names_of,
+    "layers": names_of,
+    "unembed": names_of,
+    "format": names_of,
+    "first": shard_files,
+    "shard": _shard,
+    "column": _column,
+    "positions": _positions,
+    "thresholds": _numbers("thresholds"),
+    "weights": _weights,
+}
