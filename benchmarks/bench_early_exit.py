@@ -61,7 +61,8 @@ def ways(model: Any, curve: Any, costs: dict[str, ExitCosts], short: Tensor) -> 
     for threshold in THRESHOLDS:
         early = EarlyExit(model, threshold, curve=curve, costs=costs["full"])
         found[f"max-prob > {threshold:g}, chosen layers"] = early
-    middle = (len(early.split_model.blocks) // 2, len(early.split_model.blocks) - 1)
+    blocks = len(early.split_model.blocks)
+    middle = (blocks // 2 - 1, blocks - 2)
     found["max-prob > 0.9, every layer"] = EarlyExit(model, 0.9, at="all")
     found["max-prob > 0.9, default layers"] = EarlyExit(model, 0.9)
     found[f"max-prob > 0.9 over {len(short)} tokens, chosen layers"] = EarlyExit(
@@ -120,9 +121,9 @@ def table(model: Any, curve: Any, text: str, batch: int, arguments: argparse.Nam
         early, result = runs[name], found[name]
         kind = "full" if early.rule.gives_logits else "short" if early.rule.reads_logits else "cosine"
         by_curve = f"{early.plan.speedup:.2f}" if early.plan is not None else ""
-        at = early.ends[:-1]
-        by_exits = plan_for(costs[kind], gone(result), 1, at).speedup
-        asked = "all" if at == tuple(range(1, result.layers)) else ", ".join(map(str, at)) or "none"
+        at = () if early.rule.never else early.at
+        by_exits = plan_for(costs[kind], gone(result), 0, at).speedup
+        asked = "all" if at == tuple(range(result.layers - 1)) else ", ".join(map(str, at)) or "none"
         lines.append(
             f"| {name} | {asked} | {rate:.1f} | {times_plain:.2f} | {times_whole:.2f} | {by_curve} | {by_exits:.2f} | "
             f"{times_whole / by_exits:.2f} | {agreement(model, prompt, result):.3f} | {result.mean_exit:.2f} |"

@@ -1,6 +1,6 @@
 """Time per token of `EarlyExit.generate` beside transformers' `generate`, without exits (threshold 1) and with exits.
 
-    python benchmarks/bench_exit_overhead.py --model FOLDER --way max-prob:0.9 --way cosine:0.9:4,7
+    python benchmarks/bench_exit_overhead.py --model FOLDER --way max-prob:0.9 --way cosine:0.9:3,6
     python benchmarks/bench_exit_overhead.py --shape qwen2.5-0.5b
 
 All ways of a batch size run in turn in one process, in another order in each round, so that drift of the machine cancels in
@@ -49,9 +49,9 @@ def build(arguments: argparse.Namespace) -> Any:
 
 
 def early_exit(model: Any, way: str) -> lsim.EarlyExit:
-    """An `EarlyExit` from `rule:threshold` or `rule:threshold:layer,layer`."""
-    rule, threshold, *layers = way.split(":")
-    at = tuple(int(layer) for layer in layers[0].split(",")) if layers else None
+    """An `EarlyExit` from `rule:threshold` or `rule:threshold:block,block`."""
+    rule, threshold, *blocks = way.split(":")
+    at = tuple(int(block) for block in blocks[0].split(",")) if blocks else None
     return lsim.EarlyExit(model, float(threshold), rule=rule, at=at)
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a causal language model; the demo model if left out")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, in place of a model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--way", action="append", default=[], help="rule:threshold or rule:threshold:layer,layer")
+    parser.add_argument("--way", action="append", default=[], help="rule:threshold or rule:threshold:block,block")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--seq-len", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64)

@@ -241,11 +241,12 @@ def main() -> None:
     small = load(arguments.small)
     tokens = rows_of(small, arguments.data, 240, 128)
     for layer in (2, 4):
-        lines.append(f"| a model and its copy in another basis, layer {layer} | {race(small, rotated(small), tokens, layer)}")
+        found = race(small, rotated(small), tokens, layer)
+        lines.append(f"| a model and its copy in another basis, after block {layer - 1} | {found}")
     a, b = (load(folder) for folder in arguments.pair)
     tokens = rows_of(a, arguments.data, 240, 128)
     for layer in (1, 3, 5):
-        lines.append(f"| two independent models, layer {layer} | {race(a, b, tokens, layer)}")
+        lines.append(f"| two independent models, after block {layer - 1} | {race(a, b, tokens, layer)}")
     arguments.batch, arguments.seq_len = ROWS, LENGTH
     text = "\n".join([*lines, "", machine(arguments)])
     print(text)

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tl_layersim as lsim
+from tl_layersim.early_exit import frequent_tokens
 
 CHOSEN, JUDGED, NEW, WORDS = 6, 30, 48, 12
 AIMS = (0.95, 0.9)
@@ -47,8 +48,8 @@ def texts_of(path: str) -> list[str]:
 def settings(model: Any, texts: list[str]) -> list[dict[str, Any]]:
     """The grid."""
     blocks = model.config.num_hidden_layers
-    layers = sorted({(max(1, round(share * blocks)),) for share in (0.2, 0.35, 0.5, 0.65, 0.85)})
-    likely = lsim.frequent_tokens(model, texts, min(1000, len(model.tokenizer) // 2))
+    layers = sorted({(max(0, round(share * blocks) - 1),) for share in (0.2, 0.35, 0.5, 0.65, 0.85)})
+    likely = frequent_tokens(model, texts, min(1000, len(model.tokenizer) // 2))
     grid: list[dict[str, Any]] = []
     for at in layers:
         grid += [{"rule": "max-prob", "threshold": t, "at": at} for t in (0.2, 0.35, 0.5, 0.7)]
@@ -128,7 +129,7 @@ def main() -> None:
                 continue
             setting = max(enough, key=lambda row: row[1]["speed"])[0]
             judged = writer.judge(setting, prompts[CHOSEN : CHOSEN + JUDGED], True)
-            asked = f"{setting['rule']} > {setting['threshold']:g} after {setting['at'][0]} of {blocks}"
+            asked = f"{setting['rule']} > {setting['threshold']:g} after block {setting['at'][0]} of {blocks}"
             asked += f", over {len(setting['shortlist'])} tokens" if "shortlist" in setting else ""
             print(
                 f"| {name} | {aim:.0%} | {asked} | {judged['agreement']:.3f} | {judged['speed']:.2f} | {judged['own']:.2f} | "

@@ -309,7 +309,7 @@ def early_exit(device: Device, shape: Shape, deadline: float, repeats: int) -> T
             more = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": shape.new, "max_new_tokens": shape.new}
             model.generate(prompt, attention_mask=torch.ones_like(prompt), **more)
 
-        whole, exits = lsim.EarlyExit(model, 1.0), lsim.EarlyExit(model, 0.0, at=(half,))
+        whole, exits = lsim.EarlyExit(model, 1.0), lsim.EarlyExit(model, 0.0, at=(half - 1,))
 
         def write(early: Any) -> Work:
             return lambda: early.generate(prompt, max_new_tokens=shape.new, eos_token_id=())

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tl_layersim as lsim
+from tl_layersim.models import ExitHeads
 
 ARMS = {
     "standard": {"objective": "standard"},
@@ -43,7 +44,7 @@ def paragraphs(path: str) -> list[str]:
     return [line.strip() for line in lines if len(line.strip()) > 200]
 
 
-def measure(model: Any, texts: list[str], tokens: int, seq_len: int, heads: lsim.ExitHeads | None = None) -> dict[str, Any]:
+def measure(model: Any, texts: list[str], tokens: int, seq_len: int, heads: ExitHeads | None = None) -> dict[str, Any]:
     """What its layers say and how they lie, on held-out text; by heads of their own where they have them."""
     report = lsim.analyze(
         model,

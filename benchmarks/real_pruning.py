@@ -43,8 +43,7 @@ def without(model: Any, blocks: tuple[int, ...]) -> Any:
 def rise(model: Any, blocks: tuple[int, ...], rows: list[list[int]]) -> Any:
     """The pruned model's last residual, read by the final norm and head of the whole model: its loss, and the rise of it."""
     short = without(model, blocks)
-    ends = (len(short.get_decoder().layers), len(model.get_decoder().layers))
-    return lsim.stitch(short, model, lsim.Data(rows, skip_first=SKIP, batch_size=1), at=ends, adapter="identity")
+    return lsim.stitch(short, model, lsim.Data(rows, skip_first=SKIP, batch_size=1), at=(-1, -1), adapter="identity")
 
 
 def criteria(model: Any, rows: list[list[int]]) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def tables(name: str, model: Any, text: str, tokens: int, counts: list[int]) -> 
             low, high = found.penalty_interval()[1:3]
             repaired = ""
             if blocks[-1] - blocks[0] == n - 1:
-                ends = (blocks[0], blocks[-1] + 1)
+                ends = (f"blocks.{blocks[0]}.hook_resid_pre", blocks[-1])
                 data = lsim.Data(rows[:half], skip_first=SKIP, batch_size=1)
                 affine = lsim.stitch(model, model, data, eval_data=rows[half:], at=ends, fit="lstsq")
                 repaired = f"{float(affine.penalty):+.3f}"

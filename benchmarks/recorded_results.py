@@ -25,6 +25,8 @@ from tqdm import tqdm
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
+from tl_layersim.training import train_adapters
 
 ROWS = torch.randint(3, 200, (24, 20), generator=torch.Generator().manual_seed(0))
 LABELS = [int(row[-1]) % 3 for row in ROWS]
@@ -53,11 +55,9 @@ def opened(name: str, kind: str) -> Any:
         architecture = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}[name]
         own = lsim.demo_model() if name == "llama" else model.__wrapped__(name)
         return build_bridge_from_module(own, architecture, hf_config=own.config)
-    return (
-        nnsight.NNsight(model(name))
-        if name == "bert"
-        else nnsight.TransformersModel(model(name), task="text-generation", tokenizer=lsim.demo_model().tokenizer)
-    )
+    named = {"task": "text-generation", "tokenizer": lsim.demo_model().tokenizer}
+    traced = nnsight.NNsight(model(name)) if name == "bert" else nnsight.TransformersModel(model(name), **named)
+    return lsim.open_model(traced, remote="local") if kind == "local" else traced
 
 
 def measures(name: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def measures(name: str) -> dict[str, Any]:
         "neural_collapse": lsim.NeuralCollapse(labels=LABELS),
         "block_coupling": lsim.BlockCoupling(k=4),
     }
-    chosen = {key: found.get(key) or cls() for key, cls in lsim.find_analyzers().items() if key != "task_metrics"}
+    chosen = {key: found.get(key) or cls() for key, cls in find_analyzers().items() if key != "task_metrics"}
     return (
         chosen if name != "bert" else {k: v for k, v in chosen.items() if k not in ("logit_lens", "exit_curve", "saturation")}
     )
@@ -78,17 +78,16 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
         for kind in ("module", "bridge", "nnsight", "local"):
             if (name, kind) == ("bert", "bridge"):
                 continue
-            remote = {"remote": "local"} if kind == "local" else {}
             for key, one in measures(name).items():
                 if kind == "local" and key == "linear_probe":
                     continue
                 yield (
                     f"{name} {kind} {key}",
-                    lambda a=(name, kind, key, one), r=remote: analyze(opened(a[0], a[1]), {a[2]: a[3]}, **r),
+                    lambda a=(name, kind, key, one): analyze(opened(a[0], a[1]), {a[2]: a[3]}),
                 )
             yield (
                 f"{name} {kind} attn_out",
-                lambda a=(name, kind), r=remote: analyze(opened(*a), RESIDUAL_ONLY, at="attn_out", **r),
+                lambda a=(name, kind): analyze(opened(*a), RESIDUAL_ONLY, at="attn_out"),
             )
         yield f"{name} heads", lambda a=name: analyze(model(a), RESIDUAL_ONLY, at="z", per_head=True)
         yield f"{name} intervals", lambda a=name: intervals(model(a))
@@ -123,15 +122,15 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "difference", lambda: differences(pair, texts[:16])
     yield "fit", lambda: lsim.exponential_fit(lsim.analyze(demo, texts[:8], lsim.Trajectory())["trajectory"], "norm").to_frame()
     yield "relate", lambda: vars(lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60}))
-    yield "stitch", lambda: lsim.stitch(demo, other, texts[:64], at=(3, 4))
-    sgd = {"fit": "sgd", "training": lsim.StitchTraining(steps=3)}
-    yield "stitch sgd", lambda: lsim.stitch(demo, other, texts[:32], at=(3, 4), **sgd)
-    yield "stitch grid", lambda: lsim.stitch_grid(pair, texts[:32], layers=[2, 6])
+    quick = {"training": lsim.StitchTraining(steps=3)}
+    yield "stitch", lambda: lsim.stitch(demo, other, texts[:64], at=(2, 3), **quick)
+    yield "stitch sgd", lambda: lsim.stitch(demo, other, texts[:32], at=(2, 3), fit="sgd", **quick)
+    yield "stitch grid", lambda: lsim.stitch_grid(pair, texts[:32], layers=[1, 5], **quick)
     yield "probe", lambda: lsim.linear_probe(demo, lsim.Data(ROWS, positions="last"), lsim.LogisticProbe(labels=LABELS))
     yield "layers", lambda: lsim.evaluate_layers(demo, other, texts[:16])
     steps = lsim.AlignedTraining(steps=3, lr=1e-4)
     yield "training", lambda: lsim.finetune_aligned(lsim.demo_model(), lsim.Data(texts[:16], batch_size=2, seq_len=32), steps)
-    yield "adapters", lambda: lsim.train_adapters(opened("llama", "nnsight"), texts[:8], at=[1, 3], rank=4, steps=3)
+    yield "adapters", lambda: train_adapters(opened("llama", "nnsight"), texts[:8], at=[1, 3], rank=4, steps=3)
     yield "early exit", lambda: lsim.EarlyExit(demo, threshold=0.5).generate(prompt, max_new_tokens=12)
     yield "aligned loss", lambda: lsim.aligned_loss(demo, ROWS)
 
@@ -150,8 +149,8 @@ def intervals(source: Any) -> Iterator[Any]:
 
 
 def differences(pair: Mapping[str, Any], texts: list[str]) -> list[Any]:
-    options: dict[str, Any] = {"intervals": True, "seq_len": 32, "max_tokens": 500}
-    reports = [lsim.analyze(one, texts, lsim.LogitLens(), **options) for one in pair.values()]
+    data = lsim.Data(texts, seq_len=32, max_tokens=500)
+    reports = [lsim.analyze(one, data, lsim.LogitLens(), intervals=True) for one in pair.values()]
     return [lsim.difference(*reports)["logit_lens"].to_frame(field) for field in ("values", "accuracy")]
 
 
@@ -179,7 +178,7 @@ def numbers_in(name: str, given: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(given, bool | int | float):
         yield name, torch.tensor(given, dtype=torch.float64)
     elif hasattr(given, "select_dtypes"):
-        yield name, torch.from_numpy(given.select_dtypes("number").to_numpy(dtype="float64", copy=True))
+        yield name, torch.from_numpy(given.select_dtypes("number").to_numpy(dtype="float64", copy=True)).contiguous()
     elif isinstance(given, Mapping):
         for key, value in given.items():
             yield from numbers_in(f"{name}/{key}", value)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tl_layersim as lsim
+from tl_layersim.analysis import plot_adjacency
 
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
@@ -57,7 +58,7 @@ for step, found in coupling.items():
 # Figure 1 b: over training; 1 c to e: who is coupled with whom; 1 a: against a score, here over the steps of one model.
 lsim.plot_sweep(coupling, key_title="Training step").write_html(OUT / "coupling_training.html")
 for step in (STEPS[0], STEPS[-1]):
-    lsim.plot_adjacency(coupling[step], title=f"After {step} steps").write_html(OUT / f"coupling_adjacency_{step}.html")
+    plot_adjacency(coupling[step], title=f"After {step} steps").write_html(OUT / f"coupling_adjacency_{step}.html")
 relation = lsim.relate({f"step {s}": r for s, r in coupling.items()}, {f"step {s}": a for s, a in accuracy.items()})
 relation.plot().write_html(OUT / "coupling_accuracy.html")
 print(f"accuracy over coupling: R2 = {relation.r_squared:.2f}, p = {relation.p_value:.2g}; steps of a run are not independent")

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import CLIPConfig, CLIPModel
 
 import tl_layersim as lsim
+from tl_layersim.analysis import tower_similarity, zero_shot
 
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
@@ -66,9 +67,9 @@ held_out, seen = order[:360], order[360:]
 clip = trained(images[seen], labels[seen])
 
 pairs = {"pixel_values": images[held_out], **texts(labels[held_out], torch.full((360,), 2))}
-towers = lsim.tower_similarity(clip, lsim.Data(pairs, batch_size=360))
+towers = tower_similarity(clip, lsim.Data(pairs, batch_size=360))
 prompts = {name: [tokens(template.format(name)) for template in TEMPLATES] for name in NAMES}
-lens = lsim.zero_shot(clip, images[held_out], prompts=prompts, labels=labels[held_out])
+lens = zero_shot(clip, images[held_out], prompts=prompts, labels=labels[held_out])
 lsim.Report({"towers": towers, "zero_shot": lens}).to_html(OUT / "clip_digits_report.html")
 
 # The figure: both kinds of pairs, each layer with the last ones, and what each layer says.

@@ -14,7 +14,7 @@ import plotly.express as px
 import torch
 from transformers import DetrConfig, DetrForObjectDetection
 
-import tl_layersim as lsim
+from tl_layersim.analysis import detection_by_layer
 
 SIZE, CLASSES, BATCH, STEPS = 24, 3, 32, 1000
 COLOURS = torch.eye(CLASSES)
@@ -66,7 +66,7 @@ def trained(auxiliary_loss: bool) -> DetrForObjectDetection:
 def main() -> None:
     held_out, tables = images(256, torch.Generator().manual_seed(2)), {}
     for name, auxiliary_loss in (("loss of the last layer", False), ("auxiliary losses", True)):
-        tables[name] = lsim.detection_by_layer(trained(auxiliary_loss), held_out).to_frame()
+        tables[name] = detection_by_layer(trained(auxiliary_loss), held_out).to_frame()
         print(name, tables[name].round(3).to_string(index=False), sep="\n")
     both = pandas.concat(tables, names=["training"]).reset_index(level="training")
     out = Path(__file__).parent / "out"

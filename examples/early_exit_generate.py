@@ -14,7 +14,7 @@ print(f"a check costs {costs.check / costs.block:.2f} blocks here; by parameters
 for threshold in (0.5, 0.7, 0.9):
     print(f"threshold {threshold}:", lsim.EarlyExit(model, threshold, curve=curve, costs=costs).plan)
 
-early = lsim.EarlyExit(model, threshold=0.7, at=(3, 5))
+early = lsim.EarlyExit(model, threshold=0.7, at=(2, 4))
 found = early.generate("Once upon a time, there was a", max_new_tokens=40)
 print(found)
 for piece, layer in zip(map(model.tokenizer.decode, found.tokens[0]), found.exits[0].tolist(), strict=True):

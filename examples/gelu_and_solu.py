@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of training each model")
     parser.add_argument("--fit-steps", type=int, default=8, help="of training each adapter")
     parser.add_argument("--stitch-rows", type=int, default=1200, help="rows that adapters are fitted and judged on")
-    parser.add_argument("--layers", type=int, nargs="*", default=[1, LAYERS], help="after which blocks to stitch")
+    parser.add_argument("--layers", type=int, nargs="*", default=[0, LAYERS - 1], help="after which blocks to stitch, from 0")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     arguments = parser.parse_args()
     arguments.out.mkdir(exist_ok=True, parents=True)

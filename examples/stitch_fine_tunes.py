@@ -40,7 +40,7 @@ grid.plot().write_html(OUT / "stitch_fine_tunes.html")
 grid.plot("accuracy_penalty").write_html(OUT / "stitch_fine_tunes_accuracy.html")
 
 # One stitch, with an adapter in closed form; the stitched model runs, generates and can be measured.
-found = lsim.stitch(models["first"], models["second"], lsim.Data(texts, batch_size=4), at=(4, 4), adapter="affine", fit="lstsq")
+found = lsim.stitch(models["first"], models["second"], lsim.Data(texts, batch_size=4), at=(3, 3), adapter="affine", fit="lstsq")
 print(found)
 print(found.model.generate("Once upon a time", max_new_tokens=20, do_sample=False))
 print(lsim.analyze(found.model, unseen, ["logit_lens"])["logit_lens"].to_frame()[["layer", "cross_entropy", "agreement"]])

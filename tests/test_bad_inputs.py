@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim import early_exit, models
+from tl_layersim.analyzers import find_analyzers
 
 from .tiny_models import random_tokens, tiny_llama
 
@@ -78,7 +80,7 @@ def valid():
         "frequent_tokens": {"model": model, "data": tokens, "size": 5},
         "linear_probe": {"model": model, "data": {"input_ids": tokens, "labels": tokens % 3}},
         "sites": {"model": model},
-        "stitch": {"front": model, "back": model, "data": tokens, "at": (1, 1), "fit": "lstsq", "ridge": 0.1},
+        "stitch": {"front": model, "back": model, "data": tokens, "at": (0, 0), "fit": "lstsq", "ridge": 0.1},
         "sweep": {"models": {0: model, 1: model}, "data": tokens, "analyzers": cosine},
         "overlay": {"runs": {"a": report, "b": report}},
         "plot_sweep": {"results": {0: report["cosine"], 1: report["cosine"]}},
@@ -92,11 +94,12 @@ def valid():
 @pytest.mark.filterwarnings("ignore")
 def test_functions(valid, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert [error for name, own in valid.items() for error in raw_errors(name, getattr(lsim, name), own)] == []
+    public = vars(models) | vars(early_exit) | {name: getattr(lsim, name) for name in lsim.__all__}
+    assert [error for name, own in valid.items() for error in raw_errors(name, public[name], own)] == []
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("made", [lsim.AlignedTraining, lsim.StitchTraining, *lsim.find_analyzers().values()])
+@pytest.mark.parametrize("made", [lsim.AlignedTraining, lsim.StitchTraining, *find_analyzers().values()])
 def test_settings(made, valid):
     def measure(settings):
         if isinstance(settings, lsim.CKA | lsim.Cosine | lsim.LogitLens | lsim.LinearPredictivity):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import untrained
 
 from .. import oracles
 from ..options import called
@@ -22,7 +23,7 @@ def model():
 class TestUntrained:
     def test_a_twin_has_the_architecture_and_weights_of_its_seed(self, model):
         state = torch.random.get_rng_state()
-        one, again, other = (lsim.untrained(model, seed) for seed in (3, 3, 4))
+        one, again, other = (untrained(model, seed) for seed in (3, 3, 4))
         assert torch.equal(torch.random.get_rng_state(), state)
         assert type(one) is type(model)
         assert not one.training
@@ -35,19 +36,19 @@ class TestUntrained:
     def test_dtype_and_tokenizer_are_those_of_the_model(self):
         model = tiny_llama(dtype=torch.bfloat16)
         model.tokenizer = object()
-        twin = lsim.untrained(model)
+        twin = untrained(model)
         assert twin.tokenizer is model.tokenizer
         assert {value.dtype for value in twin.parameters()} == {torch.bfloat16}
 
     def test_a_module_without_a_configuration_is_refused(self):
         with pytest.raises(lsim.LayersimError, match="Linear"):
-            lsim.untrained(torch.nn.Linear(2, 2))
+            untrained(torch.nn.Linear(2, 2))
 
     def test_a_model_of_other_weights_than_its_configuration_is_refused(self):
         model = tiny_llama()
         model.config.vocab_size += 1
         with pytest.raises(lsim.LayersimError, match="embed_tokens"):
-            lsim.untrained(model)
+            untrained(model)
 
 
 class TestBaseline:
@@ -57,7 +58,7 @@ class TestBaseline:
         report = lsim.analyze(model, rows, [lsim.CKA(), lsim.LogitLens()], baseline="untrained", intervals=True)
         for name in ("cka", "logit_lens"):
             for seed, twin in enumerate(report[name].untrained):
-                alone = lsim.analyze(lsim.untrained(model, seed), rows, [name])[name]
+                alone = lsim.analyze(untrained(model, seed), rows, [name])[name]
                 torch.testing.assert_close(twin.values, alone.values, rtol=0, atol=0)
         assert len(report["cka"].untrained) == 3
         table = report["cka"].to_frame()
@@ -73,14 +74,14 @@ class TestBaseline:
 
     def test_a_file_keeps_them(self, model, tmp_path):
         found = lsim.analyze(model, random_tokens(8, 20), [lsim.CKA()], baseline="untrained")
-        loaded = lsim.load_report(found.save(tmp_path / "r.safetensors"))
+        loaded = lsim.load(found.save(tmp_path / "r.safetensors"))
         for one, other in zip(found["cka"].untrained, loaded["cka"].untrained, strict=True):
             assert torch.equal(one.values, other.values)
 
     def test_pairs_of_twins_are_of_different_seeds(self, model):
         rows = random_tokens(8, 20)
         found = lsim.compare(model, model, rows, lsim.CKA(), baseline="untrained")
-        expected = lsim.compare(lsim.untrained(model, 2), lsim.untrained(model, 3), rows, lsim.CKA())
+        expected = lsim.compare(untrained(model, 2), untrained(model, 3), rows, lsim.CKA())
         torch.testing.assert_close(found.untrained[1].values, expected.values, rtol=0, atol=0)
         assert found.distance() < 1e-3 < min(twin.distance() for twin in found.untrained)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import detection_by_layer
 from tl_layersim.analysis.box_matching import DetectionWeights, generalised_iou, match
 from tl_layersim.data.annotations import Objects
 
@@ -85,7 +86,7 @@ def agrees(found, model, data, atol: float = 1e-10) -> None:
 def test_every_number_equals_brute_force_in_every_batch_size(auxiliary_loss, seed):
     model, data = tiny_detr(auxiliary_loss, seed=seed), scenes(seed=seed)
     for size in (1, 3, 16):
-        found = lsim.detection_by_layer(model, lsim.Data(data, batch_size=size))
+        found = detection_by_layer(model, lsim.Data(data, batch_size=size))
         agrees(found, model, data)
     assert (found.images, found.objects, found.matched) == (4, 6, 6)
     assert found.layers[1:] == tuple(f"decoder.blocks.{i}.hook_resid_post" for i in range(LAYERS))
@@ -95,7 +96,7 @@ def test_every_number_equals_brute_force_in_every_batch_size(auxiliary_loss, see
 @both
 def test_losses_are_those_of_transformers(auxiliary_loss):
     model, data = tiny_detr(auxiliary_loss, torch.float32), scenes()
-    found = lsim.detection_by_layer(model, data)
+    found = detection_by_layer(model, data)
     with torch.no_grad():
         out = model(**data)
     names = {**{k: f"_{k}" for k in range(LAYERS - 1)}, LAYERS - 1: ""}
@@ -119,8 +120,8 @@ def test_the_last_layer_is_the_model_s_own_output():
 
 def test_the_mask_of_pixels_reaches_the_model():
     model, data = tiny_detr(), scenes((1, 2))
-    masked = lsim.detection_by_layer(model, data)
-    whole = lsim.detection_by_layer(model, {name: data[name] for name in ("pixel_values", "labels")})
+    masked = detection_by_layer(model, data)
+    whole = detection_by_layer(model, {name: data[name] for name in ("pixel_values", "labels")})
     assert float((masked.box_l1 - whole.box_l1).abs().max()) > 1e-6
 
 
@@ -142,10 +143,10 @@ def test_matching_equals_that_of_transformers():
 def test_weights_of_the_configuration_decide():
     model, data = tiny_detr(), scenes((3, 2, 3))
     settings = {"class_cost": 0, "bbox_cost": 0, "giou_cost": 1, "eos_coefficient": 0.7, "bbox_loss_coefficient": 3}
-    before = lsim.detection_by_layer(model, data)
+    before = detection_by_layer(model, data)
     for name, value in settings.items():
         setattr(model.config, name, value)
-    found = lsim.detection_by_layer(model, data)
+    found = detection_by_layer(model, data)
     agrees(found, model, data)
     assert bool((found.giou >= before.giou - 1e-12).all())
     assert found.provenance.options["giou_cost"] == 1
@@ -154,12 +155,12 @@ def test_weights_of_the_configuration_decide():
 @pytest.mark.parametrize("counts", [(1,), (0, 2), (1, 1, 1, 1, 1)])
 def test_few_objects(counts):
     model, data = tiny_detr(), scenes(counts)
-    agrees(lsim.detection_by_layer(model, data), model, data)
+    agrees(detection_by_layer(model, data), model, data)
 
 
 def test_images_without_any_object_have_only_unmatched_queries():
     model, data = tiny_detr(), scenes((0, 0))
-    found = lsim.detection_by_layer(model, data)
+    found = detection_by_layer(model, data)
     agrees(found, model, data)
     assert bool(torch.cat([found.accuracy, found.box_l1, found.giou]).isnan().all())
     assert bool(found.no_object.isfinite().all() and found.loss.isfinite().all())
@@ -169,7 +170,7 @@ def test_images_without_any_object_have_only_unmatched_queries():
 def test_more_objects_than_queries():
     model, data = tiny_detr(), scenes((QUERIES + 2, QUERIES))
     with pytest.warns(lsim.LayersimWarning, match=f"2 of {2 * QUERIES + 2} objects have no query"):
-        found = lsim.detection_by_layer(model, data)
+        found = detection_by_layer(model, data)
     agrees(found, model, data)
     assert (found.objects, found.matched) == (2 * QUERIES + 2, 2 * QUERIES)
     assert bool(found.no_object.isnan().all())
@@ -190,7 +191,7 @@ def test_all_forms_of_the_data_give_the_same_numbers():
     import datasets
 
     model, data = tiny_detr(), scenes()
-    expected = lsim.detection_by_layer(model, data)
+    expected = detection_by_layer(model, data)
     batches = [{name: values[i : i + 2] for name, values in data.items()} for i in (0, 2)]
     alone = {name: data[name] for name in ("pixel_values", "pixel_mask")}
     lists = [{n: v if isinstance(v, dict) else v.tolist() for n, v in row.items()} for row in rows(data)]
@@ -211,7 +212,7 @@ def test_all_forms_of_the_data_give_the_same_numbers():
         "data set": (datasets.Dataset.from_list(lists), None),
     }
     for name, (given, labels) in forms.items():
-        found = lsim.detection_by_layer(model, lsim.Data(given, batch_size=2), labels=labels)
+        found = detection_by_layer(model, lsim.Data(given, batch_size=2), labels=labels)
         for field in FIELDS:
             torch.testing.assert_close(getattr(found, field), getattr(expected, field), atol=1e-6, rtol=0, msg=name)
     assert found.provenance.data == expected.provenance.data
@@ -229,9 +230,9 @@ def test_images_go_through_the_processor():
     ]
     labels = [annotation(count, generator) for count in (2, 1)]
     model = tiny_detr(dtype=torch.float32)
-    found = lsim.detection_by_layer(model, lsim.Data(pictures, tokenizer=processor, batch_size=1), labels=labels)
+    found = detection_by_layer(model, lsim.Data(pictures, tokenizer=processor, batch_size=1), labels=labels)
     by_hand = [processor(images=picture, return_tensors="pt") for picture in pictures]
-    apart = [lsim.detection_by_layer(model, dict(one), labels=[label]) for one, label in zip(by_hand, labels, strict=True)]
+    apart = [detection_by_layer(model, dict(one), labels=[label]) for one, label in zip(by_hand, labels, strict=True)]
     expected = (2 * apart[0].box_l1 + apart[1].box_l1) / 3
     torch.testing.assert_close(found.box_l1, expected)
 
@@ -239,7 +240,7 @@ def test_images_go_through_the_processor():
 @both
 def test_half_precision(auxiliary_loss):
     model, data = tiny_detr(auxiliary_loss, torch.bfloat16), scenes()
-    found = lsim.detection_by_layer(model, data)
+    found = detection_by_layer(model, data)
     whole = oracle(tiny_detr(auxiliary_loss), data)
     torch.testing.assert_close(found.box_l1, torch.tensor(whole["box_l1"]), atol=0.02, rtol=0, check_dtype=False)
     assert found.box_l1.dtype == torch.float64
@@ -247,10 +248,10 @@ def test_half_precision(auxiliary_loss):
 
 def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was():
     model, data = tiny_detr(dropout=0.5), scenes()
-    expected = lsim.detection_by_layer(model, data)
+    expected = detection_by_layer(model, data)
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = lsim.detection_by_layer(model, data)
+    found = detection_by_layer(model, data)
     torch.testing.assert_close(found.box_l1, expected.box_l1)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -258,7 +259,7 @@ def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was():
 
 
 def test_the_result_is_a_file_a_table_and_figures(tmp_path):
-    found = lsim.detection_by_layer(tiny_detr(), scenes())
+    found = detection_by_layer(tiny_detr(), scenes())
     again = lsim.load(found.save(tmp_path / "detection.safetensors"))
     for name in FIELDS:
         assert torch.equal(getattr(again, name), getattr(found, name))
@@ -278,9 +279,9 @@ def test_the_result_is_a_file_a_table_and_figures(tmp_path):
 
 def test_annotations_are_a_part_of_the_record():
     model, data = tiny_detr(), scenes()
-    first = lsim.detection_by_layer(model, data).provenance
+    first = detection_by_layer(model, data).provenance
     data["labels"][0]["boxes"] = data["labels"][0]["boxes"] / 2
-    second = lsim.detection_by_layer(model, data).provenance
+    second = detection_by_layer(model, data).provenance
     assert first.data == second.data
     assert first.options["labels"] != second.options["labels"]
 
@@ -314,7 +315,7 @@ ONE = {"class_labels": [1], "boxes": [[0.5, 0.5, 0.2, 0.2]]}
 )
 def test_annotations_that_are_none_are_refused(labels, message):
     with pytest.raises(lsim.LayersimError, match=message):
-        lsim.detection_by_layer(tiny_detr(), scenes()["pixel_values"][:2], labels=labels)
+        detection_by_layer(tiny_detr(), scenes()["pixel_values"][:2], labels=labels)
 
 
 def test_annotations_beside_another_number_of_images_are_refused():
@@ -325,21 +326,21 @@ def test_annotations_beside_another_number_of_images_are_refused():
         [{"pixel_values": data["pixel_values"], "labels": data["labels"][0]}],
     ):
         with pytest.raises(lsim.LayersimError, match=r"`labels` holds \d annotations for \d"):
-            lsim.detection_by_layer(tiny_detr(), given)
+            detection_by_layer(tiny_detr(), given)
     first, second, *_ = rows(data)
     del second["labels"]
     with pytest.raises(lsim.LayersimError, match=r"`labels` holds \d annotations for \d"):
-        lsim.detection_by_layer(tiny_detr(), [first, second])
+        detection_by_layer(tiny_detr(), [first, second])
 
 
 def test_data_that_are_no_images_are_refused():
     for given, message in (
-        (["a text"], "takes `pixel_values`, and the data are texts"),
+        (["a text"], "`data` holds texts.*`pixel_values`"),
         ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "takes `pixel_values`"),
         (torch.zeros(1, 3, 32, 32, dtype=torch.long), "must be floating-point"),
     ):
         with pytest.raises(lsim.LayersimError, match=message):
-            lsim.detection_by_layer(tiny_detr(), given, labels=[ONE])
+            detection_by_layer(tiny_detr(), given, labels=[ONE])
 
 
 def other_detectors():
@@ -358,10 +359,10 @@ def other_detectors():
 def test_other_models_are_refused_with_the_reason():
     for model, message in other_detectors():
         with pytest.raises(lsim.LayersimError, match=message):
-            lsim.detection_by_layer(model, torch.zeros(1, 3, 32, 32), labels=[ONE])
+            detection_by_layer(model, torch.zeros(1, 3, 32, 32), labels=[ONE])
     nnsight = pytest.importorskip("nnsight")
     with pytest.raises(lsim.LayersimError, match=r"`model`.*NNsight"):
-        lsim.detection_by_layer(nnsight.NNsight(tiny_detr()), torch.zeros(1, 3, 32, 32), labels=[ONE])
+        detection_by_layer(nnsight.NNsight(tiny_detr()), torch.zeros(1, 3, 32, 32), labels=[ONE])
 
 
 def test_a_model_of_segments_names_its_detector():
@@ -374,16 +375,16 @@ def test_a_model_of_segments_names_its_detector():
     model = hf.DetrForSegmentation(hf.DetrConfig(backbone_config=backbone, num_queries=3, num_labels=CLASSES, **sizes))
     pixels = torch.randn(1, 3, 64, 64)
     with pytest.raises(lsim.LayersimError, match="layers of DetrForSegmentation are not known") as error:
-        lsim.detection_by_layer(model, pixels, labels=[ONE])
+        detection_by_layer(model, pixels, labels=[ONE])
     assert "model.detr" in str(error.value)
-    assert lsim.detection_by_layer(model.detr, pixels, labels=[ONE]).matched == 1
+    assert detection_by_layer(model.detr, pixels, labels=[ONE]).matched == 1
 
 
 def test_heads_that_are_not_the_model_s_are_refused():
     model = tiny_detr()
     handle = model.bbox_predictor.register_forward_hook(lambda _m, _a, out: out + 1)
     with pytest.raises(lsim.LayersimError, match="own boxes"):
-        lsim.detection_by_layer(model, scenes())
+        detection_by_layer(model, scenes())
     handle.remove()
 
 
@@ -392,4 +393,4 @@ def test_predictions_that_are_not_finite_are_refused():
     with torch.no_grad():
         model.class_labels_classifier.bias[0] = math.nan
     with pytest.raises(lsim.LayersimError, match=r"own logits|NaN or infinite"):
-        lsim.detection_by_layer(model, scenes())
+        detection_by_layer(model, scenes())

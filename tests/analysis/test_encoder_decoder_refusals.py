@@ -32,7 +32,7 @@ def test_what_needs_one_stream_refuses_encoder_decoders(make):
 def test_what_reads_the_decoder_needs_its_tokens(make):
     tokens = random_tokens(4, 8)
     for call in (
-        lambda m: lsim.stitch(m, m, tokens, at=(1, 1)),
+        lambda m: lsim.stitch(m, m, tokens, at=(0, 0)),
         lambda m: lsim.finetune_aligned(m, tokens),
         lambda m: lsim.evaluate_layers(m, m, tokens),
     ):
@@ -57,7 +57,7 @@ def test_the_decoder_is_trained_stitched_and_truncated(make):
     assert float(trained.values[0, -1]) == pytest.approx(own, abs=1e-9)
     lens = lsim.analyze(model, labelled, lsim.LogitLens(labels="data"))["logit_lens"]
     torch.testing.assert_close(trained.values[0], lens.values, atol=1e-9, rtol=0)
-    found = lsim.stitch(model, model, labelled, at=(1, 1), adapter="identity", labels="data", eval_data=labelled)
+    found = lsim.stitch(model, model, labelled, at=(0, 0), adapter="identity", labels="data", eval_data=labelled)
     assert found.loss == pytest.approx(own, abs=1e-9)
     assert found.back_loss == pytest.approx(own, abs=1e-9)
     short = lsim.truncate(model, 1)

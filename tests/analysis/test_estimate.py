@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tl_layersim as lsim
+from tl_layersim.analysis import Devices
 from tl_layersim.analysis.device_speeds import devices_of
 from tl_layersim.analysis.long_run_notice import LongRunNotice, rows_in_data
 from tl_layersim.core.blocks import DataBlock
@@ -170,7 +171,7 @@ def test_copies_share_the_work_and_too_small_devices_never_end():
     config = config_of(tiny_llama())
     one = lsim.estimate(config, [lsim.CKA(minibatch=16)], tokens=3200, devices="1xH100", **SIZE)
     assert one.seconds == pytest.approx(8 * one.scaled(devices="8xH100").seconds)
-    small = lsim.Devices("small", 2, 1e12, 1e12, 1e12, 10.0, 1e12, "this test")
+    small = Devices("small", 2, 1e12, 1e12, 1e12, 10.0, 1e12, "this test")
     assert math.isinf(one.scaled(devices=small).seconds)
     assert "never" in repr(one.scaled(devices=small))
     # A part of a batch costs a part of its FLOPs.

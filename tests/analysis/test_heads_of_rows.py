@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
+from tl_layersim.models import ExitHeads
 
 from ..head_models import IMAGE, MODERN
 
@@ -24,14 +25,14 @@ def test_heads_of_a_head_that_joins_two_vectors():
     model = image_model("Dinov2", num_labels=3)
     own = model.classifier.weight.detach()
     assert own.shape == (3, 32)
-    heads = lsim.ExitHeads(own.expand(2, -1, -1), model.classifier.bias.detach().expand(2, -1))
+    heads = ExitHeads(own.expand(2, -1, -1), model.classifier.bias.detach().expand(2, -1))
     labels = torch.arange(5) % 3
     found, plain = (
         lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=one))["logit_lens"] for one in (heads, None)
     )
     torch.testing.assert_close(found.cross_entropy, plain.cross_entropy)
     with pytest.raises(lsim.LayersimError, match=r"`heads` has shape \(2, 3, 16\)(.|\n)*d_model 32"):
-        lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=lsim.ExitHeads(own[:, :16].expand(2, -1, -1))))
+        lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=ExitHeads(own[:, :16].expand(2, -1, -1))))
 
 
 def test_rows_without_a_score_are_not_mixed_rows():

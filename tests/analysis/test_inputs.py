@@ -117,7 +117,7 @@ def test_stitching_of_models_of_pairs_is_that_of_plain_torch():
     front, back, data = pair_bert(0), pair_bert(1), pair_data(12)
     rows = [alone(data, row) for row in range(12)]
     expected = stitched_by_hand(front, back, 2, bert_blocks, rows)
-    found = lsim.stitch(front, back, lsim.Data(data | {"labels": CLASSES}, batch_size=4), at=(2, 2), adapter="identity")
+    found = lsim.stitch(front, back, lsim.Data(data | {"labels": CLASSES}, batch_size=4), at=(1, 1), adapter="identity")
     assert found.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
     with torch.no_grad():
         logits = torch.cat([back(**row).logits for row in rows])
@@ -132,13 +132,13 @@ def test_stitching_of_models_of_images_is_that_of_plain_torch():
     front, back, images = image_vit(0), image_vit(1), pixels(12)
     data = {"pixel_values": images, "labels": CLASSES}
     expected = stitched_by_hand(front, back, 1, vit_blocks, [{"pixel_values": images}])
-    found = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(1, 1), adapter="identity")
+    found = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(0, 0), adapter="identity")
     assert found.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
     with torch.no_grad():
         torch.testing.assert_close(found.model(pixel_values=images).logits, expected)
-    trained = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(1, 1), adapter="linear", fit="lstsq", ridge=0.1)
+    trained = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", ridge=0.1)
     assert trained.adapter.weight is not None
-    same = lsim.stitch(front, front, data, at=(3, 3), adapter="identity")
+    same = lsim.stitch(front, front, data, at=(2, 2), adapter="identity")
     assert same.penalty == 0
     measured = lsim.analyze(found.model, lsim.Data(images, positions="all"), lsim.Cosine(center="none"))["cosine"]
     assert measured.provenance.tokens == 60
@@ -148,9 +148,9 @@ def test_stitching_through_simulated_servers():
     import nnsight
 
     data = {"pixel_values": pixels(12), "labels": CLASSES}
-    expected = lsim.stitch(image_vit(0), image_vit(1), lsim.Data(data, batch_size=4), at=(1, 1), adapter="identity")
+    expected = lsim.stitch(image_vit(0), image_vit(1), lsim.Data(data, batch_size=4), at=(0, 0), adapter="identity")
     places = [nnsight.NNsight(image_vit(seed)) for seed in (0, 1)]
-    found = called(lsim.stitch, *places, data, at=(1, 1), adapter="identity", batch_size=4, remote="local")
+    found = called(lsim.stitch, *places, data, at=(0, 0), adapter="identity", batch_size=4, remote="local")
     assert found.loss == pytest.approx(expected.loss, abs=1e-9)
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-9)
 

@@ -69,7 +69,7 @@ def test_what_a_first_pass_determines_is_held_fixed():
     cosine = lsim.analyze(model, lsim.Data(data, batch_size=2), [lsim.Cosine()], intervals=True)["cosine"]
     fixed = lsim.analyze(model, lsim.Data(data[2:], batch_size=2), [lsim.Cosine(center=cosine.mean)])["cosine"]
     assert worst(cosine.replicates[0], fixed) < 1e-9
-    with pytest.raises(lsim.LayersimError, match="the first pass over the data determines it"):
+    with pytest.raises(lsim.LayersimError, match="mean has no interval"):
         cosine.interval("mean")
     assert "mean_low" not in cosine.to_frame("mean")
 
@@ -249,9 +249,7 @@ def test_what_has_no_interval_is_refused():
     ]
     with pytest.raises(lsim.LayersimError, match="no tensor field 'nothing'"):
         result.interval("nothing")
-    with pytest.raises(lsim.LayersimError, match="must return a number or a tensor"):
-        result.interval(lambda one: "text")
-    with pytest.raises(lsim.LayersimError, match="shape depends on the data"):
+    with pytest.raises(lsim.LayersimError, match=r"`interval`.*\(2,\).*\(3,\)"):
         result.interval(lambda one: torch.zeros(2 if one is result else 3))
     for level in (0.0, 1.0, 95.0):
         with pytest.raises(lsim.LayersimError, match="`level`"):
@@ -298,5 +296,5 @@ def test_the_command_line_gives_intervals(tmp_path):
         str(tmp_path),
     ]
     subprocess.run([*command, "--batch-size", "1", "--seq-len", "32", "--max-tokens", "800"], check=True, timeout=240)
-    report = lsim.load_report(tmp_path / "report.safetensors")
+    report = lsim.load(tmp_path / "report.safetensors")
     assert len(report["cosine"].block_tokens) >= 16

@@ -48,7 +48,7 @@ def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
     assert list(report) == list(make())
     for name, analyzer in make().items():
         assert_equal(report, name, alone(analyzer, intervals=True))
-    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    again = lsim.load(report.save(tmp_path / "report.safetensors"))
     for name in make():
         assert_equal(again, name, report[name])
         low = report[name].interval("values").low

@@ -75,7 +75,7 @@ class TestPrompt:
         for match, call in {
             "no effect on earlier": lambda: lsim.coupling_matrices(model, tokens, along="fixed-input", token=3, positions=[1]),
             "Token 9": lambda: lsim.coupling_matrices(model, tokens, token=9),
-            r"`layers` is \[3\]": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
+            "`layers`.*3": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
             r"`layers` is \[0, -3\]": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
             "`positions`.*'first'": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
             "`k` is 33": lambda: lsim.coupling_matrices(model, tokens, k=33),

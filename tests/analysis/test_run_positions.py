@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import detection_by_layer, tower_similarity
 
 from .. import oracles
 from ..clip_models import clip_of, pairs
@@ -416,9 +417,9 @@ OWN_POSITIONS = {
         lambda **o: lsim.coupling_matrices(tiny_llama(), lsim.Data(ROWS[0], **o)),
         ["positions", "skip_first"],
     ),
-    "tower_similarity": (lambda **o: lsim.tower_similarity(clip_of(), lsim.Data(pairs(), **o)), ["positions", "skip_first"]),
+    "tower_similarity": (lambda **o: tower_similarity(clip_of(), lsim.Data(pairs(), **o)), ["positions", "skip_first"]),
     "detection_by_layer": (
-        lambda **o: lsim.detection_by_layer(tiny_detr(), lsim.Data(scenes(), **o)),
+        lambda **o: detection_by_layer(tiny_detr(), lsim.Data(scenes(), **o)),
         ["positions", "skip_first"],
     ),
 }

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import plot_adjacency
 
 from ..views import from_views, residuals, view
 
@@ -130,7 +131,7 @@ class TestRelate:
 class TestCoupling:
     def test_the_graph_of_blocks(self):
         found = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
-        graph = lsim.plot_adjacency(found)
+        graph = plot_adjacency(found)
         assert list(graph.data[-1].text) == ["0", "1", "2"]
         edges = {frozenset(one[:2]): one[2] for one in graph.data[-3].customdata}
         chance = (found.null[0, 2] - found.values[0, 2]) / found.null[0, 2]
@@ -139,7 +140,7 @@ class TestCoupling:
         assert abs(edges[frozenset(("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"))] - expected) < 1e-12
         raw = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(residuals(1)[:, :9])])
         with pytest.raises(lsim.LayersimError, match=r"`result`.*normalize=False"):
-            lsim.plot_adjacency(raw)
+            plot_adjacency(raw)
         assert raw.mean() < 0
 
     def test_other_options_are_refused(self):

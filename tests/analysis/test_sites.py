@@ -77,13 +77,13 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(asked, at, tm
     for name in report:
         assert worst(report[name], undisturbed[name]) == 0
         assert report[name].layers == undisturbed[name].layers
-    with pytest.raises(lsim.LayersimError, match="checkpoint"):
+    with pytest.raises(lsim.LayersimError, match="another run"):
         lsim.analyze(model, lsim.Data(data, batch_size=2), every(), checkpoint=path, at="mlp_out")
 
 
 def test_results_of_heads_survive_save_and_load(tmp_path):
     report = lsim.analyze(tiny_llama(), random_tokens(), every(), at=["q", "z"], per_head=True)
-    loaded = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    loaded = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert report["cka"].layers[:2] == ("blocks.0.attn.hook_q[0]", "blocks.0.attn.hook_q[1]")
     for name, result in report.items():
         assert worst(result, loaded[name]) == 0
@@ -99,7 +99,7 @@ def test_some_blocks_named_with_layers():
     some = lsim.analyze(lsim.open_model(model, layers=blocks), tokens, lsim.CKA(), at="attn_out")["cka"]
     assert some.layers == ("blocks.0.hook_attn_out", "blocks.2.hook_attn_out")
     torch.testing.assert_close(some.values, whole.values[::2, ::2])
-    with pytest.raises(lsim.LayersimError, match=r"`at` names a family that LlamaForCausalLM does not have(.|\n)*resid_post"):
+    with pytest.raises(lsim.LayersimError, match=r"`at` is 'attn_out'.*resid_post"):
         lsim.analyze(
             lsim.open_model(model, layers=[f"model.layers.{i}.mlp" for i in range(3)]), tokens, lsim.CKA(), at="attn_out"
         )
@@ -107,7 +107,7 @@ def test_some_blocks_named_with_layers():
 
 def test_a_stitched_model_is_read_at_its_residual_stream_alone():
     model, tokens = tiny_llama(), random_tokens(8)
-    stitched = lsim.stitch(model, model, tokens, at=(1, 1), adapter="identity").model
+    stitched = lsim.stitch(model, model, tokens, at=(0, 0), adapter="identity").model
     with pytest.raises(lsim.LayersimError, match="`at` cannot be given for a"):
         lsim.analyze(stitched, tokens, lsim.CKA(), at="attn_out")
     assert lsim.analyze(stitched, tokens, lsim.CKA(), at="resid_post")["cka"].values.isfinite().all()
@@ -141,7 +141,7 @@ NOT_ONCE = {"twice": "runs more than once", "idle": "no forward pass of the mode
 def test_a_module_that_does_not_run_once_is_refused(path, beside, source):
     model = Shared() if source == "here" else nnsight(Shared())
     options = {"remote": "local"} if source == "remote=local" else {}
-    with pytest.raises(lsim.LayersimError, match=rf"does not run once in a forward pass: {path}(.|\n)*{NOT_ONCE[path]}"):
+    with pytest.raises(lsim.LayersimError, match=rf"`at` names {path},.*{NOT_ONCE[path]}"):
         called(lsim.analyze, model, random_tokens(), lsim.CKA(), at=[path, *beside], layers=BLOCKS, **options)
 
 
@@ -152,7 +152,7 @@ def test_a_probe_refuses_it_in_its_results(path, beside):
     expected = model(tokens)
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=[path, *beside]) as probe:
         assert torch.equal(model(tokens), expected)
-    with pytest.raises(lsim.LayersimError, match=rf"does not run once in a forward pass: {path}"):
+    with pytest.raises(lsim.LayersimError, match=rf"`at` names {path},"):
         probe.results()
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=["parts.0", "head"]) as probe:
         model(tokens)

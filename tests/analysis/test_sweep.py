@@ -156,7 +156,7 @@ class TestCheckpoint:
         assert list(found) == [0, 2, 1]
         assert equal(found[1], whole[1])
         [kept] = (tmp_path / "new").glob("model-1-*")
-        assert equal(lsim.load_report(kept), whole[1])
+        assert equal(lsim.load(kept), whole[1])
         assert not list((tmp_path / "new").glob("*.partial"))
 
     def test_an_interrupted_model_continues_from_its_partial_sums(self, tmp_path, models, monkeypatch):
@@ -260,7 +260,7 @@ class TestTables:
         assert all(equal(read[key], found[key]) for key in found)
         np.testing.assert_array_equal(read[10]["cka"].interval("values").low, found[10]["cka"].interval("values").low)
         with pytest.raises(lsim.LayersimError, match=r"sweep.safetensors"):
-            lsim.load_report(tmp_path / "sweep.safetensors")
+            lsim.Report.load(tmp_path / "sweep.safetensors")
 
     def test_columns_of_curves_matrices_and_numbers(self, found):
         table = found.to_frame("trajectory", "update_norm")

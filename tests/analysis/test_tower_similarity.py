@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 import tl_layersim as lsim
+from tl_layersim.analysis import tower_similarity
 
 from ..clip_models import KINDS, clip_of, features, pairs
 from ..oracles.cka import oracle_cka
@@ -43,7 +44,7 @@ def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("batch_size", [9, 4])
 def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, batch_size):
     model, data = clip_of(kind), pairs()
-    found = lsim.tower_similarity(model, lsim.Data(data, batch_size=batch_size))
+    found = tower_similarity(model, lsim.Data(data, batch_size=batch_size))
     for name, expected in oracle(model, data).items():
         np.testing.assert_allclose(getattr(found, name).numpy(), expected, atol=1e-10, rtol=0, err_msg=name)
     assert found.layers == ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{i}.hook_resid_post" for i in range(4)))
@@ -58,7 +59,7 @@ def test_the_last_layers_are_the_models_own_embeddings():
     with torch.no_grad():
         own = model(**data)
     cosines = own.image_embeds @ own.text_embeds.T
-    found = lsim.tower_similarity(model, data)
+    found = tower_similarity(model, data)
     torch.testing.assert_close(found.values[-1, -1], cosines.diagonal().mean())
     others = (cosines.sum() - cosines.diagonal().sum()) / 72
     torch.testing.assert_close(found.mismatched[-1, -1], others)
@@ -72,7 +73,7 @@ def test_cka_takes_residuals_of_unequal_width_before_the_norms():
     ends = (data["input_ids"] == 98).int().argmax(1)
     images = np.stack([layer[:, 0].numpy() for layer in vision[1:]])
     texts = np.stack([layer[torch.arange(24), ends].numpy() for layer in text])
-    found = lsim.tower_similarity(model, lsim.Data(data, batch_size=24))
+    found = tower_similarity(model, lsim.Data(data, batch_size=24))
     expected = oracle_cka([images], [texts])["values"]
     np.testing.assert_allclose(found.cka[1:].numpy(), expected, atol=1e-8, rtol=0)
     assert found.cka.shape == (5, 4)
@@ -81,7 +82,7 @@ def test_cka_takes_residuals_of_unequal_width_before_the_norms():
 
 def test_padding_and_the_order_of_batches_change_nothing():
     model, data = clip_of(), pairs()
-    whole = lsim.tower_similarity(model, data)
+    whole = tower_similarity(model, data)
     rows = [{name: values[i] for name, values in data.items()} for i in reversed(range(9))]
     wider = {
         "input_ids": torch.nn.functional.pad(data["input_ids"], (0, 3)),
@@ -89,7 +90,7 @@ def test_padding_and_the_order_of_batches_change_nothing():
         "pixel_values": data["pixel_values"],
     }
     for other in (rows, wider, [wider]):
-        found = lsim.tower_similarity(model, lsim.Data(other, batch_size=4))
+        found = tower_similarity(model, lsim.Data(other, batch_size=4))
         for name in ("values", "std", "mismatched", "vision", "text"):
             torch.testing.assert_close(getattr(found, name), getattr(whole, name), atol=1e-12, rtol=0)
 
@@ -97,7 +98,7 @@ def test_padding_and_the_order_of_batches_change_nothing():
 @pytest.mark.filterwarnings("ignore:CKA needs four pairs")
 def test_one_pair_has_no_other_pair_and_no_cka():
     model, data = clip_of(), pairs(1)
-    found = lsim.tower_similarity(model, data)
+    found = tower_similarity(model, data)
     np.testing.assert_allclose(found.values.numpy(), oracle(model, data)["values"], atol=1e-10)
     assert all(bool(undefined.isnan().all()) for undefined in (found.mismatched, found.cka))
     assert bool((found.std == 0).all())
@@ -105,7 +106,7 @@ def test_one_pair_has_no_other_pair_and_no_cka():
 
 
 def test_batches_of_one_pair_are_one_pool():
-    found, whole = (lsim.tower_similarity(clip_of(), lsim.Data(pairs(), batch_size=size)) for size in (1, 9))
+    found, whole = (tower_similarity(clip_of(), lsim.Data(pairs(), batch_size=size)) for size in (1, 9))
     torch.testing.assert_close(found.values, whole.values, atol=1e-12, rtol=0)
     torch.testing.assert_close(found.cka, whole.cka, atol=1e-12, rtol=0, equal_nan=True)
     assert bool(found.cka[1:].isfinite().all())
@@ -114,7 +115,7 @@ def test_batches_of_one_pair_are_one_pool():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lower_precision_is_near_float64(dtype):
     model = copy.deepcopy(clip_of()).to(dtype)
-    found, exact = lsim.tower_similarity(model, pairs()), lsim.tower_similarity(clip_of(), pairs())
+    found, exact = tower_similarity(model, pairs()), tower_similarity(clip_of(), pairs())
     assert found.values.dtype == torch.float64
     torch.testing.assert_close(found.values, exact.values, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
 
@@ -125,7 +126,7 @@ def test_residuals_of_one_width_are_compared_without_projections():
     text = sizes | {"vocab_size": 100, "max_position_embeddings": 24, "eos_token_id": 98, "pad_token_id": 0, "bos_token_id": 1}
     vision = sizes | {"image_size": 8, "patch_size": 4}
     model, data = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval().double(), pairs()
-    found = lsim.tower_similarity(model, data, projected=False)
+    found = tower_similarity(model, data, projected=False)
     with torch.no_grad():
         images = model.vision_model(data["pixel_values"], output_hidden_states=True).hidden_states
         texts = model.text_model(data["input_ids"], data["attention_mask"], output_hidden_states=True).hidden_states
@@ -135,17 +136,17 @@ def test_residuals_of_one_width_are_compared_without_projections():
     assert not found.projected
     del model.visual_projection
     with pytest.raises(lsim.LayersimError, match=r"lacks `visual_projection`(.|\n)*projected=False"):
-        lsim.tower_similarity(model, data)
-    torch.testing.assert_close(lsim.tower_similarity(model, data, projected=False).values, found.values)
+        tower_similarity(model, data)
+    torch.testing.assert_close(tower_similarity(model, data, projected=False).values, found.values)
 
 
 def test_towers_of_unequal_width_need_their_projections():
     with pytest.raises(lsim.LayersimError, match=r"`projected` is False.*24 \(vision\).*16 \(text\)"):
-        lsim.tower_similarity(clip_of(), pairs(), projected=False)
+        tower_similarity(clip_of(), pairs(), projected=False)
     model = copy.deepcopy(clip_of())
     del model.text_projection
     with pytest.raises(lsim.LayersimError, match=r"lacks `text_projection`(.|\n)*from_pretrained"):
-        lsim.tower_similarity(model, pairs())
+        tower_similarity(model, pairs())
 
 
 def test_a_model_that_projects_in_another_way_is_refused():
@@ -158,7 +159,7 @@ def test_a_model_that_projects_in_another_way_is_refused():
     model = copy.deepcopy(clip_of())
     model.__class__ = Own
     with pytest.raises(lsim.LayersimError, match="`image_embeds`"):
-        lsim.tower_similarity(model, pairs())
+        tower_similarity(model, pairs())
 
 
 DATA = pairs()
@@ -187,7 +188,7 @@ BAD = {
 def test_bad_pairs_are_refused(case):
     data, message = BAD[case]
     with pytest.raises(lsim.LayersimError, match=message):
-        lsim.tower_similarity(clip_of(), data)
+        tower_similarity(clip_of(), data)
 
 
 def test_other_models_are_refused():
@@ -196,16 +197,16 @@ def test_other_models_are_refused():
         hf.SiglipConfig(text_config=small | {"vocab_size": 99}, vision_config=small | {"image_size": 8, "patch_size": 4})
     )
     with pytest.raises(lsim.LayersimError, match=r"`clip` is a SiglipModel, which pools"):
-        lsim.tower_similarity(siglip, pairs())
+        tower_similarity(siglip, pairs())
     for model in (clip_of().vision_model, lsim.demo_model(), "openai/clip-vit-base-patch32"):
         with pytest.raises(lsim.LayersimError, match=r"`clip` is .*; it must be CLIPModel"):
-            lsim.tower_similarity(model, pairs())
+            tower_similarity(model, pairs())
 
 
 def test_texts_that_are_all_equal_have_cosines_and_no_cka_before_rounding():
     data = pairs()
     same = {name: data[name][:1].expand(9, -1) for name in ("input_ids", "attention_mask")}
-    found = lsim.tower_similarity(clip_of(), {**data, **same})
+    found = tower_similarity(clip_of(), {**data, **same})
     assert bool(found.cka[:, 0].isnan().all())
     # A column without a value is left out of the figure, which says so.
     figure, known = found.plot("cka"), found.cka.isfinite()
@@ -225,14 +226,14 @@ def test_a_zero_projection_has_no_cosine():
     model = copy.deepcopy(clip_of())
     torch.nn.init.zeros_(model.text_projection.weight)
     with pytest.raises(lsim.LayersimError, match="vectors of the text tower are zero"):
-        lsim.tower_similarity(model, pairs())
+        tower_similarity(model, pairs())
 
 
 def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
     model, data = copy.deepcopy(clip_of()).train(), pairs()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    found = lsim.tower_similarity(model, data, checkpoint=tmp_path / "run")
+    found = tower_similarity(model, data, checkpoint=tmp_path / "run")
     assert all(module.training for module in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert hooks == [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
@@ -257,14 +258,14 @@ def test_images_and_texts_are_read_through_the_processor():
     given = made(images=images, text=texts, return_tensors="pt", padding=True)
     with torch.no_grad():
         own = model(**given)
-    found = lsim.tower_similarity(model, lsim.Data(rows, tokenizer=made, batch_size=4))
+    found = tower_similarity(model, lsim.Data(rows, tokenizer=made, batch_size=4))
     expected = (own.image_embeds * own.text_embeds).sum(-1).mean().double()
     torch.testing.assert_close(found.values[-1, -1], expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(
-        found.values, lsim.tower_similarity(model, lsim.Data(dict(given), batch_size=4)).values, atol=1e-6, rtol=0
+        found.values, tower_similarity(model, lsim.Data(dict(given), batch_size=4)).values, atol=1e-6, rtol=0
     )
     with pytest.raises(lsim.LayersimError, match=r"end-of-text token(.|\n)*truncation=True"):
-        lsim.tower_similarity(model, lsim.Data({"image": images, "text": ["a cat " * 20] * 6}, tokenizer=made))
+        tower_similarity(model, lsim.Data({"image": images, "text": ["a cat " * 20] * 6}, tokenizer=made))
 
 
 @pytest.mark.parametrize("batch_size", [9, 4])
@@ -277,6 +278,6 @@ def test_texts_that_are_padded_on_the_left_are_read_without_padding(batch_size):
         left[row, len(own) - length :], kept[row, len(own) - length :] = own[mask[row]], True
     assert not bool(kept[:, 0].all())
     moved = {**data, "input_ids": left, "attention_mask": kept.long()}
-    expected, found = (lsim.tower_similarity(model, lsim.Data(one, batch_size=batch_size)) for one in (data, moved))
+    expected, found = (tower_similarity(model, lsim.Data(one, batch_size=batch_size)) for one in (data, moved))
     torch.testing.assert_close(found.values, expected.values)
     torch.testing.assert_close(found.text, expected.text)

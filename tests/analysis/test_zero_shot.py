@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 import tl_layersim as lsim
+from tl_layersim.analysis import zero_shot, zero_shot_classifier
 
 from ..clip_models import END, KINDS, PAD, clip_of, features, pairs
 from ..options import called
@@ -46,11 +47,11 @@ def oracle_logits(model, prompts, blocks: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_prompt_a_class_gives_the_models_own_logits(kind):
     model = clip_of(kind)
-    classifier = lsim.zero_shot_classifier(model, prompts=ONE_EACH)
+    classifier = zero_shot_classifier(model, prompts=ONE_EACH)
     logits = own_logits(model)
     with torch.no_grad():
         torch.testing.assert_close(classifier(PIXELS), logits, atol=1e-9, rtol=0)
-    found = lsim.zero_shot(model, lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
+    found = zero_shot(model, lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
     assert float(found.accuracy[-1]) == float((logits.argmax(1) == LABELS).double().mean())
     own = torch.nn.functional.cross_entropy(logits, LABELS)
     torch.testing.assert_close(found.cross_entropy[-1], own, atol=1e-9, rtol=0)
@@ -61,7 +62,7 @@ def test_one_prompt_a_class_gives_the_models_own_logits(kind):
 )
 def test_every_layer_equals_the_models_features_after_that_block(prompts):
     model = clip_of()
-    found = lsim.zero_shot(model, PIXELS, prompts=prompts, labels=LABELS, top_k=(1, 2))
+    found = zero_shot(model, PIXELS, prompts=prompts, labels=LABELS, top_k=(1, 2))
     last = oracle_logits(model, SEVERAL, 4)
     for block in range(4):
         logits = oracle_logits(model, SEVERAL, block + 1)
@@ -80,15 +81,15 @@ def test_every_layer_equals_the_models_features_after_that_block(prompts):
 
 def test_labels_come_from_the_data_or_by_row():
     data = {"pixel_values": PIXELS, "label": LABELS}
-    by_data = lsim.zero_shot(clip_of(), data, prompts=ONE_EACH)
-    by_row = lsim.zero_shot(clip_of(), lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
+    by_data = zero_shot(clip_of(), data, prompts=ONE_EACH)
+    by_row = zero_shot(clip_of(), lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
     torch.testing.assert_close(by_data.accuracy, by_row.accuracy)
-    one = lsim.zero_shot(clip_of(), PIXELS[:1], prompts=ONE_EACH, labels=LABELS[:1])
+    one = zero_shot(clip_of(), PIXELS[:1], prompts=ONE_EACH, labels=LABELS[:1])
     assert one.positions == 1
 
 
 def test_the_classifier_is_a_model_like_any_other():
-    model = lsim.zero_shot_classifier(clip_of(), prompts=ONE_EACH)
+    model = zero_shot_classifier(clip_of(), prompts=ONE_EACH)
     data = {"pixel_values": PIXELS, "label": LABELS}
     analyzers = [lsim.Cosine(center="none"), lsim.Saturation(), lsim.ExitCurve(labels="data"), lsim.LogitLens(labels="data")]
     report = lsim.analyze(model, data, analyzers)
@@ -109,7 +110,7 @@ def test_the_classifier_is_a_model_like_any_other():
 def test_the_clip_itself_is_not_changed():
     model = copy.deepcopy(clip_of()).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+    zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
     assert all(module.training for module in model.modules())
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -117,7 +118,7 @@ def test_the_clip_itself_is_not_changed():
 
 def test_half_precision_gives_the_models_own_predictions():
     model = copy.deepcopy(clip_of()).to(torch.bfloat16)
-    found = lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+    found = zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
     logits = own_logits(model, PIXELS.to(torch.bfloat16)).float()
     sure = logits.topk(2, dim=1).values.diff(dim=1).abs()[:, 0] > 0.1
     assert abs(float(found.accuracy[-1]) - float((logits.argmax(1) == LABELS).double().mean())) <= float(
@@ -144,7 +145,7 @@ BAD = {
 def test_bad_classes_and_labels_are_refused(case):
     given, message = BAD[case]
     with pytest.raises(lsim.LayersimError, match=message):
-        called(lsim.zero_shot, clip_of(), PIXELS, **{"labels": LABELS} | given)
+        called(zero_shot, clip_of(), PIXELS, **{"labels": LABELS} | given)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +158,16 @@ def test_bad_classes_and_labels_are_refused(case):
 )
 def test_other_data_than_images_is_refused(images, message):
     with pytest.raises(lsim.LayersimError, match=message):
-        lsim.zero_shot(clip_of(), images, prompts=ONE_EACH, labels=LABELS[: len(images)])
+        zero_shot(clip_of(), images, prompts=ONE_EACH, labels=LABELS[: len(images)])
 
 
 def test_other_models_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`clip` is .*; it must be CLIPModel"):
-        lsim.zero_shot(clip_of().vision_model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+        zero_shot(clip_of().vision_model, PIXELS, prompts=ONE_EACH, labels=LABELS)
     model = copy.deepcopy(clip_of())
     del model.visual_projection
     with pytest.raises(lsim.LayersimError, match="lacks `visual_projection`"):
-        lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+        zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
 
 
 def test_a_model_with_other_logits_is_refused():
@@ -179,7 +180,7 @@ def test_a_model_with_other_logits_is_refused():
     model = copy.deepcopy(clip_of())
     model.__class__ = Own
     with pytest.raises(lsim.LayersimError, match="`logits_per_image`"):
-        lsim.zero_shot_classifier(model, prompts=ONE_EACH)
+        zero_shot_classifier(model, prompts=ONE_EACH)
 
 
 def test_texts_and_images_are_read_through_the_processor():
@@ -190,7 +191,7 @@ def test_texts_and_images_are_read_through_the_processor():
     model, names, templates = small_clip(made), ["cat", "dog", "bird"], ["a photo of a {}.", "the {}."]
     images = [image(seed) for seed in range(6)]
     rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2, 0, 1, 2]})
-    found = lsim.zero_shot(model, lsim.Data(rows, tokenizer=made, batch_size=4), names, template=templates)
+    found = zero_shot(model, lsim.Data(rows, tokenizer=made, batch_size=4), names, template=templates)
     with torch.no_grad():
         texts = made(text=[t.format(n) for n in names for t in templates], return_tensors="pt", padding=True)
         vectors = torch.nn.functional.normalize(model.get_text_features(**texts).pooler_output, dim=-1)
@@ -204,12 +205,12 @@ def test_texts_and_images_are_read_through_the_processor():
     )
     assert float(found.accuracy[-1]) == float((logits.argmax(1) == labels).double().mean())
     model.tokenizer, model.processor = made.tokenizer, made.image_processor
-    carried = lsim.zero_shot(model, rows, names, template=templates)
+    carried = zero_shot(model, rows, names, template=templates)
     torch.testing.assert_close(carried.accuracy, found.accuracy)
 
 
 def test_a_prompt_of_token_ids_has_no_padding():
     prompts = [torch.tensor([PAD, 5, PAD, 9, END]), *ONE_EACH[1:]]
     with torch.no_grad():
-        given = lsim.zero_shot_classifier(clip_of(), prompts=[prompts[0].tolist(), *prompts[1:]])(PIXELS)
+        given = zero_shot_classifier(clip_of(), prompts=[prompts[0].tolist(), *prompts[1:]])(PIXELS)
     torch.testing.assert_close(given, own_logits(clip_of(), prompts=prompts), atol=1e-9, rtol=0)

@@ -189,7 +189,7 @@ def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
     assert "blocks" not in repr(result) or cls.families
     page = report.to_html(tmp_path / "page.html").read_text()
     assert cls.name in page
-    loaded = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    loaded = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert loaded[cls.name].layers == result.layers
 
 

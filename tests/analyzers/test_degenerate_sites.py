@@ -201,5 +201,5 @@ def test_a_degenerate_site_is_shown_in_a_report_and_saved(tmp_path):
         found = from_views(lsim.CKA(), [view(with_same_samples(), rows=8)])
     report = lsim.Report({"cka": found})
     assert "nan" in report.to_html(tmp_path / "page.html").read_text()
-    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))["cka"]
+    again = lsim.load(report.save(tmp_path / "report.safetensors"))["cka"]
     assert torch.equal(again.values.isnan(), found.values.isnan())

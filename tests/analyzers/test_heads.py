@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import ExitHeads
 from tl_layersim.models.unembed import Unembed
 
 from .. import oracles
@@ -25,10 +26,10 @@ def random_heads(count: int = 2, words: int = oracles.WORDS, width: int = 8, see
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(count, words, width, generator=generator, dtype=torch.float64)
     bias = torch.randn(count, words, generator=generator, dtype=torch.float64)
-    return lsim.ExitHeads(weight.to(dtype), bias.to(dtype), **options)
+    return ExitHeads(weight.to(dtype), bias.to(dtype), **options)
 
 
-def pairs(heads: lsim.ExitHeads) -> list[tuple[np.ndarray, np.ndarray]]:
+def pairs(heads: ExitHeads) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(weight.double().numpy(), bias.double().numpy()) for weight, bias in zip(heads.weight, heads.bias, strict=True)]
 
 
@@ -38,7 +39,7 @@ def test_every_layer_is_read_by_its_own_head(name, norm):
     data = [residuals(seed, tokens=tokens) for seed, tokens in enumerate((12, 1, 30))]
     # Copies of the model's head agree with it at some tokens and not at others.
     near = torch.as_tensor(oracles.HEAD) + 0.3 * random_heads().weight
-    for heads in (random_heads(norm=norm), lsim.ExitHeads(near, 0.1 * random_heads().bias, norm=norm)):
+    for heads in (random_heads(norm=norm), ExitHeads(near, 0.1 * random_heads().bias, norm=norm)):
         expected = getattr(oracles, f"oracle_{name}")(data, norm=norm == "final", heads=pairs(heads))
         analyzer = ANALYZERS[name](norm=norm, heads=heads)
         found = from_views(analyzer, [view_for(analyzer, x) for x in data])
@@ -72,7 +73,7 @@ def test_lenses_of_one_run_do_not_take_the_logits_of_other_heads():
 def test_ties_go_to_the_lowest_id():
     """All logits of a layer's head are equal: every layer below the last says id 0."""
     data = residuals(tokens=9)
-    heads = lsim.ExitHeads(torch.zeros(2, oracles.WORDS, 8, dtype=torch.float64))
+    heads = ExitHeads(torch.zeros(2, oracles.WORDS, 8, dtype=torch.float64))
     lens = from_views(lsim.LogitLens(heads=heads), [view(data)])
     zero = [one == 0 for one in oracles.next_of([data]) if one is not None]
     assert lens.accuracy[:-1].tolist() == [sum(zero) / len(zero)] * 2

@@ -9,6 +9,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.analyzers.text_options import with_options
+from tl_layersim.models import ExitHeads
 
 OPTIONS = [(name, field.name) for name, cls in sorted(find_analyzers().items()) for field in fields(cls)]
 
@@ -50,7 +51,7 @@ def test_what_is_wrong_is_named(text, says):
 def test_heads_of_layers_are_a_file(tmp_path):
     import torch
 
-    heads = lsim.ExitHeads(torch.ones(2, 5, 3))
+    heads = ExitHeads(torch.ones(2, 5, 3))
     path = heads.save(tmp_path / "heads.safetensors")
     chosen = with_options({"logit_lens": lsim.LogitLens()}, [f"logit_lens.heads={path}"])["logit_lens"]
     assert chosen.heads.digest == heads.digest

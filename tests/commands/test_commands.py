@@ -26,7 +26,7 @@ def refused(*arguments):
 
 
 def read(folder):
-    return lsim.load_report(folder / "report.safetensors")
+    return lsim.load(folder / "report.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_errors_of_merge_are_of_the_command_line(tmp_path, monkeypatch):
     done("report", "--max-tokens", 300, "--batch-size", 1, "--option", "cosine.center=none", "--shard", "0/2")
     assert "1 of 2" in refused("merge", "parts")
     with pytest.raises(lsim.LayersimError, match=r"tl-layersim merge"):
-        lsim.load_report("parts/part-0-of-2.safetensors")
+        lsim.load("parts/part-0-of-2.safetensors")
 
 
 def test_an_unknown_format_is_refused_before_the_run(tmp_path):

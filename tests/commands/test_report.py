@@ -36,7 +36,7 @@ def test_with_no_argument_it_runs_on_the_demo(page):
     assert str(out / "report.html") in done.stdout
     # Quiet where no one watches: no progress bar, no warning.
     assert "\r" not in done.stderr
-    report = lsim.load_report(out / "report.safetensors")
+    report = lsim.load(out / "report.safetensors")
     assert list(report) == ["cosine", "cka"]
     assert report["cka"].provenance.model == "tl_layersim demo"
     assert report["cka"].provenance.tokens == 2048
@@ -53,7 +53,7 @@ def test_merged_shards_are_the_report_of_one_process(tmp_path, monkeypatch):
     done = run("merge", "parts/part-0-of-2.safetensors", "parts/part-1*", "--out", "merged")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "merged" / "report.html").exists()
-    merged, alone = (lsim.load_report(tmp_path / name / "report.safetensors") for name in ("merged", "alone"))
+    merged, alone = (lsim.load(tmp_path / name / "report.safetensors") for name in ("merged", "alone"))
     assert torch.equal(merged["cka"].values, alone["cka"].values)
     assert torch.equal(merged["cosine"].values, alone["cosine"].values)
     assert "1 of 2" in str(run("merge", "parts/part-0*", "--out", "merged").exception)
@@ -72,7 +72,7 @@ def test_an_option_of_an_analyzer_reaches_the_result(tmp_path):
     options = ["--option", "cka.minibatch=64", "--option", "cosine.center=none"]
     done = run("report", "--max-tokens", 512, "--seq-len", 64, "--out", tmp_path, *options)
     assert done.exit_code == 0, done.output
-    report = lsim.load_report(tmp_path / "report.safetensors")
+    report = lsim.load(tmp_path / "report.safetensors")
     assert report["cka"].provenance.options["minibatch"] == 64
     assert report["cosine"].provenance.options["center"] == "none"
 
@@ -82,7 +82,7 @@ def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     done = run("report", "--seq-len", 16, "--positions", text, "--out", tmp_path, "--max-tokens", count)
     assert done.exit_code == 0, done.output
     assert f"positions {text}" in done.output
-    known = lsim.load_report(tmp_path / "report.safetensors")["cka"].provenance
+    known = lsim.load(tmp_path / "report.safetensors")["cka"].provenance
     assert (known.tokens, known.options["positions"]) == (count, text)
     page = " ".join((tmp_path / "report.html").read_text().split())
     assert f"positions of each row: {text}" in page
@@ -93,7 +93,7 @@ def test_intervals_reach_the_result_and_the_page(tmp_path):
     done = run("report", "--intervals", "--analyzers", "cosine", *reading, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert " ± " in done.output
-    found = lsim.load_report(tmp_path / "report.safetensors")["cosine"]
+    found = lsim.load(tmp_path / "report.safetensors")["cosine"]
     assert len(found.block_tokens) == 16
     assert sum(found.block_tokens) == 512
     page = (tmp_path / "report.html").read_text()
@@ -135,7 +135,7 @@ def test_a_folder_of_weights_and_a_text_file(tmp_path):
         "bfloat16",
     )
     assert done.exit_code == 0, done.output
-    result = lsim.load_report(out / "report.safetensors")["cka"]
+    result = lsim.load(out / "report.safetensors")["cka"]
     assert result.provenance.options["pack"]
     assert result.provenance.dtype == "torch.bfloat16"
     assert result.values.shape == (4, 4)
@@ -165,7 +165,7 @@ def test_a_table(kind, tmp_path):
         table.to_csv(path, sep="\t" if kind == "tsv" else ",", index=False, quoting=3 if kind == "tsv" else 0)
     done = run("report", "--data", path, "--column", "story", "--analyzers", "cosine", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
-    found = lsim.load_report(tmp_path / "out" / "report.safetensors")["cosine"].provenance
+    found = lsim.load(tmp_path / "out" / "report.safetensors")["cosine"].provenance
     assert (found.sequences, found.options["pack"]) == (6, False)
     assert "in 6 rows (one text a row)" in done.output
 
@@ -183,7 +183,7 @@ def test_sites_are_chosen(tmp_path):
     done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)
     assert done.exit_code == 0, done.output
     assert ", at attn_out, mlp_out, blocks.*.hook_resid_post\n" in done.output
-    report = lsim.load_report(tmp_path / "report.safetensors")
+    report = lsim.load(tmp_path / "report.safetensors")
     assert report["cosine"].provenance.options["at"] == ["attn_out", "mlp_out", "blocks.*.hook_resid_post"]
     model = lsim.demo_model()
     expected = lsim.analyze(
@@ -256,7 +256,7 @@ def test_refusals_are_printed_not_traced(tmp_path):
 @html_pages.needs_chromium
 def test_the_page_in_a_browser(page, tmp_path):
     found = html_pages.drawn(page[0] / "report.html", tmp_path / "profile")
-    report = lsim.load_report(page[0] / "report.safetensors")
+    report = lsim.load(page[0] / "report.safetensors")
     pictures = [picture for result in report.values() for picture in result.pictures]
     drawn = found.split("<body>")[1]
     assert len(re.findall(r'<svg class="main-svg"[^>]*style="[^"]*"', drawn)) >= len(pictures)
@@ -270,7 +270,7 @@ def test_the_page_in_a_browser(page, tmp_path):
 def test_the_demo_pair_stands_side_by_side(tmp_path):
     done = run("report", "--demo-pair", "--out", tmp_path / "pair", "--max-tokens", "1024")
     assert done.exit_code == 0, done.output
-    report = lsim.load_report(tmp_path / "pair" / "report.safetensors")
+    report = lsim.load(tmp_path / "pair" / "report.safetensors")
     assert list(report) == ["layers", "cosine_before", "cosine_after"]
     assert report["layers"].models == ("demo", "aligned")
     assert report["layers"].provenance.tokens == 1024
@@ -303,6 +303,6 @@ def test_blocks_of_intervals_do_not_depend_on_the_batch_size(tmp_path):
     for given, size in (((), 16), (("--batch-size", "1"), 1)):
         out = tmp_path / str(size)
         assert run("report", *reading, out, *given).exit_code == 0
-        found = lsim.load_report(out / "report.safetensors")["cosine"]
+        found = lsim.load(out / "report.safetensors")["cosine"]
         assert (found.provenance.options["batch_size"], found.block_tokens) == (size, (32,) * 16)
         assert f"\nbatch_size: {size}\n" in (out / "run.yaml").read_text()

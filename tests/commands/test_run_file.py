@@ -28,7 +28,7 @@ def same(first, second):
 
 
 def read(folder):
-    return lsim.load_report(folder / "report.safetensors")
+    return lsim.load(folder / "report.safetensors")
 
 
 def test_a_run_is_repeated_bit_for_bit(tmp_path):

@@ -26,7 +26,7 @@ def test_a_report_from_a_server(small, tmp_path, monkeypatch):
     options = ["--data", text, "--seq-len", 16, "--model", small.folder / "llama", "--option", "cka.minibatch=32"]
     there = done("report", *options, "--server", small.url, "--out", tmp_path / "there")
     done("report", *options, "--out", tmp_path / "here")
-    far, near = (lsim.load_report(tmp_path / name / "report.safetensors") for name in ("there", "here"))
+    far, near = (lsim.load(tmp_path / name / "report.safetensors") for name in ("there", "here"))
     assert furthest(far, near) < 1e-6
     assert small.set(key=None)["requests"] > 0
     # The key is sent to the server alone.

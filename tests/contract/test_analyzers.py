@@ -138,7 +138,7 @@ def test_a_result_survives_save_and_load_exactly(name, cls, tmp_path):
     assert loaded.provenance == result.provenance
     assert (loaded.layers, loaded.headline()) == (result.layers, result.headline())
     report = lsim.Report({name: result})
-    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    again = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert list(again) == [name]
     assert worst(again[name], result) == 0
 

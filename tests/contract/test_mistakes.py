@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import Devices
 from tl_layersim.cli import main
-from tl_layersim.models import layer_names
+from tl_layersim.early_exit import frequent_tokens
+from tl_layersim.models import eval_mode, layer_names
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
@@ -24,12 +26,12 @@ MISTAKES = [
     ("`weights`.* ''", lambda m: lsim.AlignedTraining(weights="")),
     ("`remote`.* ''", lambda m: lsim.analyze(lsim.open_model(m, remote=""), TOKENS, "cosine")),
     ("`ridge`.* nan", lambda m: lsim.stitch(m, m, TOKENS, at=(1, 1), fit="lstsq", ridge=NAN)),
-    ("`min_layer`.* 0", lambda m: lsim.EarlyExit(m, min_layer=0)),
-    ("`min_layer`.* -1", lambda m: lsim.EarlyExit(m, min_layer=-1)),
+    ("`min_layer`.* 9", lambda m: lsim.EarlyExit(m, min_layer=9)),
+    ("`min_layer`.* -9", lambda m: lsim.EarlyExit(m, min_layer=-9)),
     ("`rule`.*max-probs", lambda m: lsim.ExitCosts.count(m, rule="max-probs")),
     ("`batch`.* 0", lambda m: lsim.ExitCosts.count(m, batch=0)),
     ("`shortlist`.* 3", lambda m: lsim.ExitCosts.count(m, shortlist=3)),
-    ("empty", lambda m: lsim.frequent_tokens(m, [], 5)),
+    ("empty", lambda m: frequent_tokens(m, [], 5)),
     ("`kind`.*linear", lambda m: lsim.Adapter(["linear"])),
     ("`data`", lambda m: lsim.linear_probe(m, [])),
     ("`max_memory_gb`.* nan", lambda m: lsim.CKA(max_memory_gb=NAN)),
@@ -37,9 +39,9 @@ MISTAKES = [
     ("`seed`.* True", lambda m: lsim.LinearPredictivity(seed=True)),
     (f"`seed`.* {2**63}", lambda m: lsim.CKA(seed=2**63)),
     ("`level`.* 1", lambda m: lsim.overlay({"a": lsim.analyze(m, TOKENS, "cosine")}, level=1)),
-    ("`count`.* 0", lambda m: lsim.Devices("x", 0, 1.0, 1.0, 1.0, 1.0, 1.0, "me")),
+    ("`count`.* 0", lambda m: Devices("x", 0, 1.0, 1.0, 1.0, 1.0, 1.0, "me")),
     (r"`layers`.* \[\]", lambda m: lsim.block_jacobians(m, TOKENS[0], layers=[])),
-    ("`module`.* 3", lambda m: lsim.eval_mode(3)),
+    ("`module`.* 3", lambda m: eval_mode(3)),
     (r"`results`.* \[\]", lambda m: lsim.Report([])),
     ("`prompt`", lambda m: lsim.EarlyExit(m).generate(TOKENS[:1] + 1000)),
     ("`tokens`", lambda m: lsim.EarlyExit(m).logits(TOKENS[:0])),

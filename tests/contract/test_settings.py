@@ -49,13 +49,11 @@ def test_a_number_out_of_bounds_is_refused_by_name(name, field, kinds):
     for value in refused:
         with pytest.raises(lsim.LayersimError, match=f"`{field}`") as caught:
             cls(**required | objective | {field: value})
-        assert field in caught.value.given
-        assert str(value) in caught.value.given
-        assert caught.value.expected
+        assert str(value) in str(caught.value)
     if field in LIMITS:
         assert getattr(cls(**required | {field: math.inf}), field) == math.inf
 
 
 def test_settings_are_found():
-    assert {"AlignedTraining", "CKA", "Devices", "ExitCosts", "LinearProbe", "LogisticProbe", "StitchTraining"} <= set(SETTINGS)
+    assert {"AlignedTraining", "CKA", "ExitCosts", "LinearProbe", "LogisticProbe", "StitchTraining"} <= set(SETTINGS)
     assert len(CASES) > 80

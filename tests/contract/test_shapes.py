@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tl_layersim as lsim
+from tl_layersim.models import ExitHeads
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -32,10 +33,10 @@ CASES = {
     "array as weight": (lambda m: lsim.Adapter("linear", np.eye(2)), "weight", None, "d_back d_front"),
     "long bias": (lambda m: lsim.Adapter("affine", EYE, torch.zeros(3)), "bias", (3,), "d_back=2"),
     "number as kind": (lambda m: lsim.Adapter(3), "kind", None, "str"),
-    "module as adapter": (lambda m: lsim.stitch(m, m, IDS, at=(1, 1), adapter=nn.Linear(2, 2)), "adapter", None, "Adapter"),
-    "matrix as heads": (lambda m: lsim.ExitHeads(HEADS[0]), "weight", (5, 3), "layer vocabulary d_model"),
-    "integers as heads": (lambda m: lsim.ExitHeads(HEADS.long()), "weight", (2, 5, 3), "floating-point"),
-    "biases of heads": (lambda m: lsim.ExitHeads(HEADS, HEADS[0]), "bias", (5, 3), "layer=2"),
+    "module as adapter": (lambda m: lsim.stitch(m, m, IDS, at=(0, 0), adapter=nn.Linear(2, 2)), "adapter", None, "Adapter"),
+    "matrix as heads": (lambda m: ExitHeads(HEADS[0]), "weight", (5, 3), "layer vocabulary d_model"),
+    "integers as heads": (lambda m: ExitHeads(HEADS.long()), "weight", (2, 5, 3), "floating-point"),
+    "biases of heads": (lambda m: ExitHeads(HEADS, HEADS[0]), "bias", (5, 3), "layer=2"),
     "vector as centre": (lambda m: lsim.Cosine(center=EYE[0]), "center", (2,), "residual d_model"),
 }
 

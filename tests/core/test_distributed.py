@@ -58,11 +58,11 @@ def test_several_processes_give_what_one_gives(ranks, tmp_path):
     assert [process.wait(timeout=240) for process in processes] == [0] * ranks
     alone = lsim.analyze(tiny_llama(), lsim.Data(list(random_tokens(4, 11)), batch_size=2), cosine_and_cka())
     for rank in range(ranks):
-        report = lsim.load_report(tmp_path / f"{rank}.safetensors")
+        report = lsim.load(tmp_path / f"{rank}.safetensors")
         for name in ("cosine", "cka"):
             assert worst(report[name], alone[name]) < 1e-12
             assert report[name].provenance.tokens == 44
-        blocks = lsim.load_report(tmp_path / f"{rank}.blocks.safetensors")["logit_lens"]
+        blocks = lsim.load(tmp_path / f"{rank}.blocks.safetensors")["logit_lens"]
         # Blocks of consecutive batches, however the ranks share them: 34 and 33 batches, or 23, 22 and 22.
         size = {2: 4, 3: 3}[ranks]
         whole = list(random_tokens(67, 6))

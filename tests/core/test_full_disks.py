@@ -10,6 +10,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.core import resumable_file, storage
 from tl_layersim.models import View
+from tl_layersim.training import train_adapters
 
 from ..commands.helpers import run
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
@@ -22,7 +23,7 @@ def analysed(path):
 def stitched(path):
     training = lsim.StitchTraining(steps=3)
     models, data = (tiny_llama(), tiny_llama(seed=1)), lsim.Data(random_tokens(40), batch_size=4)
-    return lsim.stitch(*models, data, at=(1, 1), fit="lstsq+sgd", training=training, checkpoint=path)
+    return lsim.stitch(*models, data, at=(0, 0), fit="lstsq+sgd", training=training, checkpoint=path)
 
 
 def tuned(path, **options):
@@ -33,7 +34,7 @@ def tuned(path, **options):
 def adapted(path):
     import nnsight
 
-    return lsim.train_adapters(
+    return train_adapters(
         nnsight.NNsight(tiny_llama()), lsim.Data(random_tokens(), batch_size=2), steps=3, rank=1, checkpoint=path
     )
 
@@ -105,7 +106,7 @@ def test_other_places_are_refused_at_the_start_too(tmp_path, read_only_disk):
     with pytest.raises(lsim.LayersimError, match=r"^`save_to` names a folder that cannot be written"):
         tuned(None, save_to=tmp_path / "model")
     with pytest.raises(lsim.LayersimError, match=r"^`cache` names a folder that cannot be written"):
-        lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(), at=(1, 1), cache=tmp_path)
+        lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(), at=(0, 0), cache=tmp_path)
     done = run("report", "--out", tmp_path / "out")
     assert "`--out` names a folder that cannot be written" in str(done.exception)
 

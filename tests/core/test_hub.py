@@ -69,7 +69,7 @@ def test_a_report_is_uploaded_and_read_again(hub, report, monkeypatch):
     assert b"plotly" in files["report.html"]
     assert equal(lsim.load("hf://me/layers"), report)
     assert equal(lsim.load("hf://me/layers/report.safetensors"), report)
-    assert equal(lsim.load_report("hf://datasets/me/layers@main"), report)
+    assert equal(lsim.load("hf://datasets/me/layers@main"), report)
     assert equal(lsim.load(f"hf://me/layers@{hub.commit_of('me/layers', 'main')}"), report)
     # A name without a user is one in the own account, and a second upload is a second commit.
     before = hub.commit_of("me/layers", "main")

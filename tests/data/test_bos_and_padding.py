@@ -110,7 +110,7 @@ class TestBos:
         llama = tiny_llama()
         llama.tokenizer = tiny_tokenizer()
         texts = ["<s> w3 w4 w5", "w5 w6 w7"] * 5
-        joined = lsim.stitch(llama, llama, texts, at=(1, 1), adapter="identity", eval_data=texts[:4])
+        joined = lsim.stitch(llama, llama, texts, at=(0, 0), adapter="identity", eval_data=texts[:4])
         assert joined.provenance.options["own_bos"] == 7
         trained = lsim.finetune_aligned(llama, texts, lsim.AlignedTraining(steps=1, warmup=0))
         assert trained.provenance.options["own_bos"] == 5
@@ -119,7 +119,7 @@ class TestBos:
     def test_generation_of_a_stitched_model_starts_as_analyze_reads(self, text):
         llama = tiny_llama()
         joined = lsim.stitch(
-            llama, llama, lsim.Data(["w3 w4 w5 w6"] * 6, tokenizer=tiny_tokenizer()), at=(2, 2), adapter="identity"
+            llama, llama, lsim.Data(["w3 w4 w5 w6"] * 6, tokenizer=tiny_tokenizer()), at=(1, 1), adapter="identity"
         ).model
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         tokens = joined.generate(torch.tensor([[1, 5, 6]]), **options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.early_exit import frequent_tokens
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -96,8 +97,8 @@ def test_a_model_that_takes_no_segments_is_not_compared_on_pairs():
 
 
 def test_tokens_of_pairs_are_counted():
-    assert sorted(lsim.frequent_tokens(tiny_bert(), pairs(), 5).tolist()) == sorted(
-        lsim.frequent_tokens(tiny_bert(), pairs()["input_ids"], 5).tolist()
+    assert sorted(frequent_tokens(tiny_bert(), pairs(), 5).tolist()) == sorted(
+        frequent_tokens(tiny_bert(), pairs()["input_ids"], 5).tolist()
     )
 
 
@@ -180,7 +181,7 @@ def test_a_bridge_takes_what_its_hugging_face_model_takes():
 
 @pytest.mark.filterwarnings("ignore:The vocabularies")
 def test_a_stitched_model_refuses_what_its_front_does_not_take():
-    joined = lsim.stitch(tiny_llama(), tiny_gpt2(), random_tokens(6), at=(1, 1), adapter="identity").model
+    joined = lsim.stitch(tiny_llama(), tiny_gpt2(), random_tokens(6), at=(0, 0), adapter="identity").model
     tokens = random_tokens(2)
     with pytest.raises(lsim.LayersimError, match="`token_type_ids` is no input of the front, LlamaForCausalLM"):
         lsim.analyze(joined, {"input_ids": tokens, "token_type_ids": torch.ones_like(tokens)}, "cosine")

@@ -10,6 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim import demo
+from tl_layersim.demo import demo_images, demo_vision_model
 
 FOLDER = Path(demo.__file__).parent / "vision"
 
@@ -17,8 +18,8 @@ FOLDER = Path(demo.__file__).parent / "vision"
 @pytest.fixture(scope="module")
 def lenses():
     """The lens of the usual and of the aligned model."""
-    images = lsim.demo_images()
-    models = [lsim.demo_vision_model(aligned) for aligned in (False, True)]
+    images = demo_images()
+    models = [demo_vision_model(aligned) for aligned in (False, True)]
     return [
         lsim.analyze(model, lsim.Data(images, batch_size=100), lsim.LogitLens(labels="data"))["logit_lens"] for model in models
     ]
@@ -31,9 +32,9 @@ def test_both_are_small_and_complete():
 
 
 def test_train_and_test_images_are_all_digits_once():
-    train, test = lsim.demo_images("train"), lsim.demo_images("test")
+    train, test = demo_images("train"), demo_images("test")
     assert len(train["labels"]) + len(test["labels"]) == 1797
-    assert torch.equal(test["pixel_values"], lsim.demo_images()["pixel_values"])
+    assert torch.equal(test["pixel_values"], demo_images()["pixel_values"])
     assert float(train["pixel_values"].min()) == -1.0
     assert float(train["pixel_values"].max()) == 1.0
 
@@ -56,7 +57,7 @@ def test_aligned_training_helps_shallow_blocks(lenses):
 
 
 def test_predictions_are_those_of_the_whole_model(lenses):
-    images = lsim.demo_images()
+    images = demo_images()
     with torch.no_grad():
-        hits = lsim.demo_vision_model()(images["pixel_values"]).logits.argmax(-1) == images["labels"]
+        hits = demo_vision_model()(images["pixel_values"]).logits.argmax(-1) == images["labels"]
     assert float(hits.double().mean()) == pytest.approx(float(lenses[0].accuracy[-1]))

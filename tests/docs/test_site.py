@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
 
 from .helpers import ROOT
 
@@ -146,7 +147,7 @@ def test_headings_of_the_api_are_what_is_imported(site):
     public = {name.removeprefix("tl_layersim.") for name in headings if name.startswith("tl_layersim.")}
     assert set(lsim.__all__) <= public
     assert not [name for name in headings if "_kernel" in name or "._" in name]
-    for analyzer in lsim.find_analyzers().values():
+    for analyzer in find_analyzers().values():
         name = analyzer.__name__
         if analyzer.__module__.startswith("tl_layersim.") and f"{name}Result" in headings:
             assert headings.index(f"tl_layersim.{name}") < headings.index(f"{name}Result")

@@ -44,9 +44,12 @@ def layers_of(model):
 
 
 def naive_exit(states, lens, at, rule, threshold, shortlist=None, heads=()):
-    """(logits, exit) of one position, from its residuals at all layers; `heads` are functions of the residual, by layer."""
+    """(logits, exit) of one position, from its residuals at all layers; `heads` are functions of the residual, by layer.
+
+    Checks are made after the blocks `at`, numbers from 0; the exit is a number of blocks that have run.
+    """
     streak, last = 0, None
-    for layer in at:
+    for layer in (block + 1 for block in at):
         logits = heads[layer - 1](states[layer]) if heads else lens(states[layer])
         asked = logits if shortlist is None else logits[shortlist]
         p = asked.double().softmax(-1).sort(descending=True).values

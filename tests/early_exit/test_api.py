@@ -20,7 +20,7 @@ class TestWholeModel:
     @pytest.mark.parametrize("name", CAUSAL)
     def test_equals_the_models_own_generation(self, name):
         model = family(name)
-        early = EarlyExit(model, 1.0, at=(1, 2))
+        early = EarlyExit(model, 1.0, at=(0, 1))
         for lengths in ([9], [9, 4, 7]):
             tokens, mask = ragged(lengths)
             own = model.generate(
@@ -42,9 +42,9 @@ class TestWholeModel:
     def test_dtypes(self, dtype):
         model, tokens = deep().to(dtype), random_tokens(1, 6)
         own = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-        found = EarlyExit(model, 1.0, at=(2,)).generate(tokens, max_new_tokens=8, eos_token_id=())
+        found = EarlyExit(model, 1.0, at=(1,)).generate(tokens, max_new_tokens=8, eos_token_id=())
         assert found.tokens[0].tolist() == own[0, 6:].tolist()
-        early = EarlyExit(model, 0.4, at=(1, 2, 4)).generate(tokens, max_new_tokens=20, eos_token_id=())
+        early = EarlyExit(model, 0.4, at=(0, 1, 3)).generate(tokens, max_new_tokens=20, eos_token_id=())
         assert {1, 6} <= set(early.exits[0].tolist())
         text = torch.cat([tokens[0], early.tokens[0]])[None]
         with torch.no_grad():
@@ -60,7 +60,7 @@ class TestWholeModel:
         tokens, mask = ragged([6, 11])
         own = model.generate(tokens, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
         # Checks are made, and hardly anything passes them.
-        early = EarlyExit(model, 0.9999999, at=(3,))
+        early = EarlyExit(model, 0.9999999, at=(2,))
         found = early.generate(tokens, attention_mask=mask, max_new_tokens=24, eos_token_id=())
         assert torch.stack(found.tokens).tolist() == own[:, 11:].tolist()
         assert found.checks
@@ -68,7 +68,7 @@ class TestWholeModel:
 
 class TestSampling:
     def test_seeds(self):
-        early = EarlyExit(deep(), 0.4, at=(3,))
+        early = EarlyExit(deep(), 0.4, at=(2,))
         tokens = random_tokens(3, 5)
         options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": ()}
         a, b, c = (early.generate(tokens, seed=seed, **options) for seed in (7, 7, 8))
@@ -81,7 +81,7 @@ class TestSampling:
         model = deep()
         row = random_tokens(1, 5)[0]
         read, lens = layers_of(model)
-        early = EarlyExit(model, 0.0, at=(3,))
+        early = EarlyExit(model, 0.0, at=(2,))
         logits = lens([h[0, -1] for h in read(input_ids=row[None])][3]).double()
         p = (logits / 2.0).softmax(-1)
         # The smallest set with probability 0.7.

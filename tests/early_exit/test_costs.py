@@ -28,12 +28,12 @@ class TestCosts:
 
         def naive(at):
             """The expected step, from what each check and stretch costs."""
-            cost, before, share = costs.start, 0, 0.0
-            for layer in (*at, 7):
+            cost, before, share = costs.start, -1, 0.0
+            for layer in (*at, 6):
                 cost += (layer - before) * (costs.block * (1 - share**batch) + costs.block_token * batch)
-                if layer == 7:
+                if layer == 6:
                     return cost + costs.head * (1 - share**batch) + costs.head_token * batch * (1 - share)
-                then = gone[layer - 1]
+                then = gone[layer]
                 cost += costs.check * (1 - share**batch) + costs.check_token * batch * (1 - share)
                 if not costs.full_check:
                     cost += costs.head * (1 - (1 - (then - share)) ** batch) + costs.head_token * batch * (then - share)
@@ -42,16 +42,16 @@ class TestCosts:
             return cost
 
         full = costs.start + 7 * (costs.block + batch * costs.block_token) + costs.head + batch * costs.head_token
-        for low in (1, 3):
-            subsets = [s for n in range(7) for s in itertools.combinations(range(low, 7), n)]
+        for low in (0, 2):
+            subsets = [s for n in range(7) for s in itertools.combinations(range(low, 6), n)]
             best = min(subsets, key=naive)
             plan = plan_for(costs, gone, low)
             assert plan.at == best
             assert plan.speedup == pytest.approx(full / naive(best))
             assert sum(plan.exits.values()) == pytest.approx(1)
-        given = plan_for(costs, gone, 1, (2, 5))
-        assert given.speedup == pytest.approx(full / naive((2, 5)))
-        assert given.exits == pytest.approx({2: gone[1], 5: gone[4] - gone[1], 7: 1 - gone[4]})
+        given = plan_for(costs, gone, 0, (1, 4))
+        assert given.speedup == pytest.approx(full / naive((1, 4)))
+        assert given.exits == pytest.approx({1: gone[1], 4: gone[4] - gone[1], 6: 1 - gone[4]})
 
     def test_parameters_counted(self):
         model = tiny_llama(3)
@@ -89,7 +89,7 @@ class TestCosts:
                 EarlyExit(model, curve=curve, **options)
 
     def test_few_layers_without_a_curve(self):
-        assert evenly_spread(ExitCosts(block=1, check=0.1, head=0.1, blocks=12), 1) == (2, 5, 7, 10)
-        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=12), 1) == (6,)
-        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=12), 8) == (8,)
-        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=1), 1) == ()
+        assert evenly_spread(ExitCosts(block=1, check=0.1, head=0.1, blocks=12), 0) == (1, 4, 6, 9)
+        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=12), 0) == (5,)
+        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=12), 7) == (7,)
+        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=1), 0) == ()

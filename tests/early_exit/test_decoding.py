@@ -32,7 +32,7 @@ class TestWhatRuns:
 
         for number, block in enumerate(model.model.layers):
             block.mlp.forward = counted(number, originals[number])
-        always = EarlyExit(model, 0.0, at=(2,))
+        always = EarlyExit(model, 0.0, at=(1,))
         calls[:] = [0] * 6
         found = always.generate(random_tokens(2, 5), max_new_tokens=10, eos_token_id=())
         assert calls == [10, 10, 0, 0, 0, 0]
@@ -41,7 +41,7 @@ class TestWhatRuns:
         assert found.block_tokens == 2 * 2 * (5 + 9)
         assert found.full_block_tokens == 6 * 2 * (5 + 9)
         assert found.mean_exit == 2
-        some = EarlyExit(model, 0.4, at=(3,))
+        some = EarlyExit(model, 0.4, at=(2,))
         calls[:] = [0] * 6
         found = some.generate(random_tokens(1, 5), max_new_tokens=20, eos_token_id=())
         deep_steps = int((found.exits[0] == 6).sum())
@@ -56,11 +56,11 @@ class TestWhatRuns:
     def test_rows_end_on_their_own(self):
         model = deep()
         tokens, mask = ragged([5, 8, 6, 7])
-        free = EarlyExit(model, 0.4, at=(3,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=())
+        free = EarlyExit(model, 0.4, at=(2,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=())
         eos = int(free.tokens[1][4])
-        found = EarlyExit(model, 0.4, at=(3,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=eos)
+        found = EarlyExit(model, 0.4, at=(2,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=eos)
         for i, n in enumerate((5, 8, 6, 7)):
-            said, exits = naive_generate(model, tokens[i, 8 - n :], 16, (3,), "max-prob", 0.4, eos=eos)
+            said, exits = naive_generate(model, tokens[i, 8 - n :], 16, (2,), "max-prob", 0.4, eos=eos)
             assert (found.tokens[i].tolist(), found.exits[i].tolist()) == (said, exits)
         assert len(found.tokens[1]) <= 5
         assert len({len(row) for row in found.tokens}) > 1
@@ -68,7 +68,7 @@ class TestWhatRuns:
     def test_the_models_own_end_and_texts_that_stop(self):
         model = deep()
         model.tokenizer = tiny_tokenizer()
-        early = EarlyExit(model, 0.4, at=(3,))
+        early = EarlyExit(model, 0.4, at=(2,))
         free = early.generate("w5 w6 w7", max_new_tokens=12, eos_token_id=())
         words = free.texts[0].split()
         found = early.generate("w5 w6 w7", max_new_tokens=12, eos_token_id=(), stop=words[3])
@@ -83,7 +83,7 @@ class TestWhatRuns:
         model = deep().train()
         before, config = untouched(model), copy.deepcopy(model.config.to_dict())
         grads = [p.requires_grad for p in model.parameters()]
-        early = EarlyExit(model, 0.4, at=(2, 4))
+        early = EarlyExit(model, 0.4, at=(1, 3))
         early.generate(random_tokens(2, 5), max_new_tokens=6)
         early.logits(random_tokens(2, 5))
         assert untouched(model) == before

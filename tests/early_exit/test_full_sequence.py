@@ -18,7 +18,7 @@ class TestLogits:
     @pytest.mark.parametrize("rule", RULES)
     def test_language_models(self, rule):
         model = deep()
-        at, settings = (1, 3, 4), RULES[rule]
+        at, settings = (0, 2, 3), RULES[rule]
         tokens, mask = ragged([9, 4, 7], "right")
         found = EarlyExit(model, rule=rule, at=at, **settings).logits(tokens, mask)
         read, lens = layers_of(model)
@@ -45,7 +45,7 @@ class TestLogits:
 
     def test_positions_behind_the_last_unsure_one_do_not_run(self):
         model = deep()
-        early = EarlyExit(model, 0.4, at=(3,))
+        early = EarlyExit(model, 0.4, at=(2,))
         tokens = random_tokens(1, 20)
         found = early.logits(tokens)
         last = int((found.exits[0] == 6).nonzero().max()) + 1
@@ -81,7 +81,7 @@ class TestLogits:
         asked = torch.ones_like(tops[0], dtype=torch.bool) if name != "masked" or mask is None else mask.bool()
         # Between two that occur.
         threshold = float(tops[0][asked].quantile(0.503))
-        found = EarlyExit(model, threshold, at=(1, 2)).logits(inputs, mask)
+        found = EarlyExit(model, threshold, at=(0, 1)).logits(inputs, mask)
         sure = tops > threshold
         sure[-1] = True
         layer = sure.int().argmax(0)
@@ -89,7 +89,7 @@ class TestLogits:
         assert len(set(found.exits[asked].tolist())) >= 2
         wanted = every.gather(0, layer[None, ..., None].expand(1, *every.shape[1:]))[0]
         assert torch.allclose(found.logits[asked], wanted[asked], atol=1e-5)
-        whole = EarlyExit(model, 1.0, at=(1,)).logits(inputs, mask)
+        whole = EarlyExit(model, 1.0, at=(0,)).logits(inputs, mask)
         assert torch.allclose(whole.logits[asked], own[asked], atol=1e-5)
         if name != "masked":
             assert found.share_of_block_tokens == pytest.approx(float((layer + 1).float().mean()) / 3)

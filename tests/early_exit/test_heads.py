@@ -9,11 +9,12 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.models import ExitHeads
 
 from ..tiny_models import VOCABULARY, random_tokens
 from .helpers import HEAD, RULES, classifier, deep, layers_of, naive_exit, naive_generate, ragged
 
-AT = (1, 3, 4)
+AT = (0, 2, 3)
 
 
 def near_heads(model, norm="final", seed=0, bias=True):
@@ -21,7 +22,7 @@ def near_heads(model, norm="final", seed=0, bias=True):
     torch.manual_seed(seed)
     own = model.lm_head.weight.detach()
     weight = torch.stack([own + 0.3 * HEAD * 0.1 * torch.randn_like(own) for _ in range(5)])
-    return lsim.ExitHeads(weight, torch.randn(5, VOCABULARY) if bias else None, norm=norm)
+    return ExitHeads(weight, torch.randn(5, VOCABULARY) if bias else None, norm=norm)
 
 
 def naive_heads(model, heads):
@@ -111,7 +112,7 @@ def test_rows_of_a_classifier(name):
     model, inputs, mask = classifier(name)
     torch.manual_seed(3)
     own = model.classifier
-    heads = lsim.ExitHeads(own.weight.detach() + torch.randn(2, 3, 32), own.bias.detach() + torch.randn(2, 3))
+    heads = ExitHeads(own.weight.detach() + torch.randn(2, 3, 32), own.bias.detach() + torch.randn(2, 3))
     base, states = model.base_model, []
     blocks = base.layers if hasattr(base, "layers") else base.encoder.layer
     handles = [b.register_forward_hook(lambda _m, _a, o: states.append(o if torch.is_tensor(o) else o[0])) for b in blocks]
@@ -142,10 +143,10 @@ def test_half_precision_models_take_wider_heads():
 def test_heads_of_another_model_are_refused():
     model = deep()
     for heads, says in (
-        (lsim.ExitHeads(torch.zeros(4, VOCABULARY, 32)), "`heads` has 4 heads"),
-        (lsim.ExitHeads(torch.zeros(5, VOCABULARY + 1, 32)), "`heads` has shape"),
-        (lsim.ExitHeads(torch.zeros(5, VOCABULARY, 16)), "`heads` has shape"),
-        (lsim.ExitHeads(torch.zeros(5, VOCABULARY, 32), weights_hash="0123456789ab"), "trained with weights 0123456789ab"),
+        (ExitHeads(torch.zeros(4, VOCABULARY, 32)), "`heads` has 4 heads"),
+        (ExitHeads(torch.zeros(5, VOCABULARY + 1, 32)), "`heads` has shape"),
+        (ExitHeads(torch.zeros(5, VOCABULARY, 16)), "`heads` has shape"),
+        (ExitHeads(torch.zeros(5, VOCABULARY, 32), weights_hash="0123456789ab"), "trained with weights 0123456789ab"),
         ("nothing.safetensors", "nothing.safetensors"),
     ):
         with pytest.raises((lsim.LayersimError, FileNotFoundError), match=says):

@@ -39,7 +39,7 @@ def written(model, prompts=PROMPTS, top_p=0.95, heads=None, seed=3, new=NEW, **o
 def one_layer(model, layer, prompts=PROMPTS, heads=None, seed=3):
     """The same by the public interface, at one layer."""
     last = layer == len(model.model.layers)
-    early = EarlyExit(model, 1.0, heads=heads) if last else EarlyExit(model, 0.0, at=(layer,), heads=heads)
+    early = EarlyExit(model, 1.0, heads=heads) if last else EarlyExit(model, 0.0, at=(layer - 1,), heads=heads)
     found = early.generate(prompts, max_new_tokens=NEW, do_sample=True, top_p=0.95, seed=seed, tokenizer=TOKENIZER)
     assert {int(layer) for row in found.exits for layer in row} == {layer}
     return found
@@ -111,7 +111,7 @@ def test_greedy_the_naive_way(monkeypatch, heads):
         for prompt, row in list(zip(PROMPTS, rows, strict=True))[1:3]:
             ids = torch.tensor(ids_of(prompt))
             # No probability is above 1, so the last layer is reached.
-            at, threshold = ((1,), 1.0) if layer == 6 else ((layer,), 0.0)
+            at, threshold = ((0,), 1.0) if layer == 6 else ((layer - 1,), 0.0)
             said, _ = naive_generate(model, ids, NEW, at, "max-prob", threshold, eos=EOS, heads=naive)
             assert row.tokens.tolist() == said
             assert row.text == TOKENIZER.decode(said, skip_special_tokens=True)
@@ -137,7 +137,7 @@ def test_the_demo_model():
     early, counted = EarlyExit(model, 0.0, at="all"), []
     found = generate_from_layers(early, prompts, max_new_tokens=8, top_p=0.9, seed=0, on_tokens=counted.append)
     for layer in (1, 3, 8):
-        alone = EarlyExit(model, 0.0, at=(layer,)) if layer < 8 else EarlyExit(model, 1.0)
+        alone = EarlyExit(model, 0.0, at=(layer - 1,)) if layer < 8 else EarlyExit(model, 1.0)
         said = alone.generate(prompts, max_new_tokens=8, do_sample=True, top_p=0.9, seed=0)
         assert [row.tokens.tolist() for row in found[layer - 1]] == [row.tolist() for row in said.tokens]
         assert tuple(row.text for row in found[layer - 1]) == said.texts

@@ -17,7 +17,7 @@ class TestAgainstTheNaiveWay:
     @pytest.mark.parametrize("rule", RULES)
     def test_tokens_and_exits(self, rule):
         model = deep()
-        at, settings = (1, 3, 4), RULES[rule]
+        at, settings = (0, 2, 3), RULES[rule]
         early = EarlyExit(model, rule=rule, at=at, **settings)
         lengths = [7, 3, 9, 5]
         tokens, mask = ragged(lengths)
@@ -35,16 +35,16 @@ class TestAgainstTheNaiveWay:
     def test_every_layer_and_min_layer(self):
         model = deep(1)
         row = random_tokens(1, 5)[0]
-        for min_layer in (1, 3):
+        for min_layer in (0, 2):
             early = EarlyExit(model, 0.4, at="all", min_layer=min_layer)
-            assert early.at == tuple(range(min_layer, 6))
+            assert early.at == tuple(range(min_layer, 5))
             found = early.generate(row, max_new_tokens=25, eos_token_id=())
             said, exits = naive_generate(model, row, 25, early.at, "max-prob", 0.4)
             assert (found.tokens[0].tolist(), found.exits[0].tolist()) == (said, exits)
             assert len(set(exits)) >= 3
 
     def test_right_padding_is_the_same(self):
-        early = EarlyExit(deep(), 0.4, at=(2, 4))
+        early = EarlyExit(deep(), 0.4, at=(1, 3))
         left, right = (ragged([4, 9, 6], side) for side in ("left", "right"))
         a, b = (
             early.generate(tokens, attention_mask=mask, max_new_tokens=9, eos_token_id=()) for tokens, mask in (left, right)
@@ -56,8 +56,8 @@ class TestAgainstTheNaiveWay:
         # A window is 4 wide, and tokens wait for longer than that.
         model = family(name)
         tokens, mask = ragged([6, 9])
-        first = EarlyExit(model, 0.0, at=(2,)).logits(tokens, mask).logits[mask.bool()].softmax(-1).amax(-1)
-        early = EarlyExit(model, float(first.quantile(0.503)), at=(2,))
+        first = EarlyExit(model, 0.0, at=(1,)).logits(tokens, mask).logits[mask.bool()].softmax(-1).amax(-1)
+        early = EarlyExit(model, float(first.quantile(0.503)), at=(1,))
         found = early.generate(tokens, attention_mask=mask, max_new_tokens=40, eos_token_id=())
         for i, n in enumerate((6, 9)):
             text = torch.cat([tokens[i, 9 - n :], found.tokens[i]])
@@ -71,9 +71,9 @@ class TestAgainstTheNaiveWay:
     def test_shortlist(self):
         model, row = deep(), random_tokens(1, 5)[0]
         short = torch.arange(0, VOCABULARY, 3)
-        early = EarlyExit(model, 0.6, at=(1, 3, 4), shortlist=short.tolist())
+        early = EarlyExit(model, 0.6, at=(0, 2, 3), shortlist=short.tolist())
         found = early.generate(row, max_new_tokens=25, eos_token_id=())
-        said, exits = naive_generate(model, row, 25, (1, 3, 4), "max-prob", 0.6, short)
+        said, exits = naive_generate(model, row, 25, (0, 2, 3), "max-prob", 0.6, short)
         assert (found.tokens[0].tolist(), found.exits[0].tolist()) == (said, exits)
         assert len(set(exits)) >= 2
         assert any(token not in short for token in said)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.early_exit import frequent_tokens
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 
@@ -55,7 +56,7 @@ class TestWhatWasOnceWrong:
 
     def test_a_hook_of_the_users_own_is_applied_once(self):
         model, tokens = tiny_llama(layers=4), random_tokens(1, 6)
-        early = lsim.EarlyExit(model, 0.032, at=(1, 3))
+        early = lsim.EarlyExit(model, 0.032, at=(0, 2))
         push = torch.randn(32, generator=torch.Generator().manual_seed(1)) * 0.2
         for block in (0, 2):
             model.model.layers[block].register_forward_hook(lambda _m, _a, out: out + push)
@@ -118,7 +119,7 @@ class TestWhatWasOnceWrong:
             (lambda m: lsim.EarlyExit(m, float("nan"), rule="patience"), "`threshold`.*nan"),
             (lambda m: lsim.EarlyExit(m, 0.5, shortlist={5, 6}), "`shortlist`.*{5, 6}"),
             (lambda m: lsim.EarlyExit(m, 0.5, shortlist=[True, False]), "`shortlist`.*True"),
-            (lambda m: lsim.frequent_tokens(m, random_tokens(), -1), "`size`.*-1"),
+            (lambda m: frequent_tokens(m, random_tokens(), -1), "`size`.*-1"),
             (lambda m: lsim.truncate(m, True), "`n_layers`.*True"),
             (lambda m: lsim.EarlyExit(m, 1.0).logits(random_tokens(1, 70)), "`tokens`.*70"),
             (lambda m: lsim.EarlyExit(m, 1.0).generate(random_tokens(1, 60), max_new_tokens=6), "`prompt`.*60"),

@@ -22,11 +22,13 @@ class TestRefusals:
             ({"threshold": -0.1}, "`threshold`.*-0.1"),
             ({"threshold": 0.9, "rule": "patience"}, "`threshold`.*0.9"),
             ({"threshold": 1.5, "rule": "patience"}, "`threshold`.*1.5"),
-            ({"at": (0,)}, r"`at`.*\(0,\).*1 to 3"),
-            ({"at": (4,)}, r"`at`.*\(4,\)"),
-            ({"at": (2, 1)}, r"`at`.*\(2, 1\)"),
-            ({"at": (1,), "min_layer": 2}, "`at`.*2 to 3"),
+            ({"at": 3}, "`at` is 3"),
+            ({"at": (0, -1)}, r"`at` is \(0, -1\)"),
+            ({"at": (4,)}, "`at`.*4"),
+            ({"at": (2, -2)}, "`at`.*2, -2"),
+            ({"at": (0,), "min_layer": 1}, r"`at` is \(0,\)"),
             ({"at": "some"}, "`at`.*some"),
+            ({"min_layer": 4}, "`min_layer`.*4"),
             ({"rule": "entropy"}, "`rule`.*entropy"),
             ({"curve": "x"}, "`curve`.*x"),
             ({"shortlist": [1]}, r"`shortlist`.*\[1\]"),
@@ -70,17 +72,17 @@ class TestRefusals:
     def test_images_of_another_size(self, shape, given, do):
         words = rf"`pixel_values` has images of {given}(.|\n)*3 x 8 x 8(.|\n)*{do}"
         with pytest.raises(lsim.LayersimError, match=words):
-            EarlyExit(vit(), threshold=0.3, at=(1,)).logits(torch.randn(shape))
+            EarlyExit(vit(), threshold=0.3, at=(0,)).logits(torch.randn(shape))
 
     def test_images_in_another_form(self):
-        early, images = EarlyExit(vit(), threshold=0.3, at=(1,)), torch.randn(2, 3, 8, 8)
+        early, images = EarlyExit(vit(), threshold=0.3, at=(0,)), torch.randn(2, 3, 8, 8)
         for given in ({"pixel_values": images}, list(images), images[0], random_tokens(2, 6)):
             with pytest.raises(lsim.LayersimError, match=r"`tokens`(.|\n)*`batch channel height width`"):
                 early.logits(given)
         assert early.logits(tokens=images).logits.shape == (2, 4)
 
     def test_texts_in_another_form(self):
-        early = EarlyExit(bert(), threshold=0.3, at=(1,))
+        early = EarlyExit(bert(), threshold=0.3, at=(0,))
         for given in ("a text", ["a text"], {"input_ids": random_tokens(2, 6)}):
             with pytest.raises(LayersimTypeError, match=r"`tokens`(.|\n)*`batch pos`"):
                 early.logits(given)
@@ -88,7 +90,7 @@ class TestRefusals:
     def test_classifiers_do_not_generate(self):
         for model in (vit(), bert()):
             with pytest.raises(lsim.LayersimError, match="cannot generate: it is a classifier") as caught:
-                EarlyExit(model, at=(1,)).generate(random_tokens(2, 6))
+                EarlyExit(model, at=(0,)).generate(random_tokens(2, 6))
             assert "peft" not in str(caught.value)
 
     def test_models(self):
@@ -101,7 +103,7 @@ class TestRefusals:
         spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
         with pytest.raises(lsim.LayersimError, match=r"`model`.*one device"):
             EarlyExit(spread_out)
-        stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(1, 1), adapter="identity").model
+        stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(0, 0), adapter="identity").model
         with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):
             EarlyExit(stitched)
 
@@ -124,7 +126,7 @@ class TestRefusals:
         small = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "pad_token_id": 0}
         mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small)).eval()
         tokens = random_tokens(2, 7)
-        early = EarlyExit(mamba, 0.0, at=(2,))
+        early = EarlyExit(mamba, 0.0, at=(1,))
         with torch.no_grad():
             assert torch.allclose(early.logits(tokens).logits, truncate(mamba, 2)(tokens).logits, atol=1e-5)
         with pytest.raises(lsim.LayersimError, match="cannot generate"):
@@ -133,7 +135,7 @@ class TestRefusals:
             **small, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
         )
         with pytest.raises(lsim.LayersimError, match="cannot run segment by segment"):
-            EarlyExit(transformers.Qwen3NextForCausalLM(config).eval(), at=(1,))
+            EarlyExit(transformers.Qwen3NextForCausalLM(config).eval(), at=(0,))
 
     def test_a_model_that_does_not_run_in_parts(self):
         model = tiny_llama(3)
@@ -151,7 +153,7 @@ class TestRefusals:
 
         model.model.layers[2] = Counting(model.model.layers[2])
         with pytest.raises(lsim.LayersimError, match="gives different logits"):
-            EarlyExit(model, at=(1, 2))
+            EarlyExit(model, at=(0, 1))
 
 
 def test_a_threshold_is_refused_with_the_range_of_the_rule():

@@ -25,7 +25,7 @@ class TestTruncate:
         assert short.config.num_hidden_layers == 2
         assert model.config.num_hidden_layers == 3
         tokens = random_tokens(2, 9)
-        always = EarlyExit(model, 0.0, at=(2,))
+        always = EarlyExit(model, 0.0, at=(1,))
         with torch.no_grad():
             own = short(tokens).logits
         assert torch.allclose(own, always.logits(tokens).logits, atol=1e-5)
@@ -45,7 +45,7 @@ class TestTruncate:
             big, inputs, _ = classifier(name)
             with torch.no_grad():
                 found = truncate(big, 2)(inputs).logits
-            assert torch.allclose(found, EarlyExit(big, 0.0, at=(2,)).logits(inputs).logits, atol=1e-5)
+            assert torch.allclose(found, EarlyExit(big, 0.0, at=(1,)).logits(inputs).logits, atol=1e-5)
 
     def test_saved_and_loaded(self, tmp_path):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,9 +65,9 @@ class TestTruncate:
         opened = lsim.open_model(model, layers=[f"model.layers.{i}" for i in range(3)], unembed=["model.norm", "lm_head"])
         with torch.no_grad():
             assert torch.equal(truncate(opened, 2)(tokens).logits, truncate(model, 2)(tokens).logits)
-        early = EarlyExit(opened, 0.0, at=(2,))
+        early = EarlyExit(opened, 0.0, at=(1,))
         assert early.model is model
-        assert torch.equal(early.logits(tokens).logits, EarlyExit(model, 0.0, at=(2,)).logits(tokens).logits)
+        assert torch.equal(early.logits(tokens).logits, EarlyExit(model, 0.0, at=(1,)).logits(tokens).logits)
         assert lsim.ExitCosts.count(opened) == lsim.ExitCosts.count(model)
 
     def test_half_precision(self):

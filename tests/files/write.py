@@ -19,6 +19,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, LayerMatrix, Result
 from tl_layersim.core.storage import write as write_heads
 from tl_layersim.stitching.experiment import StitchExperiment
+from tl_layersim.training import train_adapters
 
 from ..tiny_models import tiny_tokenizer
 from ..views import provenance
@@ -75,9 +76,9 @@ def results() -> dict[str, Result]:
     found["trajectory_pca"] = lsim.trajectory_pca(one, "w3 w4 w5 w6")
     found["block_jacobians"] = lsim.block_jacobians(one, data[0])
     found["coupling_matrices"] = lsim.coupling_matrices(one, data[0], k=2)
-    found["stitch"] = lsim.stitch(one, model(1), lsim.Data(data, batch_size=2), at=(1, 1), fit="lstsq")
+    found["stitch"] = lsim.stitch(one, model(1), lsim.Data(data, batch_size=2), at=(0, 0), fit="lstsq")
     found["stitch_grid"] = lsim.stitch_grid({"a": one, "b": model(1)}, lsim.Data(data, batch_size=2), adapter="identity")
-    found["adapters"] = lsim.train_adapters(traced(), lsim.Data(data, batch_size=2), steps=2, rank=1)
+    found["adapters"] = train_adapters(traced(), lsim.Data(data, batch_size=2), steps=2, rank=1)
     found["finetune"] = lsim.finetune_aligned(model(), lsim.Data(data, batch_size=2), lsim.AlignedTraining(steps=2, warmup=0))
     change = lsim.evaluate_layers(one, model(1), data, continuations=lsim.Continuations(["w3 w4"], new_tokens=6))
     return found | {"layer_change": change["layers"], "generation_quality": change["generation"]}
@@ -98,20 +99,20 @@ def checkpoints(folder: Path) -> None:
             one,
             model(1),
             lsim.Data(data, batch_size=2),
-            at=(1, 1),
+            at=(0, 0),
             training=lsim.StitchTraining(steps=2),
             checkpoint=folder / "stitch.checkpoint",
         )
     lsim.stitch_grid(
         {"a": one, "b": model(1)},
         lsim.Data(data, batch_size=2),
-        layers=[1],
+        layers=[0],
         fit="lstsq",
         checkpoint=folder / "stitch_grid.checkpoint",
     )
     training = lsim.AlignedTraining(steps=2, warmup=0)
     lsim.finetune_aligned(model(), lsim.Data(data, batch_size=2), training, checkpoint=folder / "finetune.checkpoint")
-    lsim.train_adapters(traced(), lsim.Data(data, batch_size=2), steps=2, rank=1, checkpoint=folder / "adapters.checkpoint")
+    train_adapters(traced(), lsim.Data(data, batch_size=2), steps=2, rank=1, checkpoint=folder / "adapters.checkpoint")
     write_heads(folder / "heads.safetensors", "heads", {}, {"layer 1": torch.eye(3)})
 
 

@@ -62,7 +62,7 @@ def stitch(key: str) -> Any:
     classes = torch.arange(6) % 3 if case.side and not case.labels else None
     options: dict[str, Any] = {"labels": "data" if case.labels else classes}
     options |= {"layers": (list(case.layers), list(case.layers))} if case.layers else {}
-    return called(lsim.stitch, model_of(key), model_of(key, 1), labelled(key), at=(1, 1), fit="lstsq", **options)
+    return called(lsim.stitch, model_of(key), model_of(key, 1), labelled(key), at=(0, 0), fit="lstsq", **options)
 
 
 def finetune_aligned(key: str) -> Any:
@@ -78,7 +78,7 @@ def early_exit(key: str) -> Any:
     data = CASES[key].data()
     main = next(data[name] for name in ("pixel_values", "input_ids", "x") if name in data)
     mask = {name: values for name, values in data.items() if name == "attention_mask"}
-    return called(lsim.EarlyExit, model_of(key), threshold=0.4, at=(1,), **CASES[key].named_head).logits(main, **mask)
+    return called(lsim.EarlyExit, model_of(key), threshold=0.4, at=(0,), **CASES[key].named_head).logits(main, **mask)
 
 
 def truncate(key: str) -> Any:

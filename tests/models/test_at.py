@@ -8,10 +8,14 @@ import pytest
 import torch
 import transformers
 
+import tl_layersim as lsim
 from tl_layersim import LayersimError
 from tl_layersim.models import HookPoint, Part, find_points, find_stacks, stream_sums
+from tl_layersim.models.hook_points import items_of
+from tl_layersim.models.layer_numbers import block_numbers
 from tl_layersim.models.layout import find_blocks
 
+from ..tiny_models import random_tokens, tiny_llama
 from .site_cases import model_of
 
 
@@ -89,6 +93,44 @@ def test_patterns_and_functions_choose_among_names():
     assert names("llama", "blocks.*.attn.hook_z", per_head=True)[:2] == ["blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]"]
     assert names("t5", "decoder.*.hook_cross_attn_out") == [f"decoder.blocks.{i}.hook_cross_attn_out" for i in (0, 1)]
     assert names("llama", ["*.hook_attn_out", "*.hook_mlp_out"])[1:3] == ["blocks.1.hook_attn_out", "blocks.0.hook_mlp_out"]
+
+
+OUTPUTS = [f"blocks.{i}.hook_resid_post" for i in range(8)]
+BLOCKS = [
+    (3, OUTPUTS[3:4]),
+    (-1, OUTPUTS[-1:]),
+    ([0, 5, -1], [OUTPUTS[0], OUTPUTS[5], OUTPUTS[7]]),
+    ([-2, OUTPUTS[1]], [OUTPUTS[6], OUTPUTS[1]]),
+    (range(0, 8, 2), OUTPUTS[::2]),
+    (OUTPUTS[:2], OUTPUTS[:2]),
+]
+
+
+@pytest.mark.parametrize(("at", "expected"), BLOCKS, ids=str)
+def test_blocks_by_number(at, expected):
+    model = tiny_llama(8)
+    assert [point.name for point in find_points(model, find_blocks(model, None), at)] == expected
+    assert block_numbers(expected, OUTPUTS, "at") == block_numbers(items_of(at), OUTPUTS, "at")
+    tokens = random_tokens(4, 6)
+    by_number, by_name = (lsim.analyze(model, tokens, lsim.Cosine(), at=one)["cosine"] for one in (at, expected))
+    assert by_number.layers == tuple(expected)
+    assert torch.equal(by_number.values, by_name.values)
+
+
+@pytest.mark.parametrize("at", [2, -3, [0, 2], ["z", -3]], ids=str)
+def test_blocks_that_the_model_lacks(at):
+    with pytest.raises(LayersimError, match=r"`at`.*(2|-3)"):
+        names("llama", at)
+
+
+def test_blocks_once_each():
+    for at in ([1, -1], [0, OUTPUTS[0]]):
+        with pytest.raises(LayersimError, match="`at`"):
+            names("llama", at)
+        with pytest.raises(LayersimError, match="`layers`"):
+            block_numbers(at, OUTPUTS[:2], "layers")
+    with pytest.raises(LayersimError, match="`layers`"):
+        block_numbers([], OUTPUTS, "layers")
 
 
 def test_blocks_that_are_named_keep_their_numbers():
@@ -171,6 +213,7 @@ REFUSED = [
     ("olmo2", ["ln1"], {}, "its norms stand after attention and MLP"),
     ("llama", "cross_attn_out", {}, "does not have: its blocks have none"),
     ("llama", "atn_out", {}, r"selects no hook point(.|\n)*did you mean 'attn_out'"),
+    ("llama", "hook_z", {}, "did you mean 'z'"),
     ("llama", "blocks.0.hook_atn_out", {}, "did you mean 'blocks.0.hook_attn_out'"),
     ("llama", "blocks.7.hook_attn_out", {}, "did you mean"),
     ("llama", "blocks.*.hook_nothing", {}, "selects no hook point"),

@@ -178,7 +178,7 @@ def test_a_source_says_what_it_can_do(tmp_path):
 
     expected = {"can_hook": True, "can_differentiate": True, "is_remote": False, "is_single_model": True}
     module = tiny_llama()
-    stitched = lsim.stitch(module, module, random_tokens(4, 20), at=(1, 1), adapter="identity").model
+    stitched = lsim.stitch(module, module, random_tokens(4, 20), at=(0, 0), adapter="identity").model
     for model, other in (
         (module, {}),
         (bridge(tiny_gpt2()), {}),

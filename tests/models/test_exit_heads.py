@@ -7,21 +7,22 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
+from tl_layersim.models import ExitHeads
 from tl_layersim.models.model_info import Model
 from tl_layersim.models.unembed import Head, Pool
 
 from ..core.helpers import FILES
 
 
-def heads(**options) -> lsim.ExitHeads:
+def heads(**options) -> ExitHeads:
     torch.manual_seed(0)
-    return lsim.ExitHeads(torch.randn(2, 5, 3), torch.randn(2, 5), **options)
+    return ExitHeads(torch.randn(2, 5, 3), torch.randn(2, 5), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_file_gives_back_the_same_heads(tmp_path, dtype):
-    for given in (heads(norm="none", layers=["a", "b"], weights_hash="12").to(dtype), lsim.ExitHeads(torch.ones(1, 2, 2))):
-        found = lsim.ExitHeads.load(given.save(tmp_path / "heads.safetensors"))
+    for given in (heads(norm="none", layers=["a", "b"], weights_hash="12").to(dtype), ExitHeads(torch.ones(1, 2, 2))):
+        found = ExitHeads.load(given.save(tmp_path / "heads.safetensors"))
         assert torch.equal(found.weight, given.weight)
         assert found.weight.dtype == given.weight.dtype
         assert (found.bias is None) == (given.bias is None)
@@ -32,7 +33,7 @@ def test_a_file_gives_back_the_same_heads(tmp_path, dtype):
 
 def test_the_digest_is_of_weights_biases_and_norm():
     one = heads()
-    others = [lsim.ExitHeads(one.weight), lsim.ExitHeads(one.weight, one.bias, norm="none"), lsim.ExitHeads(one.weight + 1)]
+    others = [ExitHeads(one.weight), ExitHeads(one.weight, one.bias, norm="none"), ExitHeads(one.weight + 1)]
     assert len({one.digest, *(other.digest for other in others)}) == 4
     assert heads().digest == one.digest
 
@@ -54,7 +55,7 @@ def test_heads_read_what_the_model_s_head_joins():
 
     for pool, width in ((None, 3), (Pool(mean_from=0), 3), (Pool((0,), 1), 6), (Pool((0, 1), 2), 9)):
         for given in (3, 6, 9):
-            one = lsim.ExitHeads(torch.ones(2, 5, given))
+            one = ExitHeads(torch.ones(2, 5, given))
             if given == width:
                 one.check(model(pool))
             else:
@@ -74,7 +75,7 @@ def test_heads_read_what_the_model_s_head_joins():
 )
 def test_tensors_that_are_no_heads_are_refused(arguments, options, says):
     with pytest.raises(lsim.LayersimError, match=says):
-        lsim.ExitHeads(*arguments, **options)
+        ExitHeads(*arguments, **options)
 
 
 @pytest.mark.parametrize("analyzer", [lsim.LogitLens, lsim.Saturation, lsim.ExitCurve])
@@ -90,14 +91,14 @@ def test_an_analyzer_takes_a_file_of_heads_and_reads_with_their_norm(analyzer, t
 
 def test_files_that_hold_no_heads_are_refused(tmp_path):
     with pytest.raises(lsim.LayersimError, match=r"x .*a result"):
-        lsim.ExitHeads.load(storage.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))
+        ExitHeads.load(storage.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))
     with pytest.raises(lsim.LayersimError, match="whole file of heads"):
-        lsim.ExitHeads.load(storage.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
+        ExitHeads.load(storage.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
     with pytest.raises(FileNotFoundError):
-        lsim.ExitHeads.load(tmp_path / "nothing")
+        ExitHeads.load(tmp_path / "nothing")
 
 
 @pytest.mark.filterwarnings("ignore:.*without a checksum")
 def test_a_file_of_version_0_1_does_not_say_how_its_heads_read():
     with pytest.raises(lsim.LayersimError, match=r"heads.safetensors does not record"):
-        lsim.ExitHeads.load(FILES / "heads.safetensors")
+        ExitHeads.load(FILES / "heads.safetensors")

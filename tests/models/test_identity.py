@@ -11,6 +11,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
+from tl_layersim.models import untrained
 from tl_layersim.models.model_changes import hooks_on
 from tl_layersim.models.nnsight import NNsightSource
 from tl_layersim.models.weights_hash import WORDS, digest_of_tensor, hash_weights
@@ -255,7 +256,7 @@ def test_a_change_without_a_name_is_refused_where_runs_are_compared(hook, file, 
 def test_no_untrained_twin_of_a_changed_model(make, monkeypatch):
     model = make()
     with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
-        lsim.untrained(model)
+        untrained(model)
     monkeypatch.setattr("tl_layersim.analysis.api.open_source", None)
     for run in (functools.partial(lsim.analyze, model), functools.partial(lsim.compare, tiny_llama(), model)):
         with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
@@ -267,7 +268,7 @@ def test_blocks_are_not_replayed_without_the_edits_of_the_model():
     for run in (
         lambda: lsim.analyze(model, TOKENS, lsim.BlockCoupling(k=2)),
         lambda: lsim.block_jacobians(model, TOKENS[0]),
-        lambda: lsim.stitch(model, tiny_llama(), TOKENS, at=(1, 1), fit="lstsq"),
+        lambda: lsim.stitch(model, tiny_llama(), TOKENS, at=(0, 0), fit="lstsq"),
     ):
         with pytest.raises(lsim.LayersimError, match=r"nnsight edit sha256(.|\n)*model\.clear_edits\(\)"):
             run()
@@ -279,7 +280,7 @@ def test_a_shard_under_another_number_is_refused(tmp_path):
     header, tensors = storage.read(tmp_path / "0.safetensors", ("shard",))
     header["identity"]["shard"] = [1, 2]
     storage.write(tmp_path / "1.safetensors", header.pop("kind"), header, tensors)
-    with pytest.raises(lsim.LayersimError, match=r"1\.safetensors \(shard 1\)(.|\n)*row 0(.|\n)*row 4"):
+    with pytest.raises(lsim.LayersimError, match=r"row 0.*4.*1\.safetensors"):
         lsim.merge(tmp_path)
 
 

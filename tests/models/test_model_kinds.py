@@ -150,7 +150,7 @@ def test_a_model_without_weights_is_refused():
         lambda: lsim.analyze(model, tokens, "cosine"),
         lambda: lsim.analyze(pytest.importorskip("nnsight").NNsight(model), tokens, "cosine"),
         lambda: attached(model, None, input_ids=tokens),
-        lambda: lsim.stitch(model, tiny_llama(), tokens, at=(1, 1)),
+        lambda: lsim.stitch(model, tiny_llama(), tokens, at=(0, 0)),
     ):
         with pytest.raises(lsim.LayersimError, match=r"no weights: .* is on the meta device(.|\n)*from_pretrained"):
             call()

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -37,7 +38,7 @@ def model(folder, request):
 
 
 def test_every_analyzer_gives_the_numbers_of_the_plain_model(model):
-    analyzers = [cls() for name, cls in lsim.find_analyzers().items() if name not in ("block_coupling", "task_metrics")]
+    analyzers = [cls() for name, cls in find_analyzers().items() if name not in ("block_coupling", "task_metrics")]
     here, plain = (lsim.analyze(one, lsim.Data(TOKENS, batch_size=4), analyzers) for one in (model, tiny_llama()))
     for name in plain:
         assert worst(here[name], plain[name]) == 0, name
@@ -85,8 +86,8 @@ def test_attach_compare_stitch_and_figures(folder):
         with torch.no_grad(), lsim.attach(one, [lsim.LogitLens(), lsim.Cosine(center="none")]) as probe:
             one(TOKENS)
         stitched = (
-            lsim.stitch(one, plain, TOKENS, at=(2, 2), fit="lstsq"),
-            lsim.stitch(plain, one, TOKENS, at=(2, 2), fit="lstsq"),
+            lsim.stitch(one, plain, TOKENS, at=(1, 1), fit="lstsq"),
+            lsim.stitch(plain, one, TOKENS, at=(1, 1), fit="lstsq"),
         )
         found.append([*probe.results().values(), *stitched, lsim.prediction_grid(one, TOKENS[0])])
         found[-1].append(lsim.compare(one, plain, TOKENS, lsim.CKA(minibatch=8)))

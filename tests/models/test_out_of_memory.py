@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import tower_similarity
 from tl_layersim.models import out_of_memory
 from tl_layersim.models.hooked import HookedSource
 
@@ -246,11 +247,11 @@ def test_both_stacks_of_an_encoder_decoder(at):
 
 def test_the_towers_of_a_clip_have_limits_of_their_own():
     model = clip_of()
-    expected = lsim.tower_similarity(model, lsim.Data(clip_pairs(), batch_size=9))
+    expected = tower_similarity(model, lsim.Data(clip_pairs(), batch_size=9))
     blocks = model.vision_model.encoder.layers[1], model.text_model.encoder.layers[1]
     seen = limited(blocks[0], 4), limited(blocks[1], 2)
     try:
-        found = lsim.tower_similarity(model, lsim.Data(clip_pairs(), batch_size=9))
+        found = tower_similarity(model, lsim.Data(clip_pairs(), batch_size=9))
     finally:
         for block in blocks:
             block._forward_pre_hooks.clear()
@@ -343,7 +344,7 @@ class Hungry(lsim.Cosine):
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
 def test_a_kernel_that_runs_out_of_memory_names_the_batch_size(wrap):
-    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large: the measurement.*cosine.*do: +batch_size=2"):
+    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large: the measurement.*cosine.*batch_size=2"):
         lsim.analyze(wrap(tiny_llama()), lsim.Data(texts(), batch_size=5), Hungry(center="none"))
 
 

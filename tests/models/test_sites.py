@@ -104,12 +104,12 @@ def test_what_needs_the_residual_stream_refuses_mlps(name):
 CALLS = {
     "prediction_grid": lambda m, t, **o: called(lsim.prediction_grid, m, t[0], **o),
     "trajectory_pca": lambda m, t, **o: called(lsim.trajectory_pca, m, t[0], **o),
-    "block_jacobians": lambda m, t, **o: called(lsim.block_jacobians, m, t[0], **o),
-    "coupling_matrices": lambda m, t, **o: called(lsim.coupling_matrices, m, t[0], k=2, **o),
+    "block_jacobians": lambda m, t, layers: lsim.block_jacobians(lsim.open_model(m, layers=layers), t[0]),
+    "coupling_matrices": lambda m, t, layers: lsim.coupling_matrices(lsim.open_model(m, layers=layers), t[0], k=2),
     "EarlyExit": lambda m, t, **o: called(lsim.EarlyExit, m, 0.5, **o),
     "aligned_loss": lambda m, t, **o: called(lsim.aligned_loss, m, t, **o),
-    "stitch": lambda m, t, layers: lsim.stitch(lsim.open_model(m, layers=layers), m, t, at=(1, 1)),
-    "stitch into": lambda m, t, layers: lsim.stitch(m, lsim.open_model(m, layers=layers), t, at=(1, 1)),
+    "stitch": lambda m, t, layers: lsim.stitch(lsim.open_model(m, layers=layers), m, t, at=(0, 0)),
+    "stitch into": lambda m, t, layers: lsim.stitch(m, lsim.open_model(m, layers=layers), t, at=(0, 0)),
     "evaluate_layers": lambda m, t, **o: called(lsim.evaluate_layers, m, m, t, **o),
 }
 
@@ -223,7 +223,7 @@ def test_a_resumed_run_knows_its_modules_too(tmp_path):
 def test_stitching_and_training_of_an_unknown_architecture_look_before_they_start():
     tokens = random_tokens(16)
     good = lsim.stitch(
-        lsim.open_model(Own(), layers=PARTS), lsim.open_model(Own(), layers=PARTS), tokens, at=("part.0", 1), adapter="identity"
+        lsim.open_model(Own(), layers=PARTS), lsim.open_model(Own(), layers=PARTS), tokens, at=("part.0", 0), adapter="identity"
     )
     assert abs(good.penalty) < 1e-6
     with pytest.raises(lsim.LayersimError, match="Stitching needs the residual stream"):
@@ -231,7 +231,7 @@ def test_stitching_and_training_of_an_unknown_architecture_look_before_they_star
             lsim.open_model(Own(outside=True), layers=PARTS),
             lsim.open_model(Own(), layers=PARTS),
             tokens,
-            at=(1, 1),
+            at=(0, 0),
             adapter="identity",
         )
     with pytest.raises(lsim.LayersimError, match="Aligned training needs the residual stream"):

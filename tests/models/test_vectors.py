@@ -72,7 +72,7 @@ def test_a_stitched_model_is_the_front_below_and_the_back_above():
         lsim.open_model(front, layers=layers),
         lsim.open_model(back, layers=layers),
         data,
-        at=(1, 1),
+        at=(0, 0),
         adapter="identity",
         labels="data",
         eval_data=data,

@@ -7,6 +7,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analysis import validation
+from tl_layersim.models import ExitHeads
 
 from ..ndif.client import furthest, rows
 from .helpers import local
@@ -14,9 +15,9 @@ from .helpers import local
 pytestmark = [pytest.mark.filterwarnings("ignore:.*not those here.*:UserWarning")]
 
 
-def heads(**options) -> lsim.ExitHeads:
+def heads(**options) -> ExitHeads:
     torch.manual_seed(0)
-    return lsim.ExitHeads(torch.randn(2, 100, 32), torch.randn(2, 100), **options)
+    return ExitHeads(torch.randn(2, 100, 32), torch.randn(2, 100), **options)
 
 
 @pytest.mark.parametrize("norm", ["final", "none"])
@@ -29,7 +30,7 @@ def test_layers_are_read_there_as_here(small, norm):
 
 
 def test_a_refusal_of_the_kernel_arrives(small):
-    other = lsim.ExitHeads(torch.randn(2, 90, 32))
+    other = ExitHeads(torch.randn(2, 90, 32))
     with pytest.raises(lsim.LayersimError, match="`heads` has shape"):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), lsim.LogitLens(heads=other))
 

@@ -136,7 +136,7 @@ def test_a_login_is_given_again(small, sent, waited, tmp_path):
     path = sent().save(tmp_path / "run")
     login = small.url.replace("http://", "http://me:secret@")
     assert equal(lsim.load_run(path, remote=login).result(60), waited)
-    with pytest.raises(lsim.LayersimError, match="differs from the server that the saved run was sent to"):
+    with pytest.raises(lsim.LayersimError, match=r"`remote`.*127.0.0.1:9"):
         lsim.load_run(path, remote="http://127.0.0.1:9")
 
 

@@ -51,7 +51,7 @@ class Server:
     def prepare(self, batches):
         self.log.append(f"prepare {batches}")
         if "!" in batches:
-            raise LayersimError("no", given="", expected="", do="")
+            raise LayersimError("no")
         return Request(batches, self.log)
 
     def send(self, request):
@@ -66,7 +66,7 @@ class Server:
         if len(request.batches) > self._most:
             raise JobTooLong
         if request.batches in self._failing:
-            raise LayersimError("failed", given="", expected="", do="")
+            raise LayersimError("failed")
         return request.batches.upper()
 
     def halve(self, batches, error):
@@ -117,7 +117,7 @@ def test_halves_take_the_place_of_a_request_that_was_too_long():
 def test_errors_come_after_the_results_before_them(groups):
     def reading():
         yield from "abc"
-        raise LayersimError("no", given="", expected="", do="")
+        raise LayersimError("no")
 
     server, found = Server(), []
     with pytest.raises(LayersimError):

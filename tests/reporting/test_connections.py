@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import plot_adjacency
 from tl_layersim.reporting.colour_scales import end_above
 from tl_layersim.reporting.connections import connection_labels
 
@@ -66,5 +67,5 @@ def test_block_coupling_names_its_sides_and_leaves_its_diagonal_out():
     assert np.isnan(np.diagonal(np.array(fig.data[0].z))).all()
     assert fig.data[0].z[0][1] == float(found.coupling[0, 1])
     assert f"Random vectors give {found.mean('null_coupling'):.2f}." in fig.layout.title.subtitle.text
-    network = lsim.plot_adjacency(found)
+    network = plot_adjacency(found)
     assert any(trace.marker.colorbar.title.text == "Coupling beyond chance (1: full)" for trace in network.data)

@@ -143,7 +143,7 @@ def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):
     with pytest.warns(lsim.LayersimWarning, match="'cosine', 'logit_lens'"):
         report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(3), batch_size=1), ["cosine", "logit_lens"], intervals=True)
     [text] = [one for one in report["cosine"].provenance.warnings if "'cosine', 'logit_lens'" in one]
-    again = lsim.load_report(report.save(tmp_path / "r.safetensors"))
+    again = lsim.load(report.save(tmp_path / "r.safetensors"))
     assert text in again["logit_lens"].provenance.warnings
     page = unescape(again.to_html(tmp_path / "r.html").read_text())
     assert page.count(text) == 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tl_layersim as lsim
+from tl_layersim.analysis import plot_adjacency
 from tl_layersim.core.intervals import headline_lines, headline_margins, margin_text
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -95,8 +96,8 @@ def test_the_figure_of_block_adjacency_shows_intervals(coupling):
         beyond = ((one.null - one.values) / one.null.clamp(min=1e-9)).nan_to_num(0)
         return ((beyond[0, 1] + beyond[1, 0]) / 2).clamp(0, 1)
 
-    edge = next(trace for trace in lsim.plot_adjacency(coupling).data if trace.mode == "markers")
+    edge = next(trace for trace in plot_adjacency(coupling).data if trace.mode == "markers")
     own = coupling.interval(strength)
     assert edge.customdata[0][3] == f" ({own.low:.3f} to {own.high:.3f})"
     assert "%{customdata[2]:.3f}%{customdata[3]} beyond chance" in edge.hovertemplate
-    assert next(t for t in lsim.plot_adjacency(plain).data if t.mode == "markers").customdata[0][3] == ""
+    assert next(t for t in plot_adjacency(plain).data if t.mode == "markers").customdata[0][3] == ""

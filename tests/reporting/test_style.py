@@ -11,6 +11,7 @@ import plotly.io
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.demo import demo_images, demo_vision_model
 from tl_layersim.reporting.style import (
     PALETTE,
     PRINT,
@@ -158,9 +159,9 @@ def test_rows_of_pixels_are_images_and_other_samples_have_their_own_words():
     assert on_what(images) == "vit · 500 images"
     assert on_what(replace(images, tokens=1000)) == "vit · 1,000 tokens"
     assert on_what(images, "500 pairs") == "vit · 500 pairs"
-    pixels = {"pixel_values": lsim.demo_images()["pixel_values"][:4]}
+    pixels = {"pixel_values": demo_images()["pixel_values"][:4]}
     with pytest.warns(lsim.LayersimWarning, match="residual is the mean itself"):
-        found = lsim.analyze(lsim.demo_vision_model(), pixels, lsim.Cosine())["cosine"]
+        found = lsim.analyze(demo_vision_model(), pixels, lsim.Cosine())["cosine"]
     assert found.plot("to_last").layout.title.subtitle.text.endswith(" · 4 images")
     # [CLS] before the first attention is the same in every image, and has no cosine.
     assert found.plot().layout.title.subtitle.text.startswith("without embed, where no value is defined")

@@ -16,7 +16,7 @@ from .helpers import QUICK, lsim_batches, rows
 class TestCache:
     def test_a_file_gives_the_same_numbers_and_goes_away(self, tmp_path, capsys):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
+        options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
         in_memory = lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), **options)
         in_file = lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), cache=tmp_path, **options)
         assert torch.equal(in_memory.curve, in_file.curve)
@@ -29,7 +29,7 @@ class TestCache:
 
         monkeypatch.setattr(activation_store, "_free", lambda folder: (1000.0, "memory"))
         with pytest.raises(lsim.LayersimError, match="memory"):
-            lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), at=(2, 2), fit="sgd", training=QUICK)
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="sgd", training=QUICK)
 
     def test_half_precision_is_kept_as_it_is(self):
         front = open_split_model(tiny_llama(dtype=torch.bfloat16))
@@ -41,4 +41,4 @@ class TestCache:
 
     def test_no_such_folder(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="`cache` names a folder that does not exist"):
-            lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(1, 1), cache=tmp_path / "nowhere")
+            lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(0, 0), cache=tmp_path / "nowhere")

@@ -36,15 +36,24 @@ def gpt2_upper(model, x: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("at", [(0, 0), (1, 1), (1, 2), (3, 1), (2, 3)])
-    def test_losses_are_the_formula(self, at):
+    @pytest.mark.parametrize(
+        ("at", "blocks"),
+        [
+            (("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (0, 0)),
+            ((0, 0), (1, 1)),
+            ((0, 1), (1, 2)),
+            ((2, "blocks.0.hook_resid_post"), (3, 1)),
+            ((-2, -1), (2, 3)),
+        ],
+    )
+    def test_losses_are_the_formula(self, at, blocks):
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(6, 10)
         result = lsim.stitch(front, back, tokens, at=at, adapter="identity")
         with torch.no_grad():
-            x = gpt2_parts(front, tokens)[at[0]]
-            stitched = next_token_loss(gpt2_upper(back, x, at[1]), tokens)
+            x = gpt2_parts(front, tokens)[blocks[0]]
+            stitched = next_token_loss(gpt2_upper(back, x, blocks[1]), tokens)
             own = next_token_loss(back(tokens).logits, tokens)
-            hits = (gpt2_upper(back, x, at[1])[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean()
+            hits = (gpt2_upper(back, x, blocks[1])[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean()
         assert result.loss == pytest.approx(stitched, abs=1e-9)
         assert result.back_loss == pytest.approx(own, abs=1e-9)
         assert result.penalty == pytest.approx(stitched - own, abs=1e-9)
@@ -54,7 +63,7 @@ class TestNumbers:
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     def test_closed_form_on_a_model(self, kind):
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(40, 10)
-        result = lsim.stitch(front, back, lsim.Data(tokens, batch_size=8), at=(2, 1), adapter=kind, fit="lstsq")
+        result = lsim.stitch(front, back, lsim.Data(tokens, batch_size=8), at=(1, 0), adapter=kind, fit="lstsq")
         fit, held_out = tokens[:32], tokens[32:]
         with torch.no_grad():
             x, y = gpt2_parts(front, fit)[2].reshape(-1, 32).numpy(), gpt2_parts(back, fit)[1].reshape(-1, 32).numpy()
@@ -81,7 +90,7 @@ class TestNumbers:
             front,
             back,
             lsim.Data(tokens[:8], batch_size=4),
-            at=(2, 1),
+            at=(1, 0),
             adapter=kind,
             fit="sgd",
             training=settings,
@@ -141,7 +150,7 @@ class TestNumbers:
             torch.testing.assert_close(logits[:2], turned(tokens[:2]).logits, rtol=1e-3, atol=1e-4)
         # A random model predicts nothing but its own first choices.
         options = {"labels": logits.argmax(-1)}
-        for at in ((1, 1), (3, 3)):
+        for at in ((0, 0), (2, 2)):
             plain = lsim.stitch(model, turned, tokens, at=at, adapter="identity", **options)
             result = lsim.stitch(model, turned, tokens, at=at, adapter="linear", fit="lstsq", **options)
             assert plain.penalty > 0.5
@@ -154,7 +163,7 @@ class TestNumbers:
     @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
     def test_a_model_with_itself_costs_nothing(self, build):
         model = build()
-        for layer in range(len(open_split_model(model).model.layers)):
+        for layer in open_split_model(model).model.layers:
             result = lsim.stitch(model, model, lsim.Data(rows(5, 12), batch_size=2), at=(layer, layer), adapter="identity")
             assert result.penalty == 0.0
             assert result.accuracy_penalty == 0.0
@@ -164,20 +173,20 @@ class TestNumbers:
         front, back = tiny_llama(seed=0).double(), tiny_llama(seed=1).double()
         lengths = [5, 12, 9, 2]
         ragged = [rows(4, 12)[i, :n].tolist() for i, n in enumerate(lengths)]
-        together = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=4), at=(2, 1), adapter="identity")
-        alone = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=1), at=(2, 1), adapter="identity")
+        together = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=4), at=(1, 0), adapter="identity")
+        alone = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=1), at=(1, 0), adapter="identity")
         assert together.loss == pytest.approx(alone.loss, abs=1e-10)
         assert int(together.batch_tokens.sum()) == sum(n - 1 for n in lengths)
-        options = {"at": (2, 1), "adapter": "linear", "fit": "lstsq", "eval_data": rows(2), "ridge": 1.0}
+        options = {"at": (1, 0), "adapter": "linear", "fit": "lstsq", "eval_data": rows(2), "ridge": 1.0}
         with pytest.warns(lsim.LayersimWarning, match="28 tokens for 32 features"):
             fits = [lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=n), **options) for n in (1, 4)]
         torch.testing.assert_close(fits[0].weight, fits[1].weight, rtol=1e-9, atol=1e-12)
 
     def test_skipped_positions_are_fitted_and_not_counted(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(20, 10)
-        all_of_it = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(1, 1), adapter="linear", fit="lstsq")
+        all_of_it = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         later = lsim.stitch(
-            model, other, lsim.Data(tokens, batch_size=4, skip_first=4), at=(1, 1), adapter="linear", fit="lstsq"
+            model, other, lsim.Data(tokens, batch_size=4, skip_first=4), at=(0, 0), adapter="linear", fit="lstsq"
         )
         torch.testing.assert_close(all_of_it.weight, later.weight)
         assert int(all_of_it.batch_tokens.sum()) == 4 * 9
@@ -186,7 +195,7 @@ class TestNumbers:
     def test_held_out_rows_do_not_depend_on_the_batch_size(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
         sizes = [
-            lsim.stitch(model, other, lsim.Data(tokens, batch_size=n), at=(1, 1), adapter="linear", fit="lstsq")
+            lsim.stitch(model, other, lsim.Data(tokens, batch_size=n), at=(0, 0), adapter="linear", fit="lstsq")
             for n in (1, 5, 37)
         ]
         for result in sizes[1:]:
@@ -196,19 +205,19 @@ class TestNumbers:
 
     def test_the_last_fifth_is_held_out(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
-        result = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(1, 1), adapter="linear", fit="lstsq")
+        result = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         apart = lsim.stitch(
-            model, other, lsim.Data(tokens[:32], batch_size=4), at=(1, 1), adapter="linear", fit="lstsq", eval_data=tokens[32:]
+            model, other, lsim.Data(tokens[:32], batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", eval_data=tokens[32:]
         )
         assert torch.equal(result.weight, apart.weight)
         assert result.penalty == apart.penalty
-        again = lsim.stitch(model, other, lsim.Data(tokens[32:], batch_size=4), at=(1, 1), adapter=apart.adapter)
+        again = lsim.stitch(model, other, lsim.Data(tokens[32:], batch_size=4), at=(0, 0), adapter=apart.adapter)
         assert again.penalty == apart.penalty
         assert again.fit == ""
 
     def test_evaluation_data_is_read_as_the_data_or_by_options_of_its_own(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
-        data, options = lsim.Data(tokens[:32], batch_size=4, skip_first=2), {"at": (1, 1), "adapter": "linear", "fit": "lstsq"}
+        data, options = lsim.Data(tokens[:32], batch_size=4, skip_first=2), {"at": (0, 0), "adapter": "linear", "fit": "lstsq"}
         like = lsim.stitch(model, other, data, eval_data=tokens[32:], **options)
         for own, count in ((lsim.Data(tokens[32:]), 8 * 9), (lsim.Data(tokens[32:], positions=slice(2, 5)), 8 * 3)):
             result = lsim.stitch(model, other, data, eval_data=own, **options)
@@ -219,43 +228,43 @@ class TestNumbers:
     def test_the_evaluated_adapter_is_the_one_returned(self):
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         front, back = tiny_gpt2(0), tiny_gpt2(1)
-        wide = lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight))
-        narrow = lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight.float()))
+        wide = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.Adapter("linear", weight))
+        narrow = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.Adapter("linear", weight.float()))
         assert wide.loss == narrow.loss
         assert torch.equal(wide.weight, weight.float().double())
-        double = lsim.stitch(front.double(), back.double(), rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight))
+        double = lsim.stitch(front.double(), back.double(), rows(4), at=(0, 0), adapter=lsim.Adapter("linear", weight))
         assert torch.equal(double.adapter.weight, weight)
 
     def test_a_table_of_labels_is_of_one_data_set(self):
         table = torch.full((6, 8), 5)
         with pytest.raises(lsim.LayersimError, match=r"`labels`.*`eval_data`"):
             lsim.stitch(
-                tiny_gpt2(0), tiny_gpt2(1), rows(6, 8), at=(1, 1), adapter="identity", labels=table, eval_data=rows(6, 8)
+                tiny_gpt2(0), tiny_gpt2(1), rows(6, 8), at=(0, 0), adapter="identity", labels=table, eval_data=rows(6, 8)
             )
 
     def test_the_tokenizer_of_either(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         back.tokenizer = tiny_tokenizer()
-        by_text = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(1, 1), adapter="identity")
-        by_ids = lsim.stitch(front, back, torch.tensor([[1, 5, 6, 7, 8]]), at=(1, 1), adapter="identity")
+        by_text = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(0, 0), adapter="identity")
+        by_ids = lsim.stitch(front, back, torch.tensor([[1, 5, 6, 7, 8]]), at=(0, 0), adapter="identity")
         assert by_text.loss == by_ids.loss
 
     def test_labels_of_ones_own(self):
         model, other, tokens = tiny_gpt2(0), tiny_gpt2(1), rows(6, 8)
         shifted = torch.full_like(tokens, -100)
         shifted[:, :-1] = tokens[:, 1:]
-        usual = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity")
-        table = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity", labels=shifted)
+        usual = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity")
+        table = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity", labels=shifted)
         assert usual.loss == table.loss
         shifted[:, :4] = -100
-        fewer = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity", labels=shifted)
+        fewer = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity", labels=shifted)
         assert int(fewer.batch_tokens.sum()) == 6 * 3
 
     def test_held_out_rows_are_cut_into_batches_enough_for_an_interval(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
-        fine = lsim.stitch(front, back, lsim.Data(ragged, batch_size=2), at=(1, 1), adapter="identity")
-        coarse = lsim.stitch(front, back, lsim.Data(ragged, batch_size=25), at=(1, 1), adapter="identity")
+        fine = lsim.stitch(front, back, lsim.Data(ragged, batch_size=2), at=(0, 0), adapter="identity")
+        coarse = lsim.stitch(front, back, lsim.Data(ragged, batch_size=25), at=(0, 0), adapter="identity")
         assert torch.equal(fine.batch_tokens[:-1], coarse.batch_tokens[:-1])
         assert len(coarse.batch_tokens) == 13
         assert coarse.penalty == pytest.approx(fine.penalty, abs=1e-6)
@@ -287,7 +296,7 @@ class TestNumbers:
         assert 0.92 < inside / 1000 < 0.98
 
     def test_one_row_has_no_interval(self):
-        result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), adapter="identity")
+        result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(0, 0), adapter="identity")
         assert all(math.isnan(end) for end in result.penalty_interval()[1:])
         assert "nan" in repr(result)
 

@@ -15,7 +15,7 @@ from .helpers import QUICK, rows
 
 
 class TestInterrupts:
-    OPTIONS = {"at": (2, 2), "adapter": "affine", "fit": "lstsq+sgd", "training": QUICK}  # noqa: RUF012
+    OPTIONS = {"at": (1, 1), "adapter": "affine", "fit": "lstsq+sgd", "training": QUICK}  # noqa: RUF012
     DATA = lsim.Data(rows(80), batch_size=4)
 
     @pytest.mark.parametrize("after", [1, 11, 29])
@@ -50,7 +50,7 @@ class TestInterrupts:
     @pytest.mark.parametrize(
         "change",
         [
-            {"at": (1, 2)},
+            {"at": (0, 1)},
             {"training": replace(QUICK, seed=1)},
             {"adapter": "linear"},
             {"ridge": 0.1},
@@ -76,22 +76,22 @@ class TestInterrupts:
     def test_given_adapters_are_told_apart(self, tmp_path):
         front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
-        lsim.stitch(front, back, rows(), at=(1, 1), adapter=lsim.Adapter("affine", weight, torch.zeros(32)), checkpoint=path)
+        lsim.stitch(front, back, rows(), at=(0, 0), adapter=lsim.Adapter("affine", weight, torch.zeros(32)), checkpoint=path)
         for other in (
             lsim.Adapter("affine", weight.T.contiguous(), torch.zeros(32)),
             lsim.Adapter("affine", weight, torch.ones(32)),
             lsim.Adapter("linear", weight),
         ):
             with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-                lsim.stitch(front, back, rows(), at=(1, 1), adapter=other, checkpoint=path)
+                lsim.stitch(front, back, rows(), at=(0, 0), adapter=other, checkpoint=path)
 
     def test_calls_with_other_targets_or_held_out_rows_are_told_apart(self, tmp_path):
         front, back, labels = tiny_llama(), tiny_llama(seed=1), random_tokens(20, 16, 7)
-        options = {"at": (1, 1), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
+        options = {"at": (0, 0), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
         lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels}, **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels.flip(0)}, **options)
-        options = {"at": (1, 1), "fit": "lstsq", "checkpoint": tmp_path / "b"}
+        options = {"at": (0, 0), "fit": "lstsq", "checkpoint": tmp_path / "b"}
         lsim.stitch(front, back, lsim.Data(rows(20)[:12], batch_size=4), eval_data=rows(20)[12:], **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch(front, back, lsim.Data(rows(20)[:16], batch_size=4), eval_data=rows(20)[16:], **options)
@@ -107,7 +107,7 @@ class TestInterrupts:
 
     def test_names_of_any_kind(self, tmp_path):
         models = {name: tiny_llama(seed=seed) for seed, name in enumerate(["org/a", "b>c", "org/a>b", "c@1"])}
-        options = {"layers": [1], "adapter": "identity"}
+        options = {"layers": [0], "adapter": "identity"}
         plain = lsim.stitch_grid(models, rows(4), **options)
         for _ in range(2):
             kept = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
@@ -144,7 +144,7 @@ class TestInterrupts:
         data, held_out = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
         with pytest.raises(lsim.LayersimError, match=r"`labels`.*5000"):
             lsim.stitch(
-                tiny_llama(), tiny_llama(seed=1), lsim.Data({**data, "labels": rows().flip(1)}, batch_size=4), at=(1, 1),
+                tiny_llama(), tiny_llama(seed=1), lsim.Data({**data, "labels": rows().flip(1)}, batch_size=4), at=(0, 0),
                 fit="sgd", labels="data", eval_data=held_out, training=QUICK, checkpoint=tmp_path / "f",
             )  # fmt: skip
         assert not calls
@@ -154,7 +154,7 @@ class TestInterrupts:
         from tl_layersim.models.split_model import LocalSplitModel
 
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-        options = {"layers": [1, 3], "fit": "sgd", "training": lsim.StitchTraining(steps=4, warmup=1)}
+        options = {"layers": [0, 2], "fit": "sgd", "training": lsim.StitchTraining(steps=4, warmup=1)}
         data = lsim.Data(rows(), batch_size=2)
         whole = lsim.stitch_grid(models, data, **options)
         plain, calls = LocalSplitModel.loss_and_gradient, []

@@ -47,11 +47,11 @@ class TestClassifiers:
         tokens, classes = rows(30, 9), torch.arange(30) % 3
         data = {"input_ids": tokens, "labels": classes}
         # The first two blocks are the same in both, so nothing is lost below the third.
-        for layer in (1, 2):
+        for layer in (0, 1):
             result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(layer, layer), adapter="identity")
             assert result.accuracy_penalty == pytest.approx(0.0)
             assert abs(result.penalty) < 1e-6
-        result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(3, 3), adapter="identity")
+        result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(2, 2), adapter="identity")
         with torch.no_grad():
             own = tuned(tokens).logits
             swapped = copy.deepcopy(tuned)
@@ -66,8 +66,8 @@ class TestClassifiers:
     def test_the_class_of_a_row_does_not_need_its_first_positions(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": rows(12, 9), "labels": torch.arange(12) % 3}
-        result = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity")
-        later = lsim.stitch(base, tuned, lsim.Data(data, skip_first=2), at=(3, 3), adapter="identity")
+        result = lsim.stitch(base, tuned, data, at=(2, 2), adapter="identity")
+        later = lsim.stitch(base, tuned, lsim.Data(data, skip_first=2), at=(2, 2), adapter="identity")
         assert later.loss == result.loss
         assert int(later.batch_tokens.sum()) == 12
         assert result.unit == "row"
@@ -76,7 +76,7 @@ class TestClassifiers:
     def test_padded_rows_and_training(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}
-        result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=4), at=(3, 3), fit="sgd", training=QUICK)
+        result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=4), at=(2, 2), fit="sgd", training=QUICK)
         assert len(result.curve) == 30
         grid = lsim.stitch_grid({"a": base, "b": tuned}, lsim.Data(data, batch_size=4), adapter="identity")
         assert grid.penalty.shape == (2, 2, 3)
@@ -85,7 +85,7 @@ class TestClassifiers:
     def test_a_label_that_is_no_class(self):
         base = self.build("bert", 0)
         with pytest.raises(lsim.LayersimError, match="`labels`"):
-            lsim.stitch(base, base, {"input_ids": rows(4), "labels": [0, 1, 2, 7]}, at=(1, 1), adapter="identity")
+            lsim.stitch(base, base, {"input_ids": rows(4), "labels": [0, 1, 2, 7]}, at=(0, 0), adapter="identity")
 
     def test_a_language_model_beside_a_classifier(self):
         with pytest.raises(lsim.LayersimError, match="all language models or all classifiers"):
@@ -99,7 +99,7 @@ class TestClassifiers:
             "text": [" ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + i % 6)) for i in range(20)],
             "label": [i % 3 for i in range(20)],
         }
-        one, many = (lsim.stitch(base, tuned, lsim.Data(data, batch_size=n), at=(2, 2), adapter="identity") for n in (1, 20))
+        one, many = (lsim.stitch(base, tuned, lsim.Data(data, batch_size=n), at=(1, 1), adapter="identity") for n in (1, 20))
         assert many.loss == pytest.approx(one.loss, abs=1e-6)
         assert many.back_loss == pytest.approx(one.back_loss, abs=1e-6)
 
@@ -114,7 +114,7 @@ class TestClassifiers:
             torch.manual_seed(seed)
             models.append(transformers.BertForTokenClassification(config).eval())
         data = {"input_ids": rows(4), "labels": rows(4) + 10}
-        result = lsim.stitch(*models, data, at=(1, 1), adapter="identity")
+        result = lsim.stitch(*models, data, at=(0, 0), adapter="identity")
         assert result.provenance.options["labels"] == "data"
         with torch.no_grad():
             own = models[1](rows(4)).logits
@@ -123,9 +123,9 @@ class TestClassifiers:
 
     def test_models_without_a_head_or_that_see_their_targets(self):
         with pytest.raises(lsim.LayersimError, match="`model` has no head"):
-            lsim.stitch(tiny_llama().model, tiny_llama(seed=1).model, rows(4) % 30, at=(1, 1), adapter="identity")
+            lsim.stitch(tiny_llama().model, tiny_llama(seed=1).model, rows(4) % 30, at=(0, 0), adapter="identity")
         with pytest.raises(lsim.LayersimError, match="masked language model"):
-            lsim.stitch(family("bert"), family("bert", 1), rows(4), at=(1, 1), adapter="identity")
+            lsim.stitch(family("bert"), family("bert", 1), rows(4), at=(0, 0), adapter="identity")
 
 
 class TestHeadsThatPool:
@@ -134,7 +134,7 @@ class TestHeadsThatPool:
         case, classes = CASES[name], torch.tensor([0, 2, 1, 1, 0])
         front, back = case.build(0), case.build(1)
         data = case.data(labels=classes)
-        result = lsim.stitch(front, back, lsim.Data(data, batch_size=3), at=(2, 2), adapter="identity", eval_data=data)
+        result = lsim.stitch(front, back, lsim.Data(data, batch_size=3), at=(1, 1), adapter="identity", eval_data=data)
         own, stitched = [], []
         for row in case.rows():
             second = block_outputs(front, case.paths, row)[1]

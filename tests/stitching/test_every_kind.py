@@ -18,7 +18,7 @@ class TestEveryKind:
     @pytest.fixture(scope="class")
     def expected(self):
         return lsim.stitch(
-            tiny_gpt2(0), tiny_gpt2(1), lsim.Data(rows(), batch_size=4), at=(2, 1), adapter="affine", fit="lstsq"
+            tiny_gpt2(0), tiny_gpt2(1), lsim.Data(rows(), batch_size=4), at=(1, 0), adapter="affine", fit="lstsq"
         )
 
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
@@ -26,7 +26,7 @@ class TestEveryKind:
     def test_one_answer(self, kind, side, expected):
         models = [tiny_gpt2(0), tiny_gpt2(1)]
         models[side == "back"] = gpt2_of_kind(kind, int(side == "back"))
-        result = lsim.stitch(*models, lsim.Data(rows(), batch_size=4), at=(2, 1), adapter="affine", fit="lstsq")
+        result = lsim.stitch(*models, lsim.Data(rows(), batch_size=4), at=(1, 0), adapter="affine", fit="lstsq")
         assert result.loss == pytest.approx(expected.loss, abs=2e-6)
         assert result.back_loss == pytest.approx(expected.back_loss, abs=2e-6)
         torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)
@@ -35,7 +35,7 @@ class TestEveryKind:
     def test_training_through_it(self, kind):
         plain, other = (
             lsim.stitch(
-                tiny_gpt2(0), back, lsim.Data(rows(), batch_size=4), at=(2, 2), adapter="affine-norm", fit="sgd", training=QUICK
+                tiny_gpt2(0), back, lsim.Data(rows(), batch_size=4), at=(1, 1), adapter="affine-norm", fit="sgd", training=QUICK
             )
             for back in (tiny_gpt2(1), gpt2_of_kind(kind, 1))
         )
@@ -44,8 +44,8 @@ class TestEveryKind:
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_the_stitched_model_of_it(self, kind):
         tokens = rows(4, 8)
-        result = lsim.stitch(gpt2_of_kind(kind, 0), gpt2_of_kind(kind, 1), tokens, at=(2, 1), adapter="identity")
-        plain = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), tokens, at=(2, 1), adapter="identity")
+        result = lsim.stitch(gpt2_of_kind(kind, 0), gpt2_of_kind(kind, 1), tokens, at=(1, 0), adapter="identity")
+        plain = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), tokens, at=(1, 0), adapter="identity")
         with torch.no_grad():
             ours, theirs = result.model(tokens), plain.model(tokens)
         ours = getattr(ours, "logits", ours)
@@ -59,14 +59,14 @@ class TestEveryKind:
         tokens = rows(4, 8)
         before = bridge(tokens)
         keys = [set(vars(block)) for block in bridge.blocks]
-        result = lsim.stitch(tiny_gpt2(0), bridge, tokens, at=(2, 2), adapter="identity")
+        result = lsim.stitch(tiny_gpt2(0), bridge, tokens, at=(1, 1), adapter="identity")
         result.model(tokens)
         assert torch.equal(bridge(tokens), before)
         assert [set(vars(block)) for block in bridge.blocks] == keys
 
     @pytest.mark.parametrize("fit", ["lstsq", "sgd"])
     def test_in_nnsights_simulation_of_a_server(self, fit):
-        options = {"at": (2, 1), "adapter": "affine", "fit": fit}
+        options = {"at": (1, 0), "adapter": "affine", "fit": fit}
         data = lsim.Data(rows(), batch_size=6)
         options |= {"training": lsim.StitchTraining(steps=3, warmup=1)} if fit == "sgd" else {}
         there = [lsim.open_model(gpt2_of_kind("nnsight", seed), remote="local") for seed in (0, 1)]
@@ -86,15 +86,28 @@ class TestEveryKind:
             "a": lsim.open_model(here["a"], layers=[f"transformer.h.{i}" for i in range(2)]),
             "b": lsim.open_model(gpt2_of_kind("nnsight", 1), remote="local"),
         }
-        plain, mixed = (lsim.stitch_grid(made, rows(4, 8), layers=[1, 2], adapter="identity") for made in (here, there))
+        plain, mixed = (lsim.stitch_grid(made, rows(4, 8), layers=[0, 1], adapter="identity") for made in (here, there))
         torch.testing.assert_close(mixed.loss, plain.loss, rtol=0, atol=1e-6)
 
     def test_the_end_of_a_remote_back(self):
         there = gpt2_of_kind("nnsight", 1)
-        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(3, 3), adapter="identity")
-        result = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=(3, 3), adapter="identity")
+        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(2, 2), adapter="identity")
+        result = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=(2, 2), adapter="identity")
         assert result.loss == pytest.approx(here.loss, abs=1e-6)
-        first = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=(0, 0), adapter="identity")
+        first = lsim.stitch(
+            tiny_gpt2(0),
+            lsim.open_model(there, remote="local"),
+            rows(4, 8),
+            at=("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"),
+            adapter="identity",
+        )
         assert first.loss == pytest.approx(
-            lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(0, 0), adapter="identity").loss, abs=1e-6
+            lsim.stitch(
+                tiny_gpt2(0),
+                tiny_gpt2(1),
+                rows(4, 8),
+                at=("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"),
+                adapter="identity",
+            ).loss,
+            abs=1e-6,
         )

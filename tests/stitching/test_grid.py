@@ -27,7 +27,7 @@ class TestGrid:
         for i, a in enumerate(models):
             for j, b in enumerate(models):
                 for s in (0, 2):
-                    one = lsim.stitch(models[a], models[b], lsim.Data(rows(80), batch_size=4), at=(s + 1, s + 1), fit="lstsq")
+                    one = lsim.stitch(models[a], models[b], lsim.Data(rows(80), batch_size=4), at=(s, s), fit="lstsq")
                     assert float(grid.penalty[i, j, s]) == one.penalty
                     assert float(grid.loss[i, j, s]) == one.loss
                     assert (float(grid.low[i, j, s]), float(grid.high[i, j, s])) == tuple(one.penalty_interval())[1:]
@@ -45,7 +45,7 @@ class TestGrid:
 
     def test_beyond_what_fitting_costs(self, models):
         # Trained, so that models with themselves do not come out at zero.
-        options = {"layers": [1, 2], "fit": "sgd", "adapter": "affine-norm", "training": QUICK}
+        options = {"layers": [0, 1], "fit": "sgd", "adapter": "affine-norm", "training": QUICK}
         grid = lsim.stitch_grid(models, lsim.Data(rows(40), batch_size=8), **options)
         assert grid.penalty[0, 0].abs().min() > 1e-3
         own = [trace for trace in grid.plot().data if trace.name in ("a into a", "b into b")]
@@ -81,8 +81,8 @@ class TestGrid:
         mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
         with pytest.raises(lsim.LayersimError, match=r"`layers`.*3 blocks, deep: 5 blocks"):
             lsim.stitch_grid(mixed, rows(), adapter="identity")
-        grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [1, 3], "deep": [2, 5]})
-        one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(2, 1), adapter="identity")
+        grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [0, 2], "deep": [1, 4]})
+        one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(1, 0), adapter="identity")
         assert float(grid.penalty[1, 0, 0]) == one.penalty
         assert grid.seams[0] == "a blocks.0.hook_resid_post, deep blocks.1.hook_resid_post"
         assert grid.penalty[0, 0].abs().max() == 0

@@ -24,7 +24,7 @@ class TestNothingElseChanges:
         more = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lsim.LayersimWarning)
-            lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(2, 2), adapter=kind, **more)
+            lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(1, 1), adapter=kind, **more)
         assert front.training
         for model, flag, total in zip((front, back), flags, sums, strict=True):
             assert all(p.grad is None for p in model.parameters())
@@ -40,7 +40,7 @@ class TestNothingElseChanges:
         front, back = tiny_llama(), tiny_llama(seed=1)
         monkeypatch.setattr(back.lm_head, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("broken head")))
         with pytest.raises(RuntimeError, match="broken head"):
-            lsim.stitch(front, back, rows(), at=(2, 2), adapter="identity")
+            lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
         for model in (front, back):
             assert all(p.requires_grad for p in model.parameters())
             for module in model.model.modules():
@@ -72,7 +72,7 @@ class TestNothingElseChanges:
         )
         front, back = tiny_llama(), tiny_llama(seed=1)
         result = lsim.stitch(
-            front, back, lsim.Data(rows(20), batch_size=4), at=(1, 1), adapter="affine-norm", fit="sgd", training=QUICK
+            front, back, lsim.Data(rows(20), batch_size=4), at=(0, 0), adapter="affine-norm", fit="sgd", training=QUICK
         )
         own = result.provenance.weights_hash.split(" | ")[0]
         # Four batches of the fit; the fifth is evaluated row by row.
@@ -80,7 +80,7 @@ class TestNothingElseChanges:
 
     def test_inside_a_users_own_contexts(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
+        options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
         data = lsim.Data(rows(), batch_size=6)
         plain = lsim.stitch(front, back, data, **options)
         with torch.no_grad():
@@ -92,17 +92,17 @@ class TestNothingElseChanges:
 
     def test_hooks_below_the_stitch_point_do_not_touch_what_is_put_there(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        plain = lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity")
+        plain = lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity")
         handles = [back.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 3)]
         handles.append(back.model.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 2,)))
-        assert lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity").loss == plain.loss
-        assert lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity").back_loss != plain.back_loss
+        assert lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").loss == plain.loss
+        assert lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").back_loss != plain.back_loss
         for handle in handles:
             handle.remove()
 
     def test_warnings_point_to_the_users_line(self):
         with pytest.warns(lsim.LayersimWarning) as caught:
-            lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(2), batch_size=1), at=(1, 1), fit="lstsq")
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(2), batch_size=1), at=(0, 0), fit="lstsq")
         assert caught[0].filename == __file__
 
     def test_a_block_that_does_not_run_is_refused_in_words(self):
@@ -111,5 +111,5 @@ class TestNothingElseChanges:
         model.spare = torch.nn.Linear(32, 32)
         with pytest.raises(lsim.LayersimError, match=r"did not reach spare(.|\n)*torch.compile"):
             lsim.stitch(
-                lsim.open_model(model, layers=["model.layers.0", "spare"]), tiny_llama(), rows(4), at=(2, 2), adapter="identity"
+                lsim.open_model(model, layers=["model.layers.0", "spare"]), tiny_llama(), rows(4), at=(1, 1), adapter="identity"
             )

@@ -32,14 +32,14 @@ class TestGroups:
     @pytest.fixture(scope="class")
     def grid(self, models):
         return lsim.stitch_grid(
-            models, lsim.Data(texts(), seq_len=16), layers=[2, 6], adapter="identity", groups={n: n[0] for n in models}
+            models, lsim.Data(texts(), seq_len=16), layers=[1, 5], adapter="identity", groups={n: n[0] for n in models}
         )
 
     def test_each_pair_is_a_stitch(self, models, grid):
         found = grid.between_models(1)
         own = grid.between_models("blocks.5.hook_resid_post", of="accuracy_penalty")
         for a, b in (("p0", "q1"), ("q1", "p0"), ("p0", "p1"), ("q0", "q0")):
-            one = lsim.stitch(models[a], models[b], lsim.Data(texts(), seq_len=16), at=(6, 6), adapter="identity")
+            one = lsim.stitch(models[a], models[b], lsim.Data(texts(), seq_len=16), at=(5, 5), adapter="identity")
             place = found.models.index(a), found.models.index(b)
             assert float(found.values[place]) == one.penalty
             assert float(own.values[place]) == pytest.approx(one.accuracy_penalty)
@@ -119,7 +119,7 @@ def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
     for number, options in ((2, {}), (4, {}), (4, {"cache": tmp_path})):
         made = {f"m{n}": tiny_llama(seed=n) for n in range(number)}
         passes = Passes(made["m0"], 0)
-        grid = lsim.stitch_grid(made, lsim.Data(rows(20), batch_size=2), layers=[1], adapter="identity", **options)
+        grid = lsim.stitch_grid(made, lsim.Data(rows(20), batch_size=2), layers=[0], adapter="identity", **options)
         assert len(grid.batch_tokens) == 10
         counts.append(passes.count)
     # 10 batches as a front, 10 as a back alone, and a few passes of one row that check the split; for any number of backs.
@@ -132,15 +132,15 @@ def test_fits_read_the_same_activations(fit, monkeypatch):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
     data, options = lsim.Data(rows(80), batch_size=4), {"adapter": "affine", "fit": fit}
     options |= {"training": lsim.StitchTraining(steps=3)} if fit == "sgd" else {}
-    grid = lsim.stitch_grid(made, data, layers=[2], **options)
-    one = lsim.stitch(made["a"], made["b"], data, at=(2, 2), **options)
+    grid = lsim.stitch_grid(made, data, layers=[1], **options)
+    one = lsim.stitch(made["a"], made["b"], data, at=(1, 1), **options)
     assert float(grid.penalty[0, 1, 0]) == one.penalty
 
 
 def test_activations_that_do_not_fit_are_computed_anew(monkeypatch, capfd):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-    kept = lsim.stitch_grid(made, rows(), layers=[1], adapter="identity")
+    kept = lsim.stitch_grid(made, rows(), layers=[0], adapter="identity")
     monkeypatch.setattr(activation_store, "_free", lambda folder: (1000.0, "memory"))
-    anew = lsim.stitch_grid(made, rows(), layers=[1], adapter="identity")
+    anew = lsim.stitch_grid(made, rows(), layers=[0], adapter="identity")
     assert torch.equal(anew.penalty, kept.penalty)
     assert "do not fit into memory and are computed anew for each back" in capfd.readouterr().err

@@ -22,7 +22,7 @@ class TestResult:
             tiny_llama(),
             tiny_llama(seed=1),
             lsim.Data(rows(), batch_size=4),
-            at=(2, 1),
+            at=(1, 0),
             fit="lstsq+sgd",
             training=lsim.StitchTraining(steps=60, warmup=5),
         )
@@ -36,7 +36,7 @@ class TestResult:
         with pytest.raises(lsim.LayersimError, match="`model`"):
             _ = again.model
         tokens = rows(3, 8)
-        joined = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(2, 1), adapter=again.adapter)
+        joined = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(1, 0), adapter=again.adapter)
         with torch.no_grad():
             assert torch.equal(joined.model(tokens).logits, result.model(tokens).logits)
 
@@ -58,7 +58,7 @@ class TestResult:
         assert f"back alone, held-out: {result.back_loss:.3f}" in names
         [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each batch"]
         np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)
-        plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 1), adapter="identity")
+        plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(1, 0), adapter="identity")
         assert plain.plot().layout.title.text == "Stitching penalty of each batch"
         assert "nats per token" in plain.plot().layout.yaxis.title.text
         assert len(result.plot("batch_loss").data) == 1

@@ -19,7 +19,7 @@ class TestStitchedModel:
     def result(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         front.tokenizer = back.tokenizer = tiny_tokenizer()
-        return lsim.stitch(front, back, lsim.Data(rows(), batch_size=4), at=(2, 1), fit="lstsq")
+        return lsim.stitch(front, back, lsim.Data(rows(), batch_size=4), at=(1, 0), fit="lstsq")
 
     def test_generates_the_argmax_of_its_logits(self, result):
         tokens = rows(1, 5)
@@ -34,7 +34,7 @@ class TestStitchedModel:
 
     def test_making_it_changes_no_mode(self):
         front, back = tiny_llama().train(), tiny_llama(seed=1)
-        _ = lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").model
+        _ = lsim.stitch(front, back, rows(4), at=(0, 0), adapter="identity").model
         assert front.training
         assert all(module.training for module in front.modules())
         assert not back.training
@@ -59,7 +59,7 @@ class TestStitchedModel:
             return model
 
         front, back = strong(kinds[0], 0), strong(kinds[1], 1)
-        joined = lsim.stitch(front, back, rows(4), at=(2, 1), adapter="identity").model
+        joined = lsim.stitch(front, back, rows(4), at=(1, 0), adapter="identity").model
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
         tokens = rows(2)
         mask = torch.ones_like(tokens)
@@ -70,7 +70,7 @@ class TestStitchedModel:
     def test_one_model_twice_is_measured_above_the_stitch_point(self):
         model, tokens = tiny_llama(), rows(8)
         turn = lsim.Adapter("linear", torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0])
-        for at in ((3, 1), (2, 1), (1, 2), (1, 0)):
+        for at in ((2, 0), (1, 0), (0, 1), (0, "blocks.0.hook_resid_pre")):
             twice = lsim.stitch(model, model, tokens, at=at, adapter=turn).model
             apart = lsim.stitch(model, copy.deepcopy(model), tokens, at=at, adapter=turn).model
             analyzers = [lsim.CKA(minibatch=32), lsim.LogitLens(), lsim.BlockCoupling(k=3)]
@@ -85,19 +85,22 @@ class TestStitchedModel:
 
     def test_its_first_layer_is_what_the_adapter_gives(self):
         from tl_layersim.remote.open import open_source
+        from tl_layersim.stitching.spec import point_number
 
         front, back = tiny_llama(), tiny_llama(seed=1)
         split_model = open_split_model(front)
         [batch] = lsim_batches(rows(4), 4)
-        for at in ((1, 0), (0, 0), (2, 1)):
+        for at in ((0, "blocks.0.hook_resid_pre"), ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (1, 0)):
             joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.Adapter("linear", torch.eye(32) * 2)).model
             seen = open_source(joined).collect(batch).activations[0]
-            torch.testing.assert_close(seen, 2 * split_model.hidden(batch, at[0]).reshape(-1, 32))
+            torch.testing.assert_close(
+                seen, 2 * split_model.hidden(batch, point_number(split_model.model, at[0], "at")).reshape(-1, 32)
+            )
 
     def test_another_adapter_is_another_model(self, tmp_path):
         front, back = tiny_llama(), tiny_llama(seed=1)
         joined = [
-            lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", torch.eye(32) * size)).model
+            lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.Adapter("linear", torch.eye(32) * size)).model
             for size in (1, 2)
         ]
         lsim.analyze(joined[0], rows(4), [lsim.CKA(minibatch=32)], checkpoint=tmp_path / "f")
@@ -106,7 +109,7 @@ class TestStitchedModel:
 
     def test_the_tokenizer_that_was_given(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        result = lsim.stitch(front, back, lsim.Data(["w5 w6 w7 w8"], tokenizer=tiny_tokenizer()), at=(1, 1), adapter="identity")
+        result = lsim.stitch(front, back, lsim.Data(["w5 w6 w7 w8"], tokenizer=tiny_tokenizer()), at=(0, 0), adapter="identity")
         options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 2}
         assert result.model.generate("w5 w6", do_sample=False, **options).startswith("w5 w6")
         assert len(result.model.generate("w5 w6", do_sample=True, num_return_sequences=3, **options)) == 3
@@ -130,7 +133,7 @@ class TestStitchedModel:
         paths = [f"steps.{i}" for i in range(3)]
         front, back = Own(0), Own(1)
         result = lsim.stitch(
-            lsim.open_model(front, layers=paths), lsim.open_model(back, layers=paths), rows(4), at=(2, 1), adapter="identity"
+            lsim.open_model(front, layers=paths), lsim.open_model(back, layers=paths), rows(4), at=(1, 0), adapter="identity"
         )
         with torch.no_grad():
             logits = result.model(rows(4))
@@ -139,7 +142,7 @@ class TestStitchedModel:
             result.model.generate(rows(1))
 
     def test_a_bridge_generates(self):
-        result = lsim.stitch(gpt2_of_kind("bridge", 0), gpt2_of_kind("bridge", 1), rows(4, 8), at=(1, 1), adapter="identity")
+        result = lsim.stitch(gpt2_of_kind("bridge", 0), gpt2_of_kind("bridge", 1), rows(4, 8), at=(0, 0), adapter="identity")
         tokens, expected = rows(1, 4), rows(1, 4)
         with torch.no_grad():
             for _ in range(4):
@@ -155,7 +158,7 @@ class TestStitchedModel:
     def test_measured_like_any_model(self, result):
         tokens = rows(6, 9)
         report = lsim.analyze(result.model, tokens, [lsim.LogitLens(), lsim.Cosine(center="none"), lsim.Trajectory()])
-        evaluated = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(2, 1), adapter=result.adapter)
+        evaluated = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(1, 0), adapter=result.adapter)
         assert float(report["logit_lens"].cross_entropy[-1]) == pytest.approx(evaluated.loss, abs=1e-6)
         assert report["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
         assert "affine" in report["cosine"].provenance.model
@@ -183,7 +186,7 @@ class TestStitchedModel:
 
     def test_nothing_above_the_last_layer(self):
         model = tiny_llama()
-        result = lsim.stitch(model, model, rows(4), at=(3, 3), adapter="identity")
+        result = lsim.stitch(model, model, rows(4), at=(2, 2), adapter="identity")
         with torch.no_grad():
             assert torch.equal(result.model(rows(4)).logits, model(rows(4)).logits)
         with pytest.raises(lsim.LayersimError, match="no blocks"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.training import train_adapters
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -34,7 +35,7 @@ def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients
 
 
 def trained_stitch(model):
-    return lsim.stitch(model, model, lsim.Data(random_tokens(), batch_size=2), at=(1, 2), training=lsim.StitchTraining(steps=2))
+    return lsim.stitch(model, model, lsim.Data(random_tokens(), batch_size=2), at=(0, 1), training=lsim.StitchTraining(steps=2))
 
 
 NEED_GRADIENTS = {
@@ -43,7 +44,7 @@ NEED_GRADIENTS = {
     "stitch": trained_stitch,
     "block_jacobians": lambda model: lsim.block_jacobians(model, random_tokens()[0]),
     "block_coupling": lambda model: lsim.analyze(model, random_tokens(), "block_coupling"),
-    "train_adapters": lambda model: lsim.train_adapters(nnsight.NNsight(model), random_tokens(), steps=1),
+    "train_adapters": lambda model: train_adapters(nnsight.NNsight(model), random_tokens(), steps=1),
 }
 
 
@@ -64,7 +65,7 @@ def test_weights_made_under_inference_mode_are_enough_where_no_gradient_is_neede
     assert lsim.EarlyExit(model, 0.5).generate(prompt, max_new_tokens=3).tokens[0].tolist() == (
         lsim.EarlyExit(usual, 0.5).generate(prompt, max_new_tokens=3).tokens[0].tolist()
     )
-    stitched = [lsim.stitch(m, m, random_tokens(), at=(1, 2), fit="lstsq").penalty for m in (model, usual)]
+    stitched = [lsim.stitch(m, m, random_tokens(), at=(0, 1), fit="lstsq").penalty for m in (model, usual)]
     assert stitched[0] == stitched[1]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import ExitHeads
 from tl_layersim.training.fine_tuning_steps import FineTuning
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -125,7 +126,7 @@ def test_heads_belong_to_the_trained_weights(tmp_path):
     model = with_words(tiny_llama())
     training = replace(OWN_HEADS, save_to=tmp_path / "m")
     result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training)
-    heads = lsim.ExitHeads.load(tmp_path / "m" / "heads.safetensors")
+    heads = ExitHeads.load(tmp_path / "m" / "heads.safetensors")
     assert (heads.digest, heads.weights_hash) == (result.heads.digest, result.heads.weights_hash)
     from transformers import AutoModelForCausalLM
 
@@ -139,7 +140,7 @@ def test_heads_belong_to_the_trained_weights(tmp_path):
     with pytest.raises(lsim.LayersimError, match="`heads` were trained with weights"):
         lsim.EarlyExit(tiny_llama(), heads=heads)
     lsim.EarlyExit(loaded, heads=tmp_path / "m" / "heads.safetensors")
-    freed = lsim.ExitHeads(heads.weight, heads.bias, norm=heads.norm)
+    freed = ExitHeads(heads.weight, heads.bias, norm=heads.norm)
     lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=freed))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.training import train_adapters
 
 from ..head_models import CASES, block_outputs, replaced
 from ..models.helpers import nnsight
@@ -110,8 +111,6 @@ def test_a_head_of_its_own_for_each_layer_reads_pooled_rows():
 def test_adapters_of_a_traced_classifier(name):
     case = CASES[name]
     data = case.data(labels=LABELS)
-    adapters = lsim.train_adapters(
-        nnsight(case.build()), lsim.Data(data, batch_size=5), steps=2, lr=1e-3, rank=2, eval_data=data
-    )
+    adapters = train_adapters(nnsight(case.build()), lsim.Data(data, batch_size=5), steps=2, lr=1e-3, rank=2, eval_data=data)
     torch.testing.assert_close(adapters.values[0], naive_losses(case, case.build()).detach(), rtol=1e-8, atol=0)
     assert adapters.aligned("after") < adapters.aligned("before")

@@ -51,7 +51,7 @@ def test_a_page_a_table_and_a_file(tmp_path):
     page = report.to_html(tmp_path / "page.html").read_text()
     assert "before" in page
     assert "after" in page
-    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    again = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert torch.equal(again["layers"].values, report["layers"].values)
     table = report["layers"].to_frame()
     assert set(table["model"]) == {"before", "after"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import ExitHeads
 from tl_layersim.training.losses import layer_weights
 from tl_layersim.training.objectives import objective_named
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
@@ -64,7 +65,7 @@ class TestObjectives:
             for z, w in zip(logits[:2], layer_weights("linear", 3), strict=False)
         )
         assert float(result.loss[0]) == pytest.approx(float(expected.detach()), rel=1e-7)
-        heads = lsim.ExitHeads.load(tmp_path / "m" / "heads.safetensors")
+        heads = ExitHeads.load(tmp_path / "m" / "heads.safetensors")
         assert torch.equal(heads.weight, result.heads.weight)
         assert heads.bias is None
         assert not torch.equal(*heads.weight)

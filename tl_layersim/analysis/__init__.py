@@ -13,6 +13,9 @@ Other packages may import from these modules:
 """
 
 from .attach import Probe
+from .coupling_across_models import plot_adjacency
+from .detection import detection_by_layer
+from .device_speeds import Devices
 from .exponential_fits import ExponentialFit
 from .one_prompt_figures import PredictionGrid, TrajectoryPCA
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
@@ -20,11 +23,14 @@ from .score_relation import Relation
 from .server_capabilities import Capabilities
 from .submitted_run import RemoteRun
 from .sweep_results import Sweep, SweepError
+from .tower_similarity import tower_similarity
+from .zero_shot import zero_shot, zero_shot_classifier
 
 __all__ = [
     "BlockJacobians",
     "Capabilities",
     "CouplingMatrices",
+    "Devices",
     "ExponentialFit",
     "PredictionGrid",
     "Probe",
@@ -33,4 +39,9 @@ __all__ = [
     "Sweep",
     "SweepError",
     "TrajectoryPCA",
+    "detection_by_layer",
+    "plot_adjacency",
+    "tower_similarity",
+    "zero_shot",
+    "zero_shot_classifier",
 ]

@@ -107,15 +107,17 @@ def analyze(
             from names to analyzers, such as `{"raw": LogitLens(norm="none"), "normed": LogitLens()}`. The names are the keys of
             the report. Without a mapping each analyzer can be there once.
         at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
-            "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; a list of names of hook points or
-            of module paths; a pattern such as "blocks.*.hook_attn_out"; or a function of names that returns True for those to
-            read. Families of an encoder-decoder are those of its decoder, and "encoder.resid_post" names one of the encoder.
-            `sites` lists what a model has. Analyzers that need the residual stream refuse other sites.
+            "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; the number of a block, whose output
+            is read, negative from the end, or several; a list of names of hook points or of module paths; a pattern such as
+            "blocks.*.hook_attn_out"; or a function of names that returns True for those to read. Families of an
+            encoder-decoder are those of its decoder, and "encoder.resid_post" names one of the encoder. `sites` lists what a
+            model has. Analyzers that need the residual stream refuse other sites.
         per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
         intervals: keep the sums of 16 to 32 blocks of consecutive rows, from which every result gets confidence intervals:
             `result.interval("values")`. Memory holds up to 48 times the sums.
-        baseline: "untrained" also measures three models of the same architecture with fresh weights (`lsim.untrained`) on the
-            same data. Figures and tables show them beside the trained model, `result.untrained` holds their results.
+        baseline: "untrained" also measures three models of the same architecture with fresh weights
+            (`tl_layersim.models.untrained`) on the same data. Figures and tables show them beside the trained model,
+            `result.untrained` holds their results.
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
             same call resumes from it and ends with exactly the numbers of an uninterrupted run.
         blocking: False to send all requests of the main pass to a server and return at once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from ..analyzers.base import Analyzer
 from ..core.argument_checks import typed
 from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
-from ..core.errors import LayersimError, recorded_warnings, warn
+from ..core.errors import LOG, LayersimError, recorded_warnings, warn
 from ..core.results import Report
 from ..core.sum_tree import SumTree
 from ..core.sums import Sums
@@ -192,8 +191,8 @@ class Probe:
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
-        # The frames of a traceback would keep activations in memory: only its text is kept.
-        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+        # The frames of a traceback would keep activations in memory.
+        LOG.debug("The probe stopped measuring.", exc_info=error)
         link: BaseException | None = error
         while link is not None:
             link = link.with_traceback(None)

@@ -65,13 +65,14 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
         figure 18 shows average precision (AP50) by layer.
 
     Examples:
-        >>> import torch, tl_layersim as lsim
+        >>> import torch
+        >>> from tl_layersim.analysis import detection_by_layer
         >>> from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
         >>> backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
         >>> sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 3, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
         >>> config = DetrConfig(backbone_config=backbone, num_queries=4, num_labels=2, **sizes)
         >>> labels = [{"class_labels": [1], "boxes": [[0.5, 0.5, 0.2, 0.4]]}] * 2
-        >>> found = lsim.detection_by_layer(DetrForObjectDetection(config), torch.randn(2, 3, 32, 32), labels=labels)
+        >>> found = detection_by_layer(DetrForObjectDetection(config), torch.randn(2, 3, 32, 32), labels=labels)
         >>> found.box_l1.shape, found.objects, found.matched
         (torch.Size([3]), 2, 2)
     """

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
-
-
-def numbers_of(layers: Sequence[Any] | None, blocks: int) -> tuple[int, ...]:
-    """Numbers of the chosen blocks, counted from 0; all blocks where `layers` is None or holds paths."""
-    if layers is None or (layers and isinstance(layers[0], str)):
-        return tuple(range(blocks))
-    numbers = tuple(layer % blocks for layer in layers if -blocks <= layer < blocks)
-    if not numbers or len(set(numbers)) < len(layers):
-        raise LayersimError(
-            f"`layers` is {brief(layers)}; it must hold different numbers from 0 to {blocks - 1}, or negative ones from "
-            "the end."
-        )
-    return numbers
 
 
 def pair_of(position: Any, tokens: int) -> tuple[int, int]:

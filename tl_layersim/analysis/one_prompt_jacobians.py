@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,12 +16,11 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
+from ..models.layer_numbers import block_numbers
 from ..models.model_info import Model
-from ..models.open import OpenedModel
-from ..models.source import Source
 from ..models.view import Kernel, View
 from ..remote.open import open_source
-from .one_prompt_arguments import connections_of, different, numbers_of, pair_of
+from .one_prompt_arguments import connections_of, different, pair_of
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
 from .prompt_run import PromptKernel, run_on_prompt
 
@@ -34,7 +32,7 @@ def block_jacobians(
     model: Any,
     prompt: Any,
     *,
-    layers: list[int] | list[str] | None = None,
+    layers: Sequence[int | str] | None = None,
     positions: Any = "last",
     method: Literal["dense", "finite-difference"] = "dense",
     memory_mb: PositiveFloat = 1024,
@@ -48,7 +46,7 @@ def block_jacobians(
     Args:
         model: as in `analyze`. A server returns whole Jacobians of 4 d_model^2 bytes each.
         prompt: a `Data`, or a text or token ids `pos`.
-        layers: numbers of blocks, negative numbers from the end; or as in `open_model`, paths of all blocks. Default: all.
+        layers: blocks by number, negative from the end, or by the name of their output. Default: all.
         positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative numbers from the
             end.
         method: "dense", or "finite-difference" for blocks that cannot be differentiated.
@@ -66,8 +64,9 @@ def block_jacobians(
         >>> found.values.shape, found.pairs
         (torch.Size([2, 2, 128, 128]), ('0 > 2', '4 > 4'))
     """
-    source = _open_layers(model, layers)
-    chosen = numbers_of(layers, len(source.model.layers) - 1)
+    source = open_source(model)
+    outputs = source.model.layers[1:]
+    chosen = block_numbers(range(len(outputs)) if layers is None else layers, outputs, "layers")
     if isinstance(positions, np.ndarray | torch.Tensor):
         # An array of tokens, or of pairs of them.
         positions = [tuple(each) if isinstance(each, list) else each for each in np.atleast_1d(np.asarray(positions)).tolist()]
@@ -103,7 +102,7 @@ def coupling_matrices(
     prompt: Any,
     *,
     along: Along = "depth",
-    layers: list[int] | list[str] | None = None,
+    layers: Sequence[int | str] | None = None,
     token: int | None = None,
     positions: list[int] | None = None,
     k: TwoOrMore = 10,
@@ -124,7 +123,7 @@ def coupling_matrices(
         along: "depth" compares the chosen blocks at one token; "self" the effects of tokens on themselves (t > t);
             "fixed-input" the effects of one token on later tokens (token > t); "fixed-output" the effects of earlier tokens on
             one token (t > token).
-        layers: numbers of blocks, negative numbers from the end; or as in `open_model`, paths of all blocks. Default: all for
+        layers: blocks by number, negative from the end, or by the name of their output. Default: all for
             "depth", the middle block otherwise. Several blocks are compared across tokens as well.
         token: the fixed token; the last by default, the first for "fixed-input". Not for "self".
         positions: the other tokens; by default all possible tokens. Not for "depth".
@@ -149,9 +148,10 @@ def coupling_matrices(
     for name, value, without in (("token", token, "self"), ("positions", positions, "depth")):
         if value is not None and along == without:
             raise LayersimError(f"`{name}` is {brief(value)}; it cannot be used with along={along!r}.")
-    source = _open_layers(model, layers)
-    blocks = len(source.model.layers) - 1
-    chosen = numbers_of(layers, blocks) if along == "depth" or layers is not None else ((blocks - 1) // 2,)
+    source = open_source(model)
+    outputs = source.model.layers[1:]
+    default = range(len(outputs)) if along == "depth" else [(len(outputs) - 1) // 2]
+    chosen = block_numbers(default if layers is None else layers, outputs, "layers")
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
@@ -192,12 +192,6 @@ def coupling_matrices(
         layers=source.model.layers,
         provenance=provenance,
     )
-
-
-def _open_layers(model: Any, layers: Sequence[Any] | None) -> Source:
-    """The source of a model, with the modules that `layers` names by path."""
-    opened, paths = OpenedModel.of(model), [path for path in layers or [] if isinstance(path, str)]
-    return open_source(replace(opened, layers=paths) if paths else opened)
 
 
 def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:

@@ -205,11 +205,13 @@ def _points_by_name(given: Any) -> tuple[dict[Any, float], str]:
     elif hasattr(given, "to_dict") and hasattr(given, "index"):
         numbers, label = given.to_dict(), str(given.name or "")
     else:
-        numbers = dict(enumerate(np.asarray(given, dtype=np.float64).reshape(-1).tolist()))
+        numbers = dict(enumerate(np.asarray(given).reshape(-1).tolist()))
     couplings = [one for one in numbers.values() if isinstance(one, BlockCouplingResult)]
     if couplings:
         same_coupling_options(couplings)
         label = COUPLING
+    if texts := [name for name, one in numbers.items() if isinstance(one, bool | str)]:
+        raise LayersimError(f"`results` and `scores` must be numbers; {texts[0]!r} has {numbers[texts[0]]!r}.")
     return {name: one.mean() if isinstance(one, BlockCouplingResult) else float(one) for name, one in numbers.items()}, label
 
 

@@ -14,13 +14,14 @@ from ..core.wording import brief
 from ..data.positions import PositionRule
 from ..models.activation_sizes import activation_sizes
 from ..models.hook_point import HookPoint
+from ..models.hook_points import items_of
 from ..models.model_info import Model
 from ..models.pools import AnyKernel, PoolKernel
 from ..models.source import Source
 from ..models.view import at_sites
 
-# For type checkers: a family, a name or a pattern, several of these, or a function of names.
-AtArgument: TypeAlias = str | Sequence[str] | Callable[[str], bool]
+# For type checkers: a block, a family, a name or a pattern, several of these, or a function of names.
+AtArgument: TypeAlias = int | str | Sequence[int | str] | Callable[[str], bool]
 DEFAULT = "resid_post"
 MID = "resid_mid"
 Points = tuple[HookPoint, ...]
@@ -50,7 +51,7 @@ class SitePlan:
     """
 
     choices: Mapping[str, tuple[SiteChoice, ...]]
-    at: str | list[str] = DEFAULT
+    at: int | str | list[int | str] = DEFAULT
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
@@ -146,7 +147,7 @@ def plan_sites(
     """
     by_source = [_choices(source, analyzers, at, per_head) for source in sources]
     choices = {name: tuple(own[name] for own in by_source) for name in analyzers}
-    given = at if isinstance(at, str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else list(at)
+    given = at if isinstance(at, int | str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else list(at)
     return SitePlan(choices, given, per_head)
 
 
@@ -175,14 +176,14 @@ def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, 
 
 def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: bool) -> Points | None:
     """The hook points that an analyzer reads; None for the residual layers."""
-    families = [at] if isinstance(at, str) else at if callable(at) else list(at)
+    families = items_of(at)
     default = families == [DEFAULT] and not per_head
     if analyzer.families:
         return source.hook_points([*analyzer.families, *_optional(source, analyzer)], False)
     if default:
         return None
     if analyzer.needs_sites in ("stream", "every_block"):
-        if analyzer.reads_mid and not callable(families) and set(families) <= {DEFAULT, MID}:
+        if analyzer.reads_mid and set(families) <= {DEFAULT, MID}:
             return _with_ends(source, source.hook_points(families, per_head))
         raise LayersimError(
             f"`at` is {brief(at)}; it must be {DEFAULT!r}"

@@ -54,7 +54,7 @@ def sweep(
         per_head: see `analyze`.
         intervals: see `analyze`.
         baseline: see `analyze`.
-        checkpoint: a folder for the report of each model that was measured, as a file that `load_report` reads. The same call
+        checkpoint: a folder for the report of each model that was measured, as a file that `load` reads. The same call
             continues with the next model, within a model from its partial sums. Models may be added. The model behind a key is
             taken to be the same.
 

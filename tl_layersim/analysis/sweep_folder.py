@@ -20,7 +20,7 @@ import torch
 from ..analyzers.base import Analyzer, code_digest
 from ..core.distributed import rank_and_size
 from ..core.function_code import digest_of_code
-from ..core.results import Report, load_report
+from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
 from ..data.data import Data
@@ -76,7 +76,7 @@ class SweepFolder:
         """
         if self.path is None or not (path := self._file(key)).exists():
             return None
-        return load_report(path)
+        return Report.load(path)
 
     def partial(self, key: int | float | str) -> Path | None:
         """The checkpoint file of the analysis of one model.

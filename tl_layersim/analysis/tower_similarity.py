@@ -201,6 +201,7 @@ def tower_similarity(
 
     Examples:
         >>> import tl_layersim as lsim, torch
+        >>> from tl_layersim.analysis import tower_similarity
         >>> from transformers import CLIPConfig, CLIPModel
         >>> tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
         >>> text = tiny | dict(vocab_size=20, eos_token_id=19)
@@ -208,7 +209,7 @@ def tower_similarity(
         >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
         >>> tokens = torch.cat([torch.randint(3, 19, (8, 5)), torch.full((8, 1), 19)], 1)
         >>> pairs = {"input_ids": tokens, "pixel_values": torch.randn(8, 3, 8, 8)}
-        >>> found = lsim.tower_similarity(clip, pairs)
+        >>> found = tower_similarity(clip, pairs)
         >>> found.values.shape, found.pairs
         (torch.Size([3, 3]), 8)
     """

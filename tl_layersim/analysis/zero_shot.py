@@ -75,6 +75,7 @@ def zero_shot(
         Token ids in place of texts, for a model without a tokenizer.
 
         >>> import tl_layersim as lsim, torch
+        >>> from tl_layersim.analysis import zero_shot
         >>> from transformers import CLIPConfig, CLIPModel
         >>> tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
         >>> text = tiny | dict(vocab_size=20, eos_token_id=19)
@@ -82,7 +83,7 @@ def zero_shot(
         >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
         >>> prompts = [torch.tensor([1, 5, 19]), torch.tensor([1, 6, 7, 19])]
         >>> images, labels = torch.randn(8, 3, 8, 8), torch.tensor([0, 1] * 4)
-        >>> found = lsim.zero_shot(clip, images, prompts=prompts, labels=labels)
+        >>> found = zero_shot(clip, images, prompts=prompts, labels=labels)
         >>> found.accuracy.shape, float(found.agreement[-1])
         (torch.Size([2]), 1.0)
     """
@@ -131,13 +132,14 @@ def zero_shot_classifier(
 
     Examples:
         >>> import tl_layersim as lsim, torch
+        >>> from tl_layersim.analysis import zero_shot_classifier
         >>> from transformers import CLIPConfig, CLIPModel
         >>> tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
         >>> text = tiny | dict(vocab_size=20, eos_token_id=19)
         >>> vision = tiny | dict(image_size=8, patch_size=4)
         >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
         >>> prompts = [torch.tensor([1, 5, 19]), torch.tensor([1, 6, 7, 19])]
-        >>> model = lsim.zero_shot_classifier(clip, prompts=prompts)
+        >>> model = zero_shot_classifier(clip, prompts=prompts)
         >>> data = {"pixel_values": torch.randn(8, 3, 8, 8), "label": torch.tensor([0, 1] * 4)}
         >>> list(lsim.analyze(model, data, [lsim.Saturation(), lsim.ExitCurve(labels="data")]))
         ['saturation', 'exit_curve']

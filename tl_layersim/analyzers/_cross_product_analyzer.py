@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Permutations, Seed
+from ..core.bounds import Limit, PermutationCount, Seed
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.pools import Draws, PoolKernel, pool_rows
@@ -41,7 +41,7 @@ class CrossProductAnalyzer(Analyzer):
 
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
-    permutations: Permutations = 0
+    permutations: PermutationCount = 0
     unit: Literal["row", "token"] = "row"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0

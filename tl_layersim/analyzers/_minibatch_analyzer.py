@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Permutations, PositiveInt, Seed
+from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..core.wording import amount
@@ -88,7 +88,7 @@ class MinibatchAnalyzer(Analyzer):
     level: Literal["token", "sequence"]
     pool: Literal["mean", "last", "first"]
     seed: Seed
-    permutations: Permutations
+    permutations: PermutationCount
     max_memory_gb: Limit
 
     @property

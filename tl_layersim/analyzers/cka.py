@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Permutations, PositiveInt, Seed
+from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
@@ -170,7 +170,7 @@ class CKA(MinibatchAnalyzer):
     seed: Seed = 0
     deconfound: Literal["input"] | None = None
     max_memory_gb: Limit = 4.0
-    permutations: Permutations = 0
+    permutations: PermutationCount = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:

@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Permutations, PositiveInt, Seed
+from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
 from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ._dissimilarities import dissimilarities
@@ -106,7 +106,7 @@ class MutualKNN(MinibatchAnalyzer):
     pool: Literal["mean", "last", "first"] = "mean"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
-    permutations: Permutations = 0
+    permutations: PermutationCount = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:

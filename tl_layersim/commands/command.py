@@ -160,7 +160,7 @@ def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) 
         group=PANELS[panel],
         negative=() if default is False else None,
         converter=_whole if kind is int else None,
-        allow_leading_hyphen=kind is str and parameter.kind is parameter.KEYWORD_ONLY,
+        allow_leading_hyphen=kind in (str, list[str]) and parameter.kind is parameter.KEYWORD_ONLY,
         show_default=(lambda _: shown) if len(shown) < LONGEST_DEFAULT and shown not in ("None", "False") else False,
     )
     return parameter.replace(annotation=Annotated[kind if default is not None else kind | None, more], default=default)

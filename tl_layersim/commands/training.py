@@ -27,9 +27,8 @@ def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
     """Options of a stitch that Python has in another form.
 
     Args:
-        at: a stitch point L:M: the layer of FRONT that is read, and the layer of BACK that is replaced. Layer i is the
-            output of block number i, counted from 1. May be repeated. Several points, or none for all blocks, give a grid in
-            both directions.
+        at: a stitch point L:M: FRONT runs up to block L, BACK from the block after M. Blocks are numbered from 0, negative
+            from the end, or named. May be repeated. Several points, or none for all blocks, give a grid in both directions.
         paper: stitching of Brown et al. 2023, but for options that are given: affine-norm, sgd in plain weights.
     """
 

@@ -28,7 +28,15 @@ def stitch_point(text: str) -> tuple[int | str, int | str]:
     first, colon, second = (part.strip() for part in text.partition(":"))
     if not (first and colon and second):
         raise LayersimError(f"`at` is {text!r}; it must be a layer of FRONT and one of BACK, such as 4:6.")
-    return (int(first) if first.isdecimal() else first, int(second) if second.isdecimal() else second)
+    return _layer(first), _layer(second)
+
+
+def _layer(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def _sites(texts: Sequence[str]) -> list[int | str]:
+    return [_layer(text) for text in names_of(texts)]
 
 
 def shard_files(texts: Sequence[str], argument: str = "first") -> list[Path]:
@@ -76,7 +84,7 @@ def _positions(text: str) -> Any:
 
 # By option: its value in Python.
 READERS: dict[str, Callable[[Any], Any]] = {
-    "at": names_of,
+    "at": _sites,
     "layers": names_of,
     "unembed": names_of,
     "format": names_of,

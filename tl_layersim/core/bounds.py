@@ -1,6 +1,6 @@
 """Numbers within bounds, as types of settings and arguments: `typed` checks them and names the bound in the error.
 
-`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `RowCount`, `Seed`, `Permutations`, `PositiveFloat`,
+`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `RowCount`, `Seed`, `PermutationCount`, `PositiveFloat`,
 `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`.
 """
 
@@ -35,7 +35,7 @@ Bins = Annotated[int, Is[_Within("an int from 2 to 100,000", lambda n: 2 <= n <=
 RowCount = Annotated[int, Is[_Within("an int from 1 to 2^20", lambda n: 1 <= n <= 2**20)]]
 Seed = Annotated[int, Is[_Within("an int from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)]]
 # With fewer than 19 permutations, no p-value can be 0.05 or less.
-Permutations = Annotated[int, Is[_Within("0 for no null, or an int of 19 or more", lambda n: n == 0 or 19 <= n < 2**63)]]
+PermutationCount = Annotated[int, Is[_Within("0 for no null, or an int of 19 or more", lambda n: n == 0 or 19 <= n < 2**63)]]
 PositiveFloat = Annotated[int | float, Is[_Within("a finite float above 0", lambda x: 0 < x < math.inf)]]
 NonNegativeFloat = Annotated[int | float, Is[_Within("a finite float of 0 or more", lambda x: 0 <= x < math.inf)]]
 Limit = Annotated[int | float, Is[_Within("a float above 0, infinite for no limit", lambda x: x > 0)]]

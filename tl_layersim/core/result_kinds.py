@@ -84,6 +84,8 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
         module, name = KINDS[kind][0].rsplit(".", 1)
         found: type[Any] = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
         return found
+    # Installed packages declare analyzers, whose results this process may not have imported yet.
+    importlib.import_module(f"{PACKAGE}.analyzers").find_analyzers()
     return next((cls for cls in below(base) if _path(cls) == kind), None)
 
 

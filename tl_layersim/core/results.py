@@ -404,14 +404,4 @@ def load(path: str | os.PathLike[str]) -> Any:
     return load_kind(path, ("result", "report", "sweep"), Result, Report)
 
 
-@typed
-def load_report(path: str | os.PathLike[str]) -> Report:
-    """Read a report that `Report.save` or `Report.push_to_hub` wrote; errors as in `load`.
-
-    Args:
-        path: of the file, or its address on the hub, see `load`.
-    """
-    return Report.load(path)
-
-
-__all__ = ["LayerCurve", "LayerMatrix", "Picture", "Provenance", "Report", "Result", "axes", "load", "load_report"]
+__all__ = ["LayerCurve", "LayerMatrix", "Picture", "Provenance", "Report", "Result", "axes", "load"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 import tl_layersim as lsim
+from tl_layersim.demo import demo_images
 
 
 def new_model(seed: int) -> ViTForImageClassification:
@@ -51,7 +52,7 @@ def make_pair() -> None:
     parser.add_argument("--copies", type=int, default=4, help="shifted copies of each image")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    train, test = lsim.demo_images("train"), lsim.demo_images("test")
+    train, test = demo_images("train"), demo_images("test")
     generator = torch.Generator().manual_seed(options.seed)
     copies = [moved_by_a_pixel(train["pixel_values"], generator) for _ in range(options.copies)]
     data = {"pixel_values": torch.cat(copies), "labels": train["labels"].repeat(options.copies)}

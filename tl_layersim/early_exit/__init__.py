@@ -5,10 +5,12 @@ Exit rules are in `rules`, one class per file. Other packages may import `EarlyE
 """
 
 from .costs import ExitPlan
+from .frequent_tokens import frequent_tokens
 from .results import ExitLogits, Generated
 
 __all__ = [
     "ExitLogits",
     "ExitPlan",
     "Generated",
+    "frequent_tokens",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Integer, Shaped
@@ -16,6 +17,7 @@ from ..core.bounds import Fraction, PositiveFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..models.cross_entropy import need_classes
 from ..models.exit_heads import ExitHeads, as_heads
+from ..models.layer_numbers import block_number
 from ..models.layout import refusing_failed_forward
 from ..models.open import OpenedModel
 from .arguments import check_curve, check_layers, sequence_rows, shortlist_ids
@@ -44,10 +46,10 @@ class EarlyExit:
         model: a Hugging Face language model or classifier, in this process and on one device; or what `open_model` returns.
         threshold: the value that the rule's statistic must exceed. At 1, for all rules but `"patience"`, every token runs
             through all layers and no check is made.
-        at: layers of the checks: numbers of blocks that have run, 1 to L - 1, or `"all"`. Default: the cheapest set by `costs`
-            on `curve`; without a curve at most four evenly spread layers, whose checks cost at most a sixth of the model (but
-            at least one layer).
-        min_layer: lowest layer of a check.
+        at: blocks after which a check is made: numbers from 0, negative from the end, names such as `blocks.3.hook_resid_post`,
+            or `"all"`. There is no check after the last block. Default: the cheapest set by `costs` on `curve`; without a curve
+            at most four evenly spread blocks, whose checks cost at most a sixth of the model (but at least one block).
+        min_layer: lowest block after which a check is made, by number or name.
         rule: name of the exit rule. `"max-prob"`: the largest probability at the layer, through the model's own final norm and
             head; `"margin"`: the largest minus the second largest; `"patience"`: the prediction is the same at `threshold`
             checks in a row; `"cosine"`: the cosine similarity of the residuals that enter and leave the block, without
@@ -60,9 +62,9 @@ class EarlyExit:
             read by its own head. The last layer keeps the model's. A curve must be measured with the same heads.
 
     Attributes:
-        at: the layers of the checks.
+        at: the numbers of the blocks after which a check is made.
         heads: of the layers below the last, None where every layer is read by the model's own head.
-        plan: an `ExitPlan`, the layers with the expected exits and speed-up; None without a curve.
+        plan: an `ExitPlan`, the checks with the expected exits and speed-up; None without a curve.
 
     Raises:
         LayersimError: the model is not supported, or its logits with early exit differ from those of its own forward pass.
@@ -74,7 +76,7 @@ class EarlyExit:
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> early = lsim.EarlyExit(lsim.demo_model(), threshold=0.9, at=(4,))
+        >>> early = lsim.EarlyExit(lsim.demo_model(), threshold=0.9, at=(3,))
         >>> early.generate("Once upon a", max_new_tokens=4).texts
         (' time, there was',)
     """
@@ -85,8 +87,8 @@ class EarlyExit:
         model: Any,
         threshold: int | float = 0.9,
         *,
-        at: tuple[int, ...] | list[int] | Literal["all"] | None = None,
-        min_layer: PositiveInt = 1,
+        at: int | str | Sequence[int | str] | None = None,
+        min_layer: int | str = 0,
         rule: str = "max-prob",
         curve: ExitCurveResult | None = None,
         costs: ExitCosts | None = None,
@@ -105,18 +107,24 @@ class EarlyExit:
         if curve is not None:
             check_curve(curve, rule_class, self.heads)
         costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids)
-        given = check_layers(at, min_layer, blocks)
+        names = self.split_model.model.layers[1:]
+        lowest = block_number(min_layer, names, "min_layer")
+        given = check_layers(at, lowest, names)
         self.plan: ExitPlan | None = None
         if curve is not None:
-            self.plan = plan_for(costs, exited_fractions(curve, float(threshold), blocks), min_layer, given)
+            self.plan = plan_for(costs, exited_fractions(curve, float(threshold), blocks), lowest, given)
             self._warn_of_other_weights(curve)
             warn_if_slower(self.plan)
             self.at = self.plan.at
         else:
-            self.at = evenly_spread(costs, min_layer) if given is None else given
+            self.at = evenly_spread(costs, lowest) if given is None else given
         # Numbers of blocks after which tokens may exit.
-        self.ends = (blocks,) if self.rule.never else (*self.at, blocks)
+        self.ends = (blocks,) if self.rule.never else self._ends()
         self._verify()
+
+    def _ends(self) -> tuple[int, ...]:
+        """The number of blocks that have run at each check, and at the end."""
+        return (*(block + 1 for block in self.at), len(self.split_model.blocks))
 
     def _lens_of(self, heads: ExitHeads | None, blocks: int) -> ExitLens:
         """The predictions of each layer."""
@@ -137,7 +145,7 @@ class EarlyExit:
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)
             self.causal = is_token_model and is_causal(split_model)
             self.generates = self.causal and takes_cache(split_model)
-            ends = (*self.at, len(split_model.blocks))
+            ends = self._ends()
             with refusing_crashes(split_model):
                 outputs = check_full_sequence(split_model, self._lens, ends, self.causal)
                 if self.rule.reads_logits:

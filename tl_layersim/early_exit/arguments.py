@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..analyzers.exit_curve import ExitCurveResult
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..models.exit_heads import ExitHeads
+from ..models.layer_numbers import block_numbers
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
 from .full_model_check import classified_positions
@@ -21,22 +22,27 @@ from .rules.base import ExitRule
 from .supported_models import reads_pixels
 
 
-def check_layers(at: Sequence[int] | Literal["all"] | None, min_layer: int, blocks: int) -> tuple[int, ...] | None:
-    """The layers of checks that `at` names; None where it is None.
+def check_layers(at: int | str | Sequence[int | str] | None, lowest: int, names: Sequence[str]) -> tuple[int, ...] | None:
+    """The numbers of the blocks after which `at` asks for a check, ascending; None if `at` is None.
+
+    Args:
+        at: see `EarlyExit`.
+        lowest: number of the lowest block after which a check is made.
+        names: of the outputs of all blocks.
 
     Raises:
-        LayersimError: `at` names other layers than `min_layer` to `blocks - 1`, or in another order.
+        LayersimError: `at` names a block below `lowest`, the last block, no block, or one twice.
     """
     if at is None:
         return None
+    last = len(names) - 1
     if at == "all":
-        return tuple(range(min_layer, blocks))
-    layers = tuple(at)
-    if list(layers) != sorted(set(layers)) or (layers and not min_layer <= layers[0] <= layers[-1] < blocks):
-        raise LayersimError(
-            f"`at` is {brief(layers)}; it must be ascending numbers of blocks from {min_layer} to {blocks - 1}."
-        )
-    return layers
+        return tuple(range(lowest, last))
+    layers = [at] if isinstance(at, int | str) else list(at)
+    blocks = tuple(sorted(block_numbers(layers, names, "at"))) if layers else ()
+    if blocks and not lowest <= blocks[0] <= blocks[-1] < last:
+        raise LayersimError(f"`at` is {brief(at)}; a check can be made after blocks {lowest} to {last - 1}.")
+    return blocks
 
 
 def shortlist_ids(shortlist: Any, rule: type[ExitRule], split_model: LocalSplitModel, unembed: Unembed) -> Tensor:

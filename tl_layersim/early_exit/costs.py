@@ -1,4 +1,4 @@
-"""Costs of decoding steps with early exit, and the choice of the layers at which checks pay."""
+"""Costs of decoding steps with early exit, and the choice of the blocks after which checks pay."""
 
 from __future__ import annotations
 
@@ -165,24 +165,24 @@ class ExitCosts:
         """The expected cost of a step with checks.
 
         Args:
-            at: layers of the checks, ascending.
+            at: numbers of the blocks after which a check is made, ascending.
             exited: for each of them, the fraction of tokens that have exited at it or below.
         """
-        cost, before, fraction = self.start, 0, 0.0
+        cost, before, fraction = self.start, -1, 0.0
         for layer in at:
             cost += self.segment(layer - before, fraction) + self.checked(fraction, exited[layer])
             before, fraction = layer, exited[layer]
-        return cost + self.segment(self.blocks - before, fraction) + self.last_unembed(fraction)
+        return cost + self.segment(self.blocks - 1 - before, fraction) + self.last_unembed(fraction)
 
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """The layers at which checks are made, and the speed-up that is expected of them.
+    """The blocks after which checks are made, and the speed-up that is expected of them.
 
     Attributes:
-        at: the layers: numbers of blocks that have run.
+        at: the numbers of these blocks.
         speedup: cost of a step of the full model over the expected cost of a step.
-        exits: fraction of tokens that are expected to exit at each of `at`, and after the last block.
+        exits: fraction of tokens that are expected to exit after each block of `at`, and after the last block, by its number.
         costs: the costs of the parts of a step.
     """
 
@@ -193,25 +193,26 @@ class ExitPlan:
 
     def __str__(self) -> str:
         exits = ", ".join(f"{fraction:.0%} after block {layer}" for layer, fraction in self.exits.items())
-        return f"checks at {self.at}: {self.speedup:.2f} times as fast is expected; exits {exits}"
+        return f"checks after blocks {self.at}: {self.speedup:.2f} times as fast is expected; exits {exits}"
 
 
-def plan_for(costs: ExitCosts, exited: list[float], min_layer: int = 1, at: tuple[int, ...] | None = None) -> ExitPlan:
-    """The cheapest set of layers for checks, or the plan for given layers.
+def plan_for(costs: ExitCosts, exited: list[float], lowest: int = 0, at: tuple[int, ...] | None = None) -> ExitPlan:
+    """The cheapest set of blocks for checks, or the plan for given blocks.
 
-    The expected cost is a sum over neighbouring checks, so dynamic programming over layers finds the best of all subsets.
+    The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 
     Args:
         costs: of the parts of a step.
         exited: for each block, the fraction of tokens whose rule is met after it or after a block below. A token whose rule is
             met is assumed to meet it at all layers above, and exits at the next check.
-        min_layer: lowest layer of a check.
-        at: the layers, where they are given.
+        lowest: number of the lowest block after which a check is made.
+        at: the numbers of the blocks, where they are given.
     """
-    fractions = {0: 0.0} | dict(enumerate(exited, 1))
+    # -1 is the input of block 0, where no token has exited.
+    fractions = {-1: 0.0} | dict(enumerate(exited))
     if at is None:
-        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (costs.start, ())}
-        for layer in range(max(1, min_layer), costs.blocks):
+        best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (costs.start, ())}
+        for layer in range(lowest, costs.blocks - 1):
             best[layer] = min(
                 (
                     cost + costs.segment(layer - below, fractions[below]) + costs.checked(fractions[below], fractions[layer]),
@@ -221,7 +222,7 @@ def plan_for(costs: ExitCosts, exited: list[float], min_layer: int = 1, at: tupl
             )
         _, at = min(
             (
-                cost + costs.segment(costs.blocks - layer, fractions[layer]) + costs.last_unembed(fractions[layer]),
+                cost + costs.segment(costs.blocks - 1 - layer, fractions[layer]) + costs.last_unembed(fractions[layer]),
                 chosen,
             )
             for layer, (cost, chosen) in best.items()
@@ -229,7 +230,7 @@ def plan_for(costs: ExitCosts, exited: list[float], min_layer: int = 1, at: tupl
     exits, before = {}, 0.0
     for layer in at:
         exits[layer], before = fractions[layer] - before, fractions[layer]
-    exits[costs.blocks] = 1.0 - before
+    exits[costs.blocks - 1] = 1.0 - before
     return ExitPlan(at, costs.full() / costs.step(at, fractions), exits, costs)
 
 
@@ -246,22 +247,23 @@ def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> l
     return [*fractions[:-1], 0.0]
 
 
-def evenly_spread(costs: ExitCosts, min_layer: int) -> tuple[int, ...]:
-    """Evenly spread layers for checks: at most four, which cost at most a sixth of the model, and at least one."""
-    span = costs.blocks - max(1, min_layer)
+def evenly_spread(costs: ExitCosts, lowest: int) -> tuple[int, ...]:
+    """Evenly spread blocks for checks: at most four, whose checks cost at most a sixth of the model, and at least one."""
+    span = costs.blocks - 1 - lowest
     if span <= 0:
         return ()
     full = costs.blocks * costs.block + costs.head
     count = 4 if costs.check == 0 else int(full / 6 / costs.check)
     count = max(1, min(4, count, span))
-    first = max(1, min_layer)
-    return tuple(sorted({min(costs.blocks - 1, max(first, round(costs.blocks * (i + 1) / (count + 1)))) for i in range(count)}))
+    # From numbers of blocks that have run to the number of the block after which a check is made.
+    blocks = [round(costs.blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
+    return tuple(sorted({min(costs.blocks - 2, max(lowest, block)) for block in blocks}))
 
 
 def warn_if_slower(plan: ExitPlan) -> None:
     """Warn where checks are expected to cost more time than they save."""
     if plan.speedup < 1 and plan.at:
         warn(
-            f"Checks at {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check costs an "
-            "unembedding. Pass curve= without at= to have the layers chosen."
+            f"Checks after blocks {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check "
+            "costs an unembedding. Pass curve= without at= to have the blocks chosen."
         )

@@ -29,7 +29,8 @@ def frequent_tokens(model: Any, data: Any, size: PositiveInt) -> Any:
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> len(lsim.frequent_tokens(lsim.demo_model(), lsim.demo_text(), 200))
+        >>> from tl_layersim.early_exit import frequent_tokens
+        >>> len(frequent_tokens(lsim.demo_model(), lsim.demo_text(), 200))
         200
     """
     split_model, _ = open_for_early_exit(model)

@@ -20,6 +20,7 @@ Other packages may import from these modules:
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.
+- `layer_numbers`: blocks by number or name.
 - `named_model`: Hugging Face models by their folder or hub name, for the command line.
 - `firing_order`: the order in which a forward pass reaches hook points.
 - `module_sites`, `block_lists`: the blocks of models with one stack or two.
@@ -36,6 +37,7 @@ Other packages may import from these modules:
 """
 
 from .block_call import BlockCall
+from .exit_heads import ExitHeads
 from .hook_point import HookPoint, Part
 from .hook_points import find_points, stream_sums
 from .hooks import eval_mode
@@ -46,10 +48,12 @@ from .site_map import StreamSum
 from .site_table import sites
 from .source import PartialSums, Source
 from .unembed import Head, Unembed
+from .untrained import untrained
 from .view import Kernel, View, reduce
 
 __all__ = [
     "BlockCall",
+    "ExitHeads",
     "Head",
     "HookPoint",
     "Kernel",
@@ -69,4 +73,5 @@ __all__ = [
     "reduce",
     "sites",
     "stream_sums",
+    "untrained",
 ]

@@ -48,8 +48,9 @@ class ExitHeads:
         Copies of the model's own head read what the logit lens reads.
 
         >>> import tl_layersim as lsim
+        >>> from tl_layersim.models import ExitHeads
         >>> model, texts = lsim.demo_model(), lsim.demo_text()[:2]
-        >>> heads = lsim.ExitHeads(model.lm_head.weight.expand(7, -1, -1))
+        >>> heads = ExitHeads(model.lm_head.weight.expand(7, -1, -1))
         >>> own = lsim.analyze(model, texts, [lsim.LogitLens(heads=heads)])["logit_lens"]
         >>> bool((own.values - lsim.analyze(model, texts, [lsim.LogitLens()])["logit_lens"].values).abs().max() < 1e-4)
         True

@@ -15,12 +15,13 @@ import torch
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .hook_point import HookPoint
+from .layer_numbers import block_number
 from .module_sites import module_site_map
 from .site_map import HEAD_FAMILIES, Site, SiteMap, StreamSum
 from .transformer_lens import is_transformer_lens
 from .transformer_lens_sites import transformer_lens_site_map
 
-At = str | Callable[[str], bool]
+At = str | int | Callable[[str], bool]
 _HEAD = re.compile(r"(.+)\[(\d+)\]$")
 
 
@@ -46,15 +47,17 @@ def find_points(
     Args:
         module: the model.
         blocks: module paths of its blocks, as `find_blocks` or `find_stacks` gives them.
-        at: a family, such as "attn_out", or "encoder.attn_out" of one stack; a TransformerLens name, with `[5]` for head 5, or
-            a module path; a pattern with `*`; a function of a name, which is True for the names to read; or a list of these.
+        at: the number of a block, whose output is read, negative from the end; a family, such as "attn_out", or
+            "encoder.attn_out" of one stack; a TransformerLens name, with `[5]` for head 5, or a module path; a pattern with
+            `*`; a function of a name, which is True for the names to read; or a list of these.
         per_head: whether each head has a hook point of its own.
 
     Raises:
         LayersimError: a name is not known, a family is not one of the model's, or a hook point is asked for twice.
     """
-    items: list[At] = [at] if isinstance(at, str) or callable(at) else list(at)
     known = site_map(module, blocks)
+    outputs = [site.point.name for site in known.of_families(["resid_post"]) if not site.first]
+    items = [outputs[block_number(item, outputs, "at")] if isinstance(item, int) else item for item in items_of(at)]
     families = [item for item in items if isinstance(item, str) and known.is_family(item)]
     if not items:
         raise LayersimError(f"`at` is {brief(at)}; it must name a site.")
@@ -70,6 +73,11 @@ def find_points(
     points = [point for one in found for point in (_by_head(one) if per_head else [_whole(one)])]
     _refuse_twice(points, {site.point.name for site in known.sites})
     return tuple(points)
+
+
+def items_of(at: At | Sequence[At]) -> list[At]:
+    """The argument `at` as a list of numbers, names and functions."""
+    return [at] if isinstance(at, str | int) or callable(at) else list(at)
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
@@ -109,7 +117,7 @@ def _by_head(one: Site | HookPoint) -> list[HookPoint]:
     )
 
 
-def _named(known: SiteMap, item: At) -> Sequence[Site | HookPoint]:
+def _named(known: SiteMap, item: str | Callable[[str], bool]) -> Sequence[Site | HookPoint]:
     """The sites and other hook points that a name, a pattern or a function of names selects.
 
     Raises:
@@ -203,10 +211,12 @@ def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
         names[tensor] = name
 
 
-def _unknown(known: SiteMap, sites: dict[str, Site], item: At) -> LayersimError:
+def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
     """The error for names that the model does not have."""
     names = list(dict.fromkeys([*known.families(), *sites, *known.other_names]))
     near = difflib.get_close_matches(item, names, n=3) if isinstance(item, str) else []
+    # The end of a TransformerLens name, such as hook_z, stands for a family.
+    near = list(dict.fromkeys(one.family for name, one in sites.items() if name.rpartition(".")[2] == item)) or near
     return LayersimError(
         (f"`at` is {item!r}" if isinstance(item, str) else "`at` is a function that is False for all names")
         + f", which selects no hook point of {known.model}; "

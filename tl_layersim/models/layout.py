@@ -69,7 +69,9 @@ def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | 
         name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
     ]
     found: list[str] = []
-    for item in [at] if isinstance(at, str) else at:
+    for item in [at] if isinstance(at, int | str) else at:
+        if isinstance(item, int):
+            return None
         matches = [name for name in own if fnmatch.fnmatchcase(name, item.removesuffix(".input"))]
         if not matches:
             return None

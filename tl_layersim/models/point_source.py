@@ -13,7 +13,7 @@ import torch
 from .block_lists import encoder_and_decoder, lists_by_stack, lists_by_stage
 from .feature_maps import channels_at, has_convolution
 from .hook_point import HookPoint
-from .hook_points import find_points, stream_sums
+from .hook_points import find_points, items_of, stream_sums
 from .model_description import stack_fields
 from .model_info import Model
 from .module_sites import find_stacks
@@ -94,7 +94,7 @@ class PointSource(Source):
         return self._residual.points
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        items = [at] if isinstance(at, str) or callable(at) else at
+        items = items_of(at)
         # Names with a stage may lie in other stages than the one whose residual stream is read.
         stages = lists_by_stage(self.module)
         several = any(isinstance(item, str) and item.startswith(f"{stage}.") for item in items for stage in stages)

@@ -10,7 +10,7 @@ import torch
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .block_lists import blocks_in, has_encoder_positions, lists_by_stack, lists_by_stage, side_of, stack_of
-from .hook_points import find_points
+from .hook_points import find_points, items_of
 from .module_sites import find_stacks
 from .site_map import SITE_NAMES
 
@@ -30,8 +30,8 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
         LayersimError: `at` names sites of both stacks, of a stack other than that of `layers`, or sites that are computed from
             the encoder inside the decoder; or no site.
     """
-    items = [at] if isinstance(at, str) or callable(at) else list(at)
-    others = [item for item in items if item not in SITE_NAMES]
+    items = items_of(at)
+    others = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
     if not others:
         return home, at
     lists = lists_by_stack(module)
@@ -57,15 +57,14 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
             + ". Read one stack in a call, such as at='encoder.attn_out'."
         )
     paths = home if side == read else blocks_in(module, lists[side])
-    stripped = [_without_prefix(lists, item) for item in items]
-    return paths, stripped[0] if isinstance(at, str) or callable(at) else stripped
+    return paths, [_without_prefix(lists, item) for item in items]
 
 
 def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any, modules: list[str]) -> tuple[list[str], Any]:
     """`choose_stack` of a model of stages, of which several can be read in one call."""
-    items = [at] if isinstance(at, str) or callable(at) else list(at)
+    items = items_of(at)
     lists, read = lists_by_stage(module), stack_of(module, home)
-    families = any(item in SITE_NAMES for item in items)
+    families = any(isinstance(item, int) or item in SITE_NAMES for item in items)
     reached = {name for name, path in lists.items() if any(one.startswith(f"{path}.") for one in modules)}
     reached |= {read} if families else set()
     if named and reached - {read}:
@@ -78,8 +77,7 @@ def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any
         return home, [f"{read}.{item}" if item in SITE_NAMES else item for item in items]
     stage = next(iter(reached), read)
     paths = home if stage == read else blocks_in(module, lists[stage])
-    stripped = [_without_prefix(lists, item) for item in items]
-    return paths, stripped[0] if isinstance(at, str) or callable(at) else stripped
+    return paths, [_without_prefix(lists, item) for item in items]
 
 
 def _without_prefix(stacks: Iterable[str], item: Any) -> Any:

@@ -149,7 +149,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
 def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
     """Refuse next tokens as targets of a head in rows that have no tokens."""
     if labels == "next_token" and model is not None and not batch.has_tokens:
-        objects = "labels='none', or lsim.detection_by_layer(model, data)"
+        objects = "labels='none', or detection_by_layer(model, data)"
         instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
         raise LayersimError(
             f"`labels='next_token'` needs rows of token ids, and these rows have {', '.join(batch.inputs)}. Use {instead}."

@@ -117,7 +117,7 @@ def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
     """
     return LayersimError(
         f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads "
-        f"one: {given}. Pass model.vision_model or model.text_model, or use lsim.tower_similarity(clip, pairs)."
+        f"one: {given}. Pass model.vision_model or model.text_model, or use tower_similarity(clip, pairs)."
     )
 
 

@@ -38,9 +38,10 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
 
     Examples:
         >>> import tl_layersim as lsim
+        >>> from tl_layersim.models import untrained
         >>> model = lsim.demo_model()
-        >>> twin = lsim.untrained(model)
-        >>> twin.config.hidden_size == model.config.hidden_size, lsim.untrained(model, seed=1) is twin
+        >>> twin = untrained(model)
+        >>> twin.config.hidden_size == model.config.hidden_size, untrained(model, seed=1) is twin
         (True, False)
     """
     model = OpenedModel.of(model).model
@@ -80,7 +81,7 @@ def refuse_changed(model: Any) -> None:
     if edits or hooks:
         raise LayersimError(
             f"`model` has changes that a model with fresh weights would lack: {'; '.join(filter(None, (edits, hooks)))}. "
-            "Make lsim.untrained(model) first, and register the hooks on both."
+            "Make untrained(model) first, and register the hooks on both."
         )
 
 

@@ -25,7 +25,7 @@ from .fitting import Fit, StitchTraining
 from .progress import Progress
 from .result_assembly import Cells, grid_of, joining, result_of
 from .results import StitchGrid, StitchResult
-from .spec import StitchSpec, kind_of_adapter, layer_number, stitch_point_label, stitch_points_of
+from .spec import StitchSpec, kind_of_adapter, point_number, stitch_point_label, stitch_points_of
 
 Layer = int | str
 
@@ -58,9 +58,8 @@ def stitch(
         back: the model whose upper blocks are used. Widths and depths may differ, tokenizers may not.
         data: a `Data`, or raw data; read by the front's tokenizer, or the back's where the front carries none. A training step
             is one batch.
-        at: the stitch point (l, m): the layer of the front that is read, and the layer of the back that is replaced. Layer i is
-            the output of the i-th block, 0 the input of block 0 (l blocks of the front run, and all of the back's but the
-            first m); or names, such as `blocks.2.hook_resid_post`.
+        at: the stitch point (l, m): the front runs up to block l, the back from the block after m. Blocks by number, negative
+            from the end, or by name, such as `blocks.2.hook_resid_post`; `blocks.0.hook_resid_pre` is the input of block 0.
         adapter: `"identity"`, `"linear"`, `"affine"`, `"affine-norm"`, see `Adapter`; or an `Adapter`, evaluated as it is.
         fit: `"lstsq"` for the closed form, nearest to the back's own residual; `"sgd"` for training by the back's loss, from
             the identity; `"lstsq+sgd"` for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` where the back is in a
@@ -88,7 +87,7 @@ def stitch(
     Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
-        >>> same = lsim.stitch(model, model, lsim.demo_text()[:8], at=(4, 4), adapter="identity")
+        >>> same = lsim.stitch(model, model, lsim.demo_text()[:8], at=(3, 3), adapter="identity")
         >>> same.penalty
         0.0
     """
@@ -97,7 +96,7 @@ def stitch(
     kind_of_adapter(adapter)
     opened = OpenedModel.of(front), OpenedModel.of(back)
     models = [open_split_model(each) for each in opened]
-    numbers = (layer_number(models[0].model, at[0]), layer_number(models[1].model, at[1]))
+    numbers = (point_number(models[0].model, at[0], "at"), point_number(models[1].model, at[1], "at"))
     spec = StitchSpec.of(adapter, fit, training, ridge, [models[1]])
     spec.refuse(models[0], models[1])
     paths = [each.layers for each in opened]
@@ -163,7 +162,7 @@ def stitch_grid(
     Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
-        >>> grid = lsim.stitch_grid({"a": model, "b": model}, lsim.demo_text()[:4], layers=[2, 6], adapter="identity")
+        >>> grid = lsim.stitch_grid({"a": model, "b": model}, lsim.demo_text()[:4], layers=[1, 5], adapter="identity")
         >>> grid.penalty.abs().max().item()
         0.0
     """
@@ -173,6 +172,7 @@ def stitch_grid(
     opened = {name: OpenedModel.of(model) for name, model in models.items()}
     split = {name: open_split_model(each) for name, each in opened.items()}
     points = stitch_points_of(split, layers)
+    joined = {name: [split[name].model.layers[number] for number in own] for name, own in points.items()}
     every = list(split.values())
     spec = StitchSpec.of(adapter, fit, training, ridge, every)
     for front in every:
@@ -186,7 +186,7 @@ def stitch_grid(
     cells = _run_grid(experiment, split, points, progress)
     count = len(next(iter(points.values())))
     labels_of_points = tuple(stitch_point_label(split, points, s) for s in range(count))
-    provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": points})
+    provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": joined})
     return grid_of(cells, (tuple(opened), labels_of_models), labels_of_points, spec, experiment.unit, provenance)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
+from ..models.layer_numbers import block_number
 from ..models.model_info import Model, entering
 from ..models.source import refuse_inference_weights
 from ..models.split_model import SplitModel
@@ -123,24 +124,21 @@ def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
     return adapter.definition if isinstance(adapter, Adapter) else adapter_kind(adapter, "adapter")
 
 
-def layer_number(model: Model, layer: int | str) -> int:
-    """The number of a residual layer that is given by number or name.
+def point_number(model: Model, layer: int | str, argument: str) -> int:
+    """The number of a point of the residual stream: 0 before block 0, 1 after it, and so on.
+
+    Args:
+        model: whose point it is.
+        layer: the block after which the point is, as in `block_number`; or the name of the point.
+        argument: that holds the layer.
 
     Raises:
         LayersimError: the model does not have it.
     """
-    count = len(model.layers)
-    if isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < count:
-        return layer
-    if isinstance(layer, str):
-        # The residual that enters block i is the one that left block i - 1.
-        names = {name: number for number, name in enumerate(model.layers)}
-        names |= {entering(name): number for number, name in enumerate(model.layers[1:])}
-        if layer in names:
-            return names[layer]
-    raise LayersimError(
-        f"{model.name} has no layer {brief(layer)}; its layers are 0 to {count - 1}, or names such as {model.layers[-1]}."
-    )
+    # The residual that enters block i is the one that left block i - 1.
+    names = {name: number for number, name in enumerate(model.layers)}
+    names |= {entering(name): number for number, name in enumerate(model.layers[1:])}
+    return names[layer] if layer in names else block_number(layer, model.layers[1:], argument) + 1
 
 
 def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
@@ -160,14 +158,14 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
                 "`layers` must be given for models of different depths "
                 f"({', '.join(f'{name}: {depth - 1} blocks' for name, depth in depths.items())})."
             )
-        layers = list(range(1, next(iter(depths.values()))))
+        layers = list(range(next(iter(depths.values())) - 1))
     by_name = layers if isinstance(layers, dict) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         raise LayersimError(
             f"`layers` has {', '.join(f'{len(own)} for {name}' for name, own in by_name.items())}; it must give each of "
             f"{', '.join(models)} as many layers, one or more."
         )
-    points = {name: [layer_number(each.model, layer) for layer in by_name[name]] for name, each in models.items()}
+    points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
     together = list(zip(*points.values(), strict=True))
     if len(set(together)) < len(together):
         raise LayersimError(

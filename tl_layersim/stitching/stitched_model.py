@@ -93,7 +93,7 @@ class StitchedModel(nn.Module):
         Examples:
             >>> import tl_layersim as lsim
             >>> model = lsim.demo_model()
-            >>> same = lsim.stitch(model, model, lsim.demo_text()[:4], at=(3, 3), adapter="identity")
+            >>> same = lsim.stitch(model, model, lsim.demo_text()[:4], at=(2, 2), adapter="identity")
             >>> same.model.generate("Once upon a", max_new_tokens=4, do_sample=False)
             'Once upon a time, there was'
         """

@@ -21,12 +21,13 @@ from ..core.storage import refuse_unwritable
 from ..data.data import Data
 from ..data.labels import warn_of_unused
 from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
+from ..models.layer_numbers import block_numbers
 from ..models.nnsight import NNsightSource
 from ..models.open import OpenedModel
 from ..models.source import refuse_inference_weights
 from ..models.targets import usual_labels
 from ..remote.adapter_training import RemoteDescent, open_traced
-from .adapter_arguments import block_numbers, no_traced_model, refuse_untrainable
+from .adapter_arguments import no_traced_model, refuse_untrainable
 from .adapter_steps import AdapterSettings, AdapterSteps
 from .adapters import AlignedAdapters
 from .losses import Weights, layer_weights
@@ -62,8 +63,8 @@ def train_adapters(
     Args:
         model: an nnsight model, or what `open_model` returns. A server must be a trusted one.
         data: a `Data`, whose `batch_size` is the rows of a step, or raw data. Positions that are not counted have no targets.
-        at: the blocks that get an adapter, by number from 0 or by the name of their output (`blocks.2.hook_resid_post`);
-            default: all.
+        at: the blocks that get an adapter, by number, negative from the end, or by the name of their output
+            (`blocks.2.hook_resid_post`); default: all.
         rank: of each adapter.
         steps: of the optimiser, each on one batch.
         lr: the learning rate of the first step.
@@ -86,9 +87,10 @@ def train_adapters(
 
     Examples:
         >>> import nnsight, tl_layersim as lsim
+        >>> from tl_layersim.training import train_adapters
         >>> demo = lsim.demo_model()
         >>> model = nnsight.TransformersModel(demo, task="text-generation", tokenizer=demo.tokenizer)
-        >>> adapters = lsim.train_adapters(model, lsim.demo_text()[:8], at=[1, 3], rank=4, steps=2)
+        >>> adapters = train_adapters(model, lsim.demo_text()[:8], at=[1, 3], rank=4, steps=2)
         >>> adapters.losses.shape
         torch.Size([2, 8])
     """
@@ -101,7 +103,8 @@ def train_adapters(
     known = with_tokenizer(source.model, data.tokenizer)
     refuse_untrainable(known)
     refuse_inference_weights(source.module)
-    blocks = block_numbers(known, at)
+    outputs = known.layers[1:]
+    blocks = list(range(len(outputs))) if at is None else sorted(block_numbers(at, outputs, "at"))
     weights_by_layer = layer_weights(weights, len(known.layers) - 1)
     usual = usual_labels(labels, [(known, source.module)], data.source)
     rows = open_training_data(data, eval_data, labels, known, source.module, usual, None)

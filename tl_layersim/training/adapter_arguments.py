@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.errors import LayersimError
-from ..core.wording import brief
 from ..models.activation_checks import need_stream
 from ..models.model_info import Model
 from ..stitching.stitched_model import StitchedModel
@@ -38,27 +37,3 @@ def refuse_untrainable(model: Model) -> None:
             f"The width of {model.name} is not known. Set model.config.hidden_size before nnsight wraps the model."
         )
     refuse_float16(model)
-
-
-def block_numbers(model: Model, at: list[int | str] | None) -> list[int]:
-    """Numbers of the blocks that get an adapter, in order.
-
-    Args:
-        model: whose blocks they are.
-        at: numbers from 0 or names of the blocks' outputs; None for all blocks.
-
-    Raises:
-        LayersimError: a block does not exist, or is named twice.
-    """
-    count = len(model.layers) - 1
-    if at is None:
-        return list(range(count))
-    names = {name: number for number, name in enumerate(model.layers[1:])}
-    numbers = [names.get(block) if isinstance(block, str) else block for block in at]
-    valid = [number for number in numbers if number is not None and not isinstance(number, bool) and 0 <= number < count]
-    if len(set(valid)) < len(at) or not at:
-        raise LayersimError(
-            f"`at` is {brief(at)}; it must be different blocks of {model.name}, from 0 to {count - 1} or from "
-            f"{model.layers[1]} to {model.layers[-1]}."
-        )
-    return sorted(valid)

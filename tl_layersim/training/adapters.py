@@ -109,9 +109,10 @@ class AlignedAdapters(Result):
 
         Examples:
             >>> import nnsight, tl_layersim as lsim
+            >>> from tl_layersim.training import train_adapters
             >>> demo = lsim.demo_model()
             >>> model = nnsight.TransformersModel(demo, task="text-generation", tokenizer=demo.tokenizer)
-            >>> adapters = lsim.train_adapters(model, lsim.demo_text()[:8], steps=2)
+            >>> adapters = train_adapters(model, lsim.demo_text()[:8], steps=2)
             >>> with model.trace("Once upon a time"):
             ...     adapters.apply(model)
             ...     logits = model.lm_head.output.save()
