@@ -232,6 +232,12 @@ def test_an_analyzer_of_a_file(tmp_path, monkeypatch):
     # Code runs only where the command line names it.
     assert refused("report", "--config", "out/run.yaml", "--out", "again").startswith("`--analyzers`")
     done("report", "--config", "out/run.yaml", "--analyzers", "mine.py:Mine,cka", "--out", "again")
+    (tmp_path / "wrong.py").write_text("class Needs:\n    def __init__(self, power): ...\n")
+    (tmp_path / "broken.py").write_text("class (")
+    for name, says in (("wrong.py:Needs", "power"), ("wrong.py:No", "No"), ("broken.py:X", "SyntaxError")):
+        ended = run("report", *SHORT, "--analyzers", name)
+        assert ended.exit_code == 2
+        assert says in str(ended.exception)
     for wrong in ("other.py:Mine", "mine.py:Other"):
         assert refused("report", "--analyzers", wrong).startswith(f"`--analyzers` is {wrong}")
 

@@ -32,7 +32,17 @@ def read(folder):
 
 
 def test_a_run_is_repeated_bit_for_bit(tmp_path):
-    options = ["--option", "cka.minibatch=64", "--option", "cosine.center=none", "--positions", "2:-1", "--intervals"]
+    options = [
+        "--analyzers",
+        "mutual_knn,cka,cosine",
+        "--option",
+        "cka.minibatch=64",
+        "--option",
+        "cosine.center=none",
+        "--positions",
+        "2:-1",
+        "--intervals",
+    ]
     done("report", *SHORT, *options, "--at", "attn_out, mlp_out", "--batch-size", 1, "--out", tmp_path / "a")
     written = yaml.safe_load((tmp_path / "a" / "run.yaml").read_text())
     assert written["command"] == "report"
@@ -45,6 +55,7 @@ def test_a_run_is_repeated_bit_for_bit(tmp_path):
     assert not {"out", "config", "checkpoint"} & set(written)
     again = done("report", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b")
     assert "numbers may differ" not in again.output
+    assert list(read(tmp_path / "b")) == ["mutual_knn", "cka", "cosine"]
     assert same(read(tmp_path / "a"), read(tmp_path / "b"))
     first, second = ((tmp_path / name / "run.yaml").read_text() for name in "ab")
     assert first == second
@@ -66,9 +77,10 @@ def test_the_command_line_comes_first(tmp_path):
 def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(
-        "max-tokens: 300\nseq_len: 64\nanalyzers: [cosine, cka]\noption: cosine.center=none\nat: z\nper-head: yes\n"
+        "max-tokens: 300\nseq_len: 64\nanalyzers: [effective_rank, cosine]\noption: cosine.center=none\nat: z\nper-head: yes\n"
     )
     done("report", "--config", file, "--out", tmp_path)
+    assert list(read(tmp_path)) == ["effective_rank", "cosine"]
     options = read(tmp_path)["cosine"].provenance.options
     assert (options["max_tokens"], options["seq_len"], options["center"], options["per_head"]) == (300, 64, "none", True)
 

@@ -183,7 +183,7 @@ def own_analyzer(name: str) -> Any:
         name: path of the file, a colon and the name of the class.
 
     Raises:
-        LayersimError: there is no such file or class.
+        LayersimError: there is no such file or class, or the file or the class raises an error.
     """
     import importlib.util
 
@@ -192,10 +192,13 @@ def own_analyzer(name: str) -> Any:
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise LayersimError(f"`analyzers` is {name}; {path} must be a Python file.")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, cls):
-        raise LayersimError(f"`analyzers` is {name}; the file has no class {cls}.")
-    return getattr(module, cls)()
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, cls)()
+    # Any error of the user's file.
+    except Exception as error:
+        raise LayersimError(f"`analyzers` is {name}, which ends in {type(error).__name__}: {error}") from error
+    return found
 
 
 @contextmanager

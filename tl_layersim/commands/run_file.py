@@ -61,7 +61,8 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
             why = "options that run code, write files or choose a server are read from the command line alone"
             raise LayersimError(f"`--{name.replace('_', '-')}` is {value} in {path}; {why}.")
     allowed = {name: value for name, value in found.items() if name not in NOT_FROM_FILES}
-    Dict(allowed, source=str(path), use_commands_as_keys=False)(app, commands, arguments)
+    # Below the name of the command: at the top level the library leaves out options named as a command, such as analyzers.
+    Dict({commands[-1]: allowed}, source=str(path))(app, commands[-1:], arguments)
 
 
 def parsed_run_file(path: Path) -> dict[str, Any]:
