@@ -30,6 +30,24 @@ class Counted:
         return iter(self.rows)
 
 
+class StopAt:
+    """A context in which a forward pass of a model is interrupted."""
+
+    def __init__(self, model, number):
+        self.model, self.left = model, number
+
+    def __enter__(self):
+        self.handle = self.model.model.layers[0].register_forward_pre_hook(self.count)
+
+    def count(self, *_):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *_):
+        self.handle.remove()
+
+
 class Fickle:
     """Other rows each time."""
 
@@ -100,6 +118,22 @@ def test_a_generator_may_need_several_passes_where_its_rows_fit(analyzers):
     two = lsim.analyze(tiny_llama(), random_tokens(), analyzers)
     for name in one:
         assert worst(one[name], two[name]) == 0
+
+
+def test_a_generator_is_not_read_on_where_another_pass_stopped():
+    data, model = lsim.Data((row for row in random_tokens(80, 6)), batch_size=2), tiny_llama()
+    with pytest.raises(KeyboardInterrupt), StopAt(model, 3):
+        lsim.analyze(model, data, lsim.Cosine(center="none"))
+    with pytest.raises(lsim.LayersimError, match="`data` is a generator"):
+        lsim.analyze(model, data, lsim.Cosine(center="none"))
+
+
+def test_a_list_that_grew_is_read_anew():
+    rows, model = list(random_tokens(8, 6)), tiny_llama()
+    data = lsim.Data(rows)
+    lsim.analyze(model, data, "cosine")
+    rows.append(rows[0])
+    assert lsim.analyze(model, data, "cosine")["cosine"].provenance.sequences == 9
 
 
 def test_a_generator_above_the_limit_has_no_second_pass(no_cache):

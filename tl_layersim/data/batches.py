@@ -289,6 +289,10 @@ class Batches:
             self.notes.repeat(kept.notes)
             yield from kept.rows
             return
+        if self.data.is_used_up:
+            raise LayersimError(
+                "`data` is a generator, and an earlier pass has read rows that are not kept for this model. Pass list(data)."
+            )
         kept.begin()
         texts = TextRows(self.model, self.data, self.notes)
         for row in self._limited(self._rows(texts)):

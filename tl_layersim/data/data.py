@@ -132,12 +132,19 @@ class Data:
             key: the properties.
             tokenizer: of the model.
         """
-        return self._kept.setdefault(key, KeptRows(tokenizer))
+        # A list that grew and a tensor that was changed in place are read anew.
+        state = len(self.source) if isinstance(self.source, list | tuple) else getattr(self.source, "_version", None)
+        return self._kept.setdefault((key, state), KeptRows(tokenizer))
 
     @property
     def read_once(self) -> bool:
         """Whether the source is an iterator, which is gone after one pass."""
         return isinstance(self.source, Iterator)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the source is an iterator of which an earlier pass has read rows."""
+        return self.read_once and any(kept.begun for kept in self._kept.values())
 
     @property
     def selection(self) -> Positions:

@@ -24,6 +24,7 @@ class KeptRows:
         size: bytes of the rows that were read so far.
         notes: counts of the pass; None until it ends.
         complete: whether all rows of the data are kept.
+        begun: whether a pass over the data has begun.
     """
 
     tokenizer: Any
@@ -31,10 +32,11 @@ class KeptRows:
     size: int = 0
     notes: Notes | None = None
     complete: bool = False
+    begun: bool = False
 
     def begin(self) -> None:
         """Forget the rows of a pass that was abandoned."""
-        self.rows, self.size = [], 0
+        self.rows, self.size, self.begun = [], 0, True
 
     def add(self, row: Row) -> None:
         """Keep one more row; above `MOST_KEPT` drop all."""
