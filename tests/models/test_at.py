@@ -117,9 +117,9 @@ def test_blocks_by_number(at, expected):
     assert torch.equal(by_number.values, by_name.values)
 
 
-@pytest.mark.parametrize("at", [2, -3, [0, 2], ["z", -3]], ids=str)
+@pytest.mark.parametrize("at", [2, -3, [0, 2], ["z", -3], True], ids=str)
 def test_blocks_that_the_model_lacks(at):
-    with pytest.raises(LayersimError, match=r"`at`.*(2|-3)"):
+    with pytest.raises(LayersimError, match=r"`at`.*(2|-3|True)"):
         names("llama", at)
 
 
@@ -140,6 +140,14 @@ def test_blocks_that_are_named_keep_their_numbers():
     assert [point.name for point in find_points(model, blocks, "resid_post")] == [
         "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
     ]  # fmt: skip
+    opened = lsim.open_model(tiny_llama(4), layers=["model.layers.1", "model.layers.3"])
+    tokens, lens = random_tokens(4, 6), lsim.Cosine(center="none")
+    assert lsim.analyze(opened, tokens, lens, at=[3, -2])["cosine"].layers == (OUTPUTS[3], OUTPUTS[1])
+    upper = lsim.open_model(opened.model, layers=["model.layers.2", "model.layers.3"])
+    assert lsim.stitch(upper, upper, tokens, at=(2, -2), adapter="identity").layers == (OUTPUTS[2], OUTPUTS[2])
+    assert lsim.block_jacobians(opened, tokens[0], layers=3).blocks == (OUTPUTS[3],)
+    with pytest.raises(LayersimError, match="`at` names block 2;"):
+        lsim.analyze(opened, tokens, lens, at=2)
 
 
 def test_one_tower_in_a_model_with_a_head_is_its_stack():

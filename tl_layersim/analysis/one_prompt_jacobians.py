@@ -32,7 +32,7 @@ def block_jacobians(
     model: Any,
     prompt: Any,
     *,
-    layers: Sequence[int | str] | None = None,
+    layers: int | str | Sequence[int | str] | None = None,
     positions: Any = "last",
     method: Literal["dense", "finite-difference"] = "dense",
     memory_mb: PositiveFloat = 1024,
@@ -66,7 +66,7 @@ def block_jacobians(
     """
     source = open_source(model)
     outputs = source.model.layers[1:]
-    chosen = block_numbers(range(len(outputs)) if layers is None else layers, outputs, "layers")
+    chosen = tuple(range(len(outputs))) if layers is None else block_numbers(layers, outputs, "layers")
     if isinstance(positions, np.ndarray | torch.Tensor):
         # An array of tokens, or of pairs of them.
         positions = [tuple(each) if isinstance(each, list) else each for each in np.atleast_1d(np.asarray(positions)).tolist()]
@@ -102,7 +102,7 @@ def coupling_matrices(
     prompt: Any,
     *,
     along: Along = "depth",
-    layers: Sequence[int | str] | None = None,
+    layers: int | str | Sequence[int | str] | None = None,
     token: int | None = None,
     positions: list[int] | None = None,
     k: TwoOrMore = 10,
@@ -150,8 +150,8 @@ def coupling_matrices(
             raise LayersimError(f"`{name}` is {brief(value)}; it cannot be used with along={along!r}.")
     source = open_source(model)
     outputs = source.model.layers[1:]
-    default = range(len(outputs)) if along == "depth" else [(len(outputs) - 1) // 2]
-    chosen = block_numbers(default if layers is None else layers, outputs, "layers")
+    default = tuple(range(len(outputs))) if along == "depth" else ((len(outputs) - 1) // 2,)
+    chosen = default if layers is None else block_numbers(layers, outputs, "layers")
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..core.errors import LayersimError
 
+_BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)\.")
+
 
 def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
-    """The number of a block, from 0.
+    """The place of a block among the blocks that are read, from 0.
 
     Args:
         layer: the number, negative from the end, or the name of the block's output.
@@ -23,23 +26,29 @@ def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
         >>> block_number(-1, names, "at"), block_number("blocks.0.hook_resid_post", names, "at")
         (1, 0)
     """
-    if layer in names:
-        return names.index(str(layer))
-    if isinstance(layer, int) and -len(names) <= layer < len(names):
-        return layer % len(names)
+    if isinstance(layer, str) and layer in names:
+        return names.index(layer)
+    # Blocks that `open_model(layers=...)` chose keep the numbers of their names.
+    own = [int(found[1]) if (found := _BLOCK.match(name)) else place for place, name in enumerate(names)]
+    if isinstance(layer, int) and not isinstance(layer, bool):
+        if layer in own:
+            return own.index(layer)
+        if -len(names) <= layer < 0:
+            return layer % len(names)
     raise LayersimError(
-        f"`{argument}` names block {layer!r}; blocks are 0 to {len(names) - 1}, negative from the end, or names such as "
+        f"`{argument}` names block {layer!r}; blocks are {own[0]} to {own[-1]}, negative from the end, or names such as "
         f"{names[0]}."
     )
 
 
-def block_numbers(layers: Sequence[int | str], names: Sequence[str], argument: str) -> tuple[int, ...]:
-    """The numbers of several blocks, in the order given; arguments as in `block_number`.
+def block_numbers(layers: int | str | Sequence[int | str], names: Sequence[str], argument: str) -> tuple[int, ...]:
+    """The numbers of one block or several, in the order given; arguments as in `block_number`.
 
     Raises:
         LayersimError: there are none, or one is given twice.
     """
-    numbers = tuple(block_number(layer, names, argument) for layer in layers)
+    given = [layers] if isinstance(layers, int | str) else list(layers)
+    numbers = tuple(block_number(layer, names, argument) for layer in given)
     if not numbers or len(set(numbers)) < len(numbers):
-        raise LayersimError(f"`{argument}` is {list(layers)}; it must name one block or more, each once.")
+        raise LayersimError(f"`{argument}` is {given}; it must name one block or more, each once.")
     return numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -118,7 +118,7 @@ def stitch_grid(
     models: Mapping[str, Any],
     data: Any,
     *,
-    layers: list[Layer] | dict[str, list[Layer]] | None = None,
+    layers: Sequence[Layer] | Mapping[str, Sequence[Layer]] | None = None,
     groups: Any = None,
     adapter: str = "affine",
     fit: Fit | None = None,

@@ -158,8 +158,8 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
                 "`layers` must be given for models of different depths "
                 f"({', '.join(f'{name}: {depth - 1} blocks' for name, depth in depths.items())})."
             )
-        layers = list(range(next(iter(depths.values())) - 1))
-    by_name = layers if isinstance(layers, dict) else dict.fromkeys(models, layers)
+        layers = {name: each.model.layers[1:] for name, each in models.items()}
+    by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         raise LayersimError(
             f"`layers` has {', '.join(f'{len(own)} for {name}' for name, own in by_name.items())}; it must give each of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat, PositiveInt
+from ..core.bounds import PositiveFloat, PositiveInt, Seed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
@@ -40,12 +41,12 @@ def train_adapters(
     model: Any,
     data: Any,
     *,
-    at: list[int | str] | None = None,
+    at: int | str | Sequence[int | str] | None = None,
     rank: PositiveInt = 8,
     steps: PositiveInt = 200,
     lr: PositiveFloat = 3e-3,
     weights: Weights = "linear",
-    seed: int = 0,
+    seed: Seed = 0,
     eval_data: Any = None,
     labels: Any = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -102,6 +103,8 @@ def train_adapters(
         raise no_traced_model(opened.model)
     known = with_tokenizer(source.model, data.tokenizer)
     refuse_untrainable(known)
+    if known.d_model is not None and rank > known.d_model:
+        raise LayersimError(f"`rank` is {rank}; the residual stream of {known.name} has {known.d_model} dimensions.")
     refuse_inference_weights(source.module)
     outputs = known.layers[1:]
     blocks = list(range(len(outputs))) if at is None else sorted(block_numbers(at, outputs, "at"))
