@@ -132,8 +132,8 @@ def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
     words = f"{fewest} block{'s' * (fewest > 1)} of rows"
     text = (
         f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
-        f"{FEW_BLOCKS} or more are good: pass more rows, or, for packed text, a smaller seq_len. A block of CKA and of other "
-        "measures over pairs of samples has 16 rows at least, and minibatch= samples."
+        f"{FEW_BLOCKS} or more are good: pass more rows, for packed text a smaller seq_len, or in attach fewer rows in a "
+        "forward pass. A block of CKA and of other measures over pairs of samples has 16 rows at least, and minibatch= samples."
     )
     warn(text)
     return dict.fromkeys(few, text)

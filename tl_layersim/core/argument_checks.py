@@ -72,9 +72,12 @@ def typed(call: _T) -> _T:
     @functools.wraps(target)
     def checked_call(*args: Any, **kwargs: Any) -> Any:
         try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{call.__qualname__.removesuffix('.__init__')}() {error}") from None
+        try:
             return target(*args, **kwargs)
         except TypeCheckError as error:
-            given = signature.bind(*args, **kwargs).arguments
             raise _in_a_sentence(str(error), call.__qualname__.removesuffix(".__init__"), given) from None
 
     if isinstance(checked, type):
@@ -104,6 +107,8 @@ def _in_words(expected: str) -> str:
         expected,
     )
     expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
+    # Types by their own names.
+    expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z]\w*)", "", expected).replace("NoneType", "None")
     return re.sub(r"(?:typing\.)?Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 

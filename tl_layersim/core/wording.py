@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .errors import without_secrets
+
 # Numbers whose margin begins at a later decimal place are written with four digits.
 MOST_DECIMALS = 6
 # p-values below it are printed as "< 0.0001": t tests with 16 blocks say nothing about smaller ones.
@@ -34,7 +36,9 @@ def brief(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | complex):
         return repr(value)[:40]
     if isinstance(value, str):
-        return repr(value) if len(value) <= 40 else f"{value[:30]!r}... ({len(value)} characters)"
+        # Before a text is cut: half a login is not recognised.
+        text = without_secrets(value)
+        return repr(text) if len(text) <= 40 else f"{text[:30]!r}... ({len(text)} characters)"
     kind = type(value).__name__
     if isinstance(value, list | tuple | dict | set | frozenset):
         flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)
