@@ -35,6 +35,13 @@ from .report_exports import ReportExports
 
 # Before the name of a field in `plot`.
 UNTRAINED = "untrained "
+# Members for authors of results, figures and tables. Completion in a notebook leaves them out.
+FOR_AUTHORS = {
+    *("baseline", "coordinates", "distance_name", "finding", "first_layer"),
+    *("in_depth_order", "measured_on", "null_headline", "of_untrained", "pictures"),
+    *("refuse_other_shapes", "similarity_name", "sites_headline", "tensor_fields", "to_last_headline"),
+    *("transposed", "values_name", "with_halves"),
+}
 
 
 def axes(
@@ -124,6 +131,9 @@ class Result(ABC):
         return headed(title, [f"  {line}" for line in headline_lines(self)])
 
     _repr_html_ = result_as_html
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in FOR_AUTHORS]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.values.numpy()
