@@ -121,8 +121,9 @@ def analyze(
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
             same call resumes from it and ends with exactly the numbers of an uninterrupted run.
         blocking: False to send all requests of the main pass to a server and return at once.
-        shard: measure one of several contiguous parts of the data: its number, from 0, and the number of parts, as (3, 64).
-            Each call reads all data to count the batches, and runs the model on its own. `merge` makes the report of all files.
+        shard: measure one of several contiguous parts of the data: its number, from 0, and the number of parts, as (3, 64);
+            3/64 on the command line. Each call reads all data to count the batches, and runs the model on its own. `merge`
+            makes the report of all files.
         save_to: the file for the sums of the shard, which is its checkpoint too: the same call continues from it, and returns
             at once if it is complete.
         first: with `shard`, where an analyzer needs a first pass with the model: the files of the first stage, those that the

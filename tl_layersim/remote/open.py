@@ -41,7 +41,8 @@ def open_model(
     Args:
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
             or any torch module with `layers`.
-        layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
+        layers: paths of the blocks, for layouts that are not known. Blocks that are known keep
+            their numbers, so that some of them can be chosen; others are numbered in the order given.
         unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
             first, if there is one.
         remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
