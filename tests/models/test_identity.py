@@ -6,6 +6,7 @@ import copy
 import functools
 import tempfile
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +102,14 @@ def forward_times(by):
     return of_block(change)
 
 
+def acting_by(function):
+    def change(block):
+        del block.mlp.act_fn
+        block.mlp.act_fn = function
+
+    return of_block(change)
+
+
 def with_lora(change):
     def make(model):
         peft = pytest.importorskip("peft")
@@ -126,6 +135,13 @@ CHANGES = {
     "forward pre-hook": hooked("register_forward_pre_hook", halved),
     "epsilon of a norm": of_block(lambda block: setattr(block.input_layernorm, "variance_epsilon", 0.5)),
     "activation": of_block(lambda block: setattr(block.mlp, "act_fn", torch.nn.Tanh())),
+    "function": acting_by(torch.nn.functional.gelu),
+    "function with another name": acting_by(torch.nn.functional.relu),
+    "function with an argument": acting_by(functools.partial(torch.nn.functional.gelu, approximate="tanh")),
+    "function with code of its own": acting_by(lambda x: x * 2),
+    "function with other code": acting_by(lambda x: x * 3),
+    "numbers": of_block(lambda block: setattr(block.mlp, "gains", [1.0, np.float32(2)])),
+    "numbers with others": of_block(lambda block: setattr(block.mlp, "gains", [1.0, np.float32(3)])),
     "module around": of_block(lambda block: setattr(block, "mlp", torch.nn.Sequential(block.mlp, torch.nn.Tanh()))),
     "LoRA": with_lora(lambda _: None),
     "LoRA with another scaling": with_lora(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.function_code import plain_constants
 from .hooks import every_module
 from .quantised import is_quantised, plain_parts
 
@@ -18,6 +21,8 @@ from .quantised import is_quantised, plain_parts
 WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
 # Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
 PASSING = {"training", "gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
+# Hooks of other libraries replace it; `model_changes` names one that is replaced.
+PASSING |= {"forward"}
 PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
 # Private attributes by which layers of PEFT compute; others are of how a model was made.
 PRIVATE = {"_active_adapter", "_disable_adapters"}
@@ -149,15 +154,23 @@ def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _plain_text(value: Any) -> str | None:
-    """Text of a number, a text, or a collection of them, in an order of its own; None for other objects."""
-    if value is None or isinstance(value, str | bool | int | float):
+    """Text of a number, a text, a function, or a collection of them, in an order of its own; None for other objects."""
+    if value is None or isinstance(value, str | bool | int | float | complex | np.generic):
         return repr(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, partial):
+        return _plain_text([value.func, value.args, value.keywords])
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        code = getattr(value, "__code__", None)
+        own = "" if code is None else hashlib.sha256(code.co_code + str(plain_constants(code)).encode()).hexdigest()
+        return f"{value.__module__}.{value.__qualname__} {own}"
     items = [list(item) for item in value.items()] if isinstance(value, dict) else value
     if not isinstance(items, list | tuple | set | frozenset):
         return None
-    texts = [_plain_text(item) for item in items]
-    known = [text for text in texts if text is not None]
-    return None if len(known) < len(texts) else str(known if isinstance(value, list | tuple) else sorted(known))
+    # Of a collection that holds other objects too, all that is plain.
+    known = [text for item in items if (text := _plain_text(item)) is not None]
+    return None if items and not known else str(known if isinstance(value, list | tuple) else sorted(known))
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
