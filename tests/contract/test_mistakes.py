@@ -17,6 +17,8 @@ NAN = float("nan")
 TOKENS = random_tokens(2)
 
 # What the error names, the argument and its value, and the call.
+# 0 for tokens, a large negative number for padding, as models add it to scores.
+ADDITIVE = torch.zeros(TOKENS.shape).index_fill(1, torch.tensor([0]), -1e9)
 MISTAKES = [
     ("`weight_decay`.* nan", lambda m: lsim.AlignedTraining(weight_decay=NAN)),
     ("`beta`.* nan", lambda m: lsim.AlignedTraining(objective="cosine-reg", beta=NAN)),
@@ -51,6 +53,11 @@ MISTAKES = [
     ("`top_p`.* 95", lambda m: lsim.Continuations(["w3"], top_p=95)),
     ("`threshold`.* 95", lambda m: lsim.evaluate_layers(m, m, TOKENS, threshold=95)),
     ("`analyzers`", lambda m: lsim.analyze(m, TOKENS, {"input_ids": TOKENS})),
+    ("`attention_mask`.* -1e", lambda m: lsim.analyze(m, {"input_ids": TOKENS, "attention_mask": ADDITIVE}, "cosine")),
+    ("`attention_mask`.* -1e", lambda m: lsim.aligned_loss(m, TOKENS, attention_mask=ADDITIVE)),
+    ("`attention_mask`.* -1e", lambda m: lsim.EarlyExit(m).logits(TOKENS, ADDITIVE)),
+    ("`attention_mask`.* -1e", lambda m: lsim.EarlyExit(m).generate(TOKENS, attention_mask=ADDITIVE)),
+    ("`attention_mask`.* -1e", lambda m: setattr(lsim.attach(m, "cka"), "mask", ADDITIVE)),
     ("`path`.* None", lambda m: lsim.analyze(m, TOKENS, "cosine").save(None)),
     ("`path`.* None", lambda m: lsim.analyze(m, TOKENS, "cosine").to_html(None)),
 ]

@@ -23,6 +23,7 @@ from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 from ..core.wording import brief, first_line
 from ..data.digest import new_digest
+from ..data.missing_mask import as_mask
 from ..data.positions import Positions
 from ..models.activation_checks import refuse_not_finite, refuse_other_logits
 from ..models.hooked import HookedSource
@@ -115,7 +116,7 @@ class Probe:
         if mask is None:
             self._masks.pop(threading.current_thread(), None)
         else:
-            self._masks[threading.current_thread()] = mask
+            self._masks[threading.current_thread()] = as_mask(mask)
 
     def results(self) -> Report:
         """The report of all forward passes so far, at any time inside the block and after it.

@@ -83,7 +83,7 @@ class ForwardPassPositions:
                 'Call model(tokens) on the finished rows, or use CKA(level="token").'
             )
         if mask is not None and tuple(mask.shape) == call.shape:
-            return mask.bool()
+            return mask
         return torch.ones(call.shape, dtype=torch.bool) if pos == 1 else self._attended(call)
 
     def _attended(self, call: Call) -> Tensor:

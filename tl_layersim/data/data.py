@@ -8,6 +8,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
 from ..core.argument_checks import typed
 from ..core.bounds import NonNegativeInt, PositiveInt, RowCount, TwoOrMore
 from ..core.errors import LayersimError
@@ -133,7 +135,10 @@ class Data:
             tokenizer: of the model.
         """
         # A list that grew and a tensor that was changed in place are read anew.
-        state = len(self.source) if isinstance(self.source, list | tuple) else getattr(self.source, "_version", None)
+        source = self.source
+        state = len(source) if isinstance(source, list | tuple) else None
+        if isinstance(source, torch.Tensor) and not source.is_inference():
+            state = source._version
         return self._kept.setdefault((key, state), KeptRows(tokenizer))
 
     @property

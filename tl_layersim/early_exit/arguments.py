@@ -11,6 +11,7 @@ from torch import Tensor
 from ..analyzers.exit_curve import ExitCurveResult
 from ..core.errors import LayersimError
 from ..core.wording import brief
+from ..data.missing_mask import as_mask
 from ..models.exit_heads import ExitHeads
 from ..models.layer_numbers import block_numbers
 from ..models.split_model import LocalSplitModel
@@ -106,19 +107,19 @@ def sequence_rows(
     Raises:
         LayersimError: the model does not take these inputs.
     """
-    pixels, mask = reads_pixels(split_model), attention_mask
+    pixels, mask = reads_pixels(split_model), None if attention_mask is None else as_mask(attention_mask)
     if pixels and mask is not None:
         raise LayersimError("`attention_mask` cannot be given for a model of images.")
     if tokens.is_floating_point() != pixels or not tokens.numel():
         takes = "images `batch channel height width`" if pixels else "token ids `batch pos`"
         raise LayersimError(f"`tokens` is {brief(tokens)}; {split_model.model.name} takes one or more {takes}.")
     context = split_model.model.context
-    if not pixels and context and tokens.shape[1] > context and (mask is None or int(mask.bool().sum(1).max()) > context):
+    if not pixels and context and tokens.shape[1] > context and (mask is None or int(mask.sum(1).max()) > context):
         raise LayersimError(f"`tokens` has {tokens.shape[1]} positions; the context of {split_model.model.name} has {context}.")
-    if mask is not None and not bool(mask.bool().any(1).all()):
+    if mask is not None and not bool(mask.any(1).all()):
         raise LayersimError("`attention_mask` has a row without a token.")
     tokens = tokens.to(split_model.device)
-    attended = None if mask is None else mask.to(split_model.device).bool()
+    attended = None if mask is None else mask.to(split_model.device)
     inputs = {"pixel_values" if pixels else "input_ids": tokens}
     if attended is not None:
         inputs["attention_mask"] = attended.long()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.errors import LayersimError, warn
 from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
-from ..data.missing_mask import RunsAtEnds, mask_of, masked_warning
+from ..data.missing_mask import RunsAtEnds, as_mask, mask_of, masked_warning
 from ..models.model_info import Model
 
 
@@ -57,7 +57,7 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
             warn(warning)
         if (mask := mask_of(tokens, model)) is not None:
             warn(masked_warning(tokens[~mask].tolist()))
-    return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(tokens.device).bool()
+    return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else as_mask(mask).to(tokens.device)
 
 
 def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL, as_labels
+from ..data.missing_mask import as_mask
 from ..models.open import OpenedModel
 from .losses import Weights, layer_weights
 from .residual_stream import TrainingBatch, check_once, open_residual_stream
@@ -69,7 +70,7 @@ def aligned_loss(
     """
     opened = replace(OpenedModel.of(model), verify=None)
     stream = open_residual_stream(opened)
-    attended = None if attention_mask is None else attention_mask.bool()
+    attended = None if attention_mask is None else as_mask(attention_mask).to(tokens.device)
     targets = _targets(stream.reads, tokens, labels, attended)
     options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
     batch = TrainingBatch(tokens, options, targets, attended)
