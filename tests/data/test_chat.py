@@ -162,6 +162,8 @@ def test_marks_of_bytes_are_those_of_the_tokenizer():
         (PLAIN, [{"role": "user", "content": "w3"}, "w4"], {}, "row 0.*dict and str"),
         (PLAIN, {"role": ["user"], "content": ["w3"]}, {}, "`data`.*role"),
         (PLAIN, [[{"role": "user", "content": [{"type": "image", "url": "x"}]}]], {}, "row 0 .*image.*attach"),
+        (PLAIN, [[*FIRST, {"role": "user", "contnt": "w3"}]], {}, "row 0 .*contnt"),
+        (PLAIN, [[*FIRST, {"rol": "user", "content": "w3"}]], {}, "row 0 .*rol"),
         (PLAIN, [FIRST], {"pack": True}, "`pack`.*chats"),
         (PLAIN, ["w3 w4"], {"chat_template": PLAIN}, "`chat_template`"),
         (PLAIN, [[3, 4]], {"add_generation_prompt": True}, "`add_generation_prompt`"),

@@ -171,4 +171,12 @@ def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[d
                 f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
                 f"read. Run the model itself on the others: {ATTACH}model(...)."
             )
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in found:
+        # A template writes nothing for a key that it does not know.
+        if "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            raise LayersimError(
+                f"`data` has a chat in row {number} with a message of {', '.join(message) or 'no key'}; a message has role and "
+                "content."
+            )
+    return found
