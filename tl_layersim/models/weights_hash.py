@@ -21,8 +21,6 @@ from .quantised import is_quantised, plain_parts
 WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
 # Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
 PASSING = {"training", "gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
-# Hooks of other libraries replace it; `model_changes` names one that is replaced.
-PASSING |= {"forward"}
 PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
 # Private attributes by which layers of PEFT compute; others are of how a model was made.
 PRIVATE = {"_active_adapter", "_disable_adapters"}
@@ -149,6 +147,8 @@ def _multipliers() -> tuple[Tensor, Tensor]:
 def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
     """A module's class, and the names and texts of its plain attributes."""
     kept = {name for name in vars(module) if name in PRIVATE or not name.startswith("_")} - PASSING
+    # Libraries that place a model wrap its methods, such as `to`. `model_changes` names a `forward` that is replaced.
+    kept -= {name for name in kept if callable(getattr(type(module), name, None))}
     plain = [(name, text) for name in sorted(kept) if (text := _plain_text(vars(module)[name])) is not None]
     return f"{type(module).__module__}.{type(module).__qualname__}", plain
 
