@@ -40,7 +40,7 @@ for panel, commands in (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Refusals and wrong usage end it with status 2 and no traceback, other errors with 1 and one.
+    """Run the command line. Refusals and wrong usage exit with status 2, other errors with status 1 and a traceback.
 
     Args:
         arguments: of the command line; None for those of this process.
@@ -76,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_error(error)
         raise SystemExit(2) from None
     except Exception as error:
-        print(
-            f"{type(error).__name__} that tl_layersim did not expect. Please report this traceback as a bug.", file=sys.stderr
-        )
+        print(f"tl_layersim did not expect this {type(error).__name__}; please report it as a bug.", file=sys.stderr)
         raise
     finally:
         warnings.showwarning = shown_before

@@ -58,7 +58,7 @@ def test_names_stand_for_analyzers():
 
 @pytest.mark.parametrize("data", [[], torch.empty(0, 5, dtype=torch.long), {"input_ids": [], "attention_mask": []}])
 def test_empty_data_is_refused(data):
-    with pytest.raises(lsim.LayersimError, match="`data` is empty"):
+    with pytest.raises(lsim.LayersimError, match="`data`"):
         lsim.analyze(tiny_llama(), data, cosine_and_cka())
 
 
@@ -73,14 +73,14 @@ def test_data_of_which_nothing_counts_is_refused():
 def test_models_with_other_tokens_do_not_compare():
     a, b = tiny_llama(), tiny_llama(seed=1)
     a.tokenizer, b.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
-    with pytest.raises(lsim.LayersimError, match=r"different tokenizers.* is token "):
+    with pytest.raises(lsim.LayersimError, match=r"'w\d+'.*LlamaForCausalLM"):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cka")
     b.tokenizer = tiny_tokenizer()
     assert lsim.compare(a, b, ["w3 w4 w5 w6"] * 4, "cka").samples == 20
     wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**a.config.to_dict() | {"vocab_size": 120}))
     with pytest.warns(lsim.LayersimWarning, match="vocabularies have 100 and 120 entries"):
         lsim.compare(a, wide, random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match=r"Cosine cannot compare.*CKA"):
+    with pytest.raises(lsim.LayersimError, match=r"^Cosine .*CKA"):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cosine")
 
 
@@ -135,7 +135,7 @@ def test_a_result_that_does_not_fit_its_layers_is_refused():
 
 
 def test_a_source_has_its_own_place():
-    with pytest.raises(lsim.LayersimError, match=r"`remote` cannot be given for a Source(.|\n)*HookedSource(.|\n)*remote=True"):
+    with pytest.raises(lsim.LayersimError, match=r"`remote`.*HookedSource.*remote=True"):
         lsim.analyze(lsim.open_model(HookedSource(tiny_llama()), remote=True), random_tokens(), "cka")
     found = lsim.analyze(HookedSource(tiny_llama()), lsim.Data(["w3 w4 w5 w6"], tokenizer=tiny_tokenizer()), "cosine")
     assert found["cosine"].provenance.tokens == 5
@@ -153,5 +153,5 @@ def test_a_module_without_a_mask_refuses_padding():
         def forward(self, tokens):
             return self.parts[0](self.words(tokens))
 
-    with pytest.raises(lsim.LayersimError, match=r"Own takes no `attention_mask`"):
+    with pytest.raises(lsim.LayersimError, match=r"Own .*`attention_mask`"):
         lsim.analyze(lsim.open_model(Own(), layers=["parts.0"]), [[3, 4, 5], [3, 4]], "cosine")

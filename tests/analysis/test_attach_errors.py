@@ -72,7 +72,7 @@ def test_activations_of_two_axes_are_refused_by_results():
     layers = [f"parts.{i}" for i in range(3)]
     with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), COSINE) as probe:
         assert model(random_tokens(1, 9)[0]).shape == (9, 8)
-    with pytest.raises(lsim.LayersimError, match=r"input tokens have shape \(9,\)"):
+    with pytest.raises(lsim.LayersimError, match=r"\(9,\).* 9 x 1 "):
         probe.results()
 
 
@@ -81,7 +81,7 @@ def test_attach_without_with_says_what_to_do():
     probe = lsim.attach(model, COSINE)
     model(random_tokens(1, 5))
     assert hooks(model) == 0
-    with pytest.raises(lsim.LayersimError, match=r"measured nothing.*`with` block"):
+    with pytest.raises(lsim.LayersimError, match=r"`with`.*model\.forward\(tokens\)"):
         probe.results()
     with torch.no_grad(), probe:
         model(random_tokens(1, 5))

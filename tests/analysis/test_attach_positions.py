@@ -109,7 +109,7 @@ def test_steps_of_cached_generation_are_counted_by_all_and_last(length):
 )
 @pytest.mark.parametrize("length", [1, 7])
 def test_steps_of_cached_generation_are_no_rows(rule, length):
-    with pytest.raises(lsim.LayersimError, match=r"`positions=.*continues rows from a cache"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions=.*'all' or 'last'"):
         generate(tiny_llama(), rule, random_tokens(2, length))
 
 
@@ -143,7 +143,7 @@ def test_a_function_needs_token_ids():
 
 @pytest.mark.parametrize("rule", ["my_mask", "assistant"])
 def test_columns_of_data_are_not_known_in_a_loop(rule):
-    with pytest.raises(lsim.LayersimError, match=r"`positions`.*column of data.*probe.mask"):
+    with pytest.raises(lsim.LayersimError, match=rf"`positions`.*{rule!r}.*`probe\.mask`"):
         attached(tiny_llama(), rule)
 
 

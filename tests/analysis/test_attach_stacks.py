@@ -201,7 +201,7 @@ def test_a_mask_is_longer_than_the_row_with_a_cache_alone():
     own = Own()
     with torch.no_grad(), lsim.attach(lsim.open_model(own, layers=["parts.0", "parts.1"]), COSINE) as probe:
         own(tokens[:, :3], attention_mask=mask)
-    with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*shape"):
+    with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*\(2, 9\).*\(2, 3\).*`probe\.mask`"):
         probe.results()
 
 

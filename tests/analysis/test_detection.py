@@ -292,24 +292,24 @@ ONE = {"class_labels": [1], "boxes": [[0.5, 0.5, 0.2, 0.2]]}
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([ONE | {"class_labels": [CLASSES]}, ONE], "`labels` of image 0 holds classes"),
-        ([ONE, ONE | {"class_labels": [-1]}], "`labels` of image 1 holds classes"),
-        ([ONE | {"boxes": [[16.0, 16.0, 8.0, 8.0]]}, ONE], "`labels` of image 0 holds boxes"),
-        ([ONE | {"boxes": [[0.5, 0.5, -0.2, 0.2]]}, ONE], "`labels` of image 0 holds boxes"),
-        ([ONE | {"boxes": [[0.5, 0.5, 0.2, 0.0]]}, ONE], "`labels` of image 0 holds boxes"),
-        ([ONE | {"boxes": [[0.5, 0.5, 0.2, math.nan]]}, ONE], "`labels` of image 0 holds boxes"),
-        ([ONE | {"boxes": [[0.5, 0.5, 0.2]]}, ONE], "`labels` of image 0 is"),
-        ([ONE | {"class_labels": [1, 2]}, ONE], "`labels` of image 0 is"),
-        ([ONE | {"class_labels": [1.5]}, ONE], "`labels` of image 0 is"),
-        ([ONE | {"class_labels": ["cat"]}, ONE], "`labels` of image 0 is"),
-        ([{"class_labels": [1]}, ONE], "`labels` of image 0 is"),
-        ([1, 2], "`labels` of image 0 is"),
+        ([ONE | {"class_labels": [CLASSES]}, ONE], r"`labels`.* 0 .*\b3 to 3\b"),
+        ([ONE, ONE | {"class_labels": [-1]}], r"`labels`.* 1 .*-1 to -1\b"),
+        ([ONE | {"boxes": [[16.0, 16.0, 8.0, 8.0]]}, ONE], r"`labels`.* 0 .*\b8 to 16\b"),
+        ([ONE | {"boxes": [[0.5, 0.5, -0.2, 0.2]]}, ONE], r"`labels`.* 0 .*-0\.2 to 0\.5\b"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2, 0.0]]}, ONE], r"`labels`.* 0 .*\b0 to 0\.5\b"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2, math.nan]]}, ONE], "`labels`.* 0 .*nan to nan"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2]]}, ONE], r"`labels`.* 0 .*\(1, 3\)"),
+        ([ONE | {"class_labels": [1, 2]}, ONE], r"`labels`.* 0 .*\(2,\).*\(1, 4\)"),
+        ([ONE | {"class_labels": [1.5]}, ONE], "`labels`.* 0 .*torch.float64"),
+        ([ONE | {"class_labels": ["cat"]}, ONE], "`labels`.* 0 .*dict of 2 str"),
+        ([{"class_labels": [1]}, ONE], "`labels`.* 0 .*dict of 1 str"),
+        ([1, 2], "`labels`.* 0 is 1;"),
         ("a text", "`labels` is"),
         (ONE, "`labels` is"),
-        ([ONE], r"`labels` holds \d annotations for \d"),
-        ([ONE] * 3, r"`labels` holds \d annotations for \d"),
-        ([], "`data` has 2 images without annotations"),
-        (None, "`data` has 2 images without annotations"),
+        ([ONE], r"`labels`.*\b1\b.*\b2\b"),
+        ([ONE] * 3, r"`labels`.*\b3\b.*\b2\b"),
+        ([], r"`data`.*\b2\b.*`labels`"),
+        (None, r"`data`.*\b2\b.*`labels`"),
     ],
     ids=str,
 )
@@ -325,17 +325,17 @@ def test_annotations_beside_another_number_of_images_are_refused():
         [data | {"labels": data["labels"][:3]}],
         [{"pixel_values": data["pixel_values"], "labels": data["labels"][0]}],
     ):
-        with pytest.raises(lsim.LayersimError, match=r"`labels` holds \d annotations for \d"):
+        with pytest.raises(lsim.LayersimError, match=r"`labels`.* \d .* \d\b"):
             detection_by_layer(tiny_detr(), given)
     first, second, *_ = rows(data)
     del second["labels"]
-    with pytest.raises(lsim.LayersimError, match=r"`labels` holds \d annotations for \d"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.* \d .* \d\b"):
         detection_by_layer(tiny_detr(), [first, second])
 
 
 def test_data_that_are_no_images_are_refused():
     for given, message in (
-        (["a text"], "`data` holds texts.*`pixel_values`"),
+        (["a text"], "`data`.*DetrForObjectDetection.*`pixel_values`"),
         ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "takes `pixel_values`"),
         (torch.zeros(1, 3, 32, 32, dtype=torch.long), "must be floating-point"),
     ):
@@ -353,7 +353,7 @@ def other_detectors():
     yield hf.ConditionalDetrForObjectDetection(config), "offsets from reference points"
     vit = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     yield hf.YolosForObjectDetection(hf.YolosConfig(image_size=[32, 32], num_detection_tokens=4, **vit)), "of object queries"
-    yield tiny_detr().model, "without a class head"
+    yield tiny_detr().model, "`model`.*DetrModel.*DetrForObjectDetection"
 
 
 def test_other_models_are_refused_with_the_reason():
@@ -383,7 +383,7 @@ def test_a_model_of_segments_names_its_detector():
 def test_heads_that_are_not_the_model_s_are_refused():
     model = tiny_detr()
     handle = model.bbox_predictor.register_forward_hook(lambda _m, _a, out: out + 1)
-    with pytest.raises(lsim.LayersimError, match="own boxes"):
+    with pytest.raises(lsim.LayersimError, match=r"boxes.* 0\.\d+ "):
         detection_by_layer(model, scenes())
     handle.remove()
 
@@ -392,5 +392,5 @@ def test_predictions_that_are_not_finite_are_refused():
     model = tiny_detr()
     with torch.no_grad():
         model.class_labels_classifier.bias[0] = math.nan
-    with pytest.raises(lsim.LayersimError, match=r"own logits|NaN or infinite"):
+    with pytest.raises(lsim.LayersimError, match=r"\b(nan|NaN)\b"):
         detection_by_layer(model, scenes())

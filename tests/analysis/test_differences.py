@@ -257,7 +257,7 @@ def test_other_labels_and_fields_are_refused():
         found.interval("spread")
     with pytest.raises(lsim.LayersimError, match="no tensor field 'spred'"):
         found.p_value("spred")
-    with pytest.raises(lsim.LayersimError, match="fixed has no interval"):
+    with pytest.raises(lsim.LayersimError, match=r"^Measured\.fixed "):
         found.to_frame("fixed")
     for wrong in (0.0, 1.0):
         with pytest.raises(lsim.LayersimError, match="`level`"):

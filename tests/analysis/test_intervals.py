@@ -69,7 +69,7 @@ def test_what_a_first_pass_determines_is_held_fixed():
     cosine = lsim.analyze(model, lsim.Data(data, batch_size=2), [lsim.Cosine()], intervals=True)["cosine"]
     fixed = lsim.analyze(model, lsim.Data(data[2:], batch_size=2), [lsim.Cosine(center=cosine.mean)])["cosine"]
     assert worst(cosine.replicates[0], fixed) < 1e-9
-    with pytest.raises(lsim.LayersimError, match="mean has no interval"):
+    with pytest.raises(lsim.LayersimError, match=r"^CosineResult\.mean "):
         cosine.interval("mean")
     assert "mean_low" not in cosine.to_frame("mean")
 

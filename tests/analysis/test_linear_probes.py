@@ -181,7 +181,7 @@ LOGISTIC = lsim.LogisticProbe(labels=[0, 1] * ((ROWS + TEST) // 2))
 REFUSED = {
     "`test_labels`.*`test_data`": {"test_labels": [1]},
     r"`labels`.*\(42,\).*`test_labels` None .*42 rows.* 1 ": {"test_data": [[3, 4]]},
-    r"`test_labels` of shape \(2,\).* 1 ": {"test_data": [[3, 4]], "test_labels": [0, 1]},
+    r"`test_labels`.*\(2,\).* 1 ": {"test_data": [[3, 4]], "test_labels": [0, 1]},
     "`test_labels`.*labels='data'": {
         "probe": lsim.LinearProbe(labels="data"),
         "test_data": [[3, 4]],

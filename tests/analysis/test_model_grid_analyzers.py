@@ -101,9 +101,9 @@ class TestRefusals:
         [
             (lambda: [tiny_llama(), tiny_llama()], "`models`.*list"),
             (lambda: {1: tiny_llama(), 2: tiny_llama()}, "`models`.*dict"),
-            (lambda: {"a": tiny_llama()}, "`models`.* 1 model"),
+            (lambda: {"a": tiny_llama()}, "`models`.* 1 "),
             # Python keeps the last of two equal names.
-            (lambda: dict(zip("aa", (tiny_llama(), tiny_llama(seed=1)), strict=True)), "`models`.* 1 model"),
+            (lambda: dict(zip("aa", (tiny_llama(), tiny_llama(seed=1)), strict=True)), "`models`.* 1 "),
         ],
     )
     def test_models(self, models, message):
@@ -117,8 +117,8 @@ class TestRefusals:
             ({"groups": "xyx"}, "`groups`.*xyx"),
             ({"groups": {"a": 1, "b": 1}}, "`groups`.*dict of 2"),
             ({"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups`.*dict of 4"),
-            ({"groups": [1, 1, 1]}, "`groups`.*groups of 3 models"),
-            ({"groups": [1, 2, 3]}, "`groups`.*groups of 1, 1, 1 models"),
+            ({"groups": [1, 1, 1]}, "`groups`.* 3 "),
+            ({"groups": [1, 2, 3]}, "`groups`.* 1, 1, 1 "),
         ],
     )
     def test_options(self, options, message):

@@ -136,9 +136,9 @@ def test_distances_that_are_not_finite_are_named(tmp_path, value):
     d = distances(4)
     d[1, 2] = d[2, 1] = value
     broken = matrix(d, ("a", "a", "b", "b"))
-    with pytest.raises(lsim.LayersimError, match="m1 and m2"):
+    with pytest.raises(lsim.LayersimError, match=r"m1.*m2"):
         broken.compare_groups()
-    with pytest.raises(lsim.LayersimError, match="m1 and m2"):
+    with pytest.raises(lsim.LayersimError, match=r"m1.*m2"):
         broken.plot("dendrogram")
     assert broken.order == (0, 1, 2, 3)
     assert broken.plot().data[0].z.shape == (4, 4)
@@ -163,7 +163,7 @@ def test_distances_of_models_to_themselves_are_not_used():
 def test_an_infinite_distance_is_named():
     d = distances(4)
     d[0, 3] = d[3, 0] = math.inf
-    with pytest.raises(lsim.LayersimError, match="m0 and m3"):
+    with pytest.raises(lsim.LayersimError, match=r"m0.*m3"):
         matrix(d).compare_groups([*"aabb"])
 
 

@@ -166,13 +166,13 @@ def test_a_worker_of_an_engine_and_the_difference_of_two_reports():
 
 
 def test_a_list_with_an_analyzer_twice_is_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*'logit_lens' twice"):
+    with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*'logit_lens'"):
         lsim.analyze(tiny_llama(), ROWS, [lsim.LogitLens(norm="none"), lsim.LogitLens()])
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "a b", "1st", "a.b", "a=b", "a,b", "_a", "é", 3, "../x", "a-b"])
 def test_a_name_that_a_file_or_an_option_cannot_hold_is_refused(name):
-    with pytest.raises(lsim.LayersimError, match=f"`analyzers` has the name {re.escape(repr(name))}"):
+    with pytest.raises(lsim.LayersimError, match=f"`analyzers`.*{re.escape(repr(name))}"):
         lsim.analyze(tiny_llama(), ROWS, {name: lsim.Cosine(center="none")})
 
 
@@ -183,6 +183,6 @@ def test_the_name_of_another_analyzer_and_empty_mappings_are_refused():
         lsim.analyze(tiny_llama(), ROWS, {"head": lsim.LogitLens()})
     with pytest.raises(lsim.LayersimError, match="`analyzers` is empty"):
         lsim.analyze(tiny_llama(), ROWS, {})
-    with pytest.raises(lsim.LayersimError, match="`analyzers` contains 3"):
+    with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*\b3\b"):
         choose_analyzers({"a": 3})
     assert list(choose_analyzers({"cka": lsim.CKA()})) == ["cka"]

@@ -92,16 +92,16 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
 
 def test_what_is_no_picture_is_refused():
     model = tiny_llama()
-    with pytest.raises(lsim.LayersimError, match="principal plane"):
+    with pytest.raises(lsim.LayersimError, match=r"\b6\b"):
         lsim.trajectory_pca(model, torch.full((6,), 9))
-    with pytest.raises(lsim.LayersimError, match="`prompt` gives 2 rows"):
+    with pytest.raises(lsim.LayersimError, match=r"`prompt`.*\b2\b.*\b64\b"):
         lsim.prediction_grid(model, random_tokens(2, 9))
-    with pytest.raises(lsim.LayersimError, match="`prompt` has 2 tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"`prompt`.*\b2\b.*\b3\b"):
         lsim.trajectory_pca(model, random_tokens(1, 2)[0])
     with pytest.raises(lsim.LayersimError, match=r"needs an unembedding"):
         lsim.prediction_grid(model.model, random_tokens(1, 9)[0])
     with pytest.raises(lsim.LayersimError, match=r"no tokenizer, so texts cannot be read"):
         lsim.prediction_grid(model, PROMPT)
     model.tokenizer = tiny_tokenizer()
-    with pytest.raises(lsim.LayersimError, match=r"`prompt`.* 64 tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"`prompt`.*\b64\b"):
         lsim.prediction_grid(model, " ".join(f"w{3 + i % 90}" for i in range(100)))

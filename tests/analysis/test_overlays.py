@@ -75,14 +75,14 @@ def test_what_cannot_be_overlaid_is_refused_with_the_names_that_exist(runs):
     for given, match in (
         ((runs, "rsa"), "`analyzer` is 'rsa'.*'cosine', 'logit_lens', 'cka'"),
         ((runs,), "`analyzer` is None.*'cosine', 'logit_lens', 'cka'"),
-        ((runs, "cosine", "to_lst"), "`field` is 'to_lst'.*CosineResult has .*to_last"),
+        ((runs, "cosine", "to_lst"), "`field`.*'to_lst'.*CosineResult.*to_last"),
         (([cka], "cka"), "`analyzer` is 'cka'"),
         ((runs[0], "cka"), "`analyzer` is 'cka'"),
-        (([cka, cosine],), "`runs` holds CKAResult, CosineResult"),
-        (([], "cka"), "`runs` holds no runs"),
-        (({}, "cka"), "`runs` holds no runs"),
-        (([runs[0], 3], "cka"), "`runs` contains 3"),
-        (("path.safetensors", "cka"), "`runs` of overlay is 'path.safetensors'"),
+        (([cka, cosine],), "`runs`.*CKAResult, CosineResult"),
+        (([], "cka"), "`runs`"),
+        (({}, "cka"), "`runs`"),
+        (([runs[0], 3], "cka"), r"`runs`.*\b3\b"),
+        (("path.safetensors", "cka"), "`runs`.*'path.safetensors'"),
     ):
         with pytest.raises(lsim.LayersimError, match=match):
             lsim.overlay(*given)

@@ -40,12 +40,12 @@ class TestRelate:
 
     def test_what_has_no_line_is_refused(self):
         for couplings, scores, match in (
-            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, "`results` holds 2 points"),
-            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, "`results` and `scores`.* c, d is"),
-            ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}, "`results` and `scores`.*differ"),
-            ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "`results` and `scores`.*differ"),
-            ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, "`results` and `scores`.*differ"),
-            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, "`results` and `scores`.*differ"),
+            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, r"`results`.*\b2\b"),
+            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, "`results`.*`scores`.*c, d"),
+            ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}, r"`results`.*`scores`.*\[1\.0, 1\.0, 1\.0\]"),
+            ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "`results`.*`scores`.*nan"),
+            ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, r"`results`.*`scores`.*\[0\.1"),
+            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, r"`results`.*`scores`.*\[1\.0, 1\.0, 1\.0\]"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.relate(couplings, scores)
@@ -53,7 +53,7 @@ class TestRelate:
     def test_small_values_may_differ_by_little(self):
         fit = lsim.relate({"a": 1e-12, "b": 2e-12, "c": 3e-12}, {"a": 1, "b": 2, "c": 3})
         assert fit.r_squared == pytest.approx(1)
-        with pytest.raises(lsim.LayersimError, match=r"`results` and `scores`.*differ"):
+        with pytest.raises(lsim.LayersimError, match=r"`results`.*`scores`.*\[1000000000"):
             lsim.relate({"a": 1e9, "b": 1e9 + 1e-4, "c": 1e9}, {"a": 1, "b": 2, "c": 3})
 
     def test_names_may_be_numbers_and_results_a_series(self):
@@ -72,7 +72,7 @@ class TestRelate:
         found = lsim.relate(x, y)
         assert found.names == ("0", "1", "2", "3")
         assert found.values.tolist() == [3.0, 1.0, 2.0, 5.0]
-        with pytest.raises(lsim.LayersimError, match=r"`results` and `scores`.* 3 is"):
+        with pytest.raises(lsim.LayersimError, match=r"`results`.*`scores`.*\b3\b"):
             lsim.relate(x, y[:3])
 
     def test_correlations_are_those_of_their_formulas(self):

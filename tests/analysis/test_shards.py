@@ -102,21 +102,21 @@ def test_two_stages_equal_two_passes(tmp_path):
     options = {"batch_size": 2, "intervals": True}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
-    with pytest.raises(lsim.LayersimError, match=r"first stage.*0\.safetensors.*`first`"):
+    with pytest.raises(lsim.LayersimError, match=r"first/0\.safetensors.*`first`"):
         lsim.merge(first)
     # The stages may have different numbers of shards.
     parts = measured(tmp_path / "parts", 4, model, data, analyzers, first=first, **options)
     assert_same(lsim.merge(str(parts / "*.safetensors")), alone, tmp_path)
     again = {"shard": (0, 4), "save_to": tmp_path / "other", **options}
-    with pytest.raises(lsim.LayersimError, match=r"2 of 3 .*1, 2\..*shard=\(1, 3\).*`first`"):
+    with pytest.raises(lsim.LayersimError, match=r"2 of 3 .*1, 2.*shard=\(1, 3\).*`first`"):
         called(lsim.analyze, model, data, analyzers, first=first / "0.safetensors", **again)
-    with pytest.raises(lsim.LayersimError, match=r"`first`.*\d+ tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"`first`.*\b110\b.*\b22\b"):
         called(lsim.analyze, model, data[::-1], analyzers, first=first, **again)
-    with pytest.raises(lsim.LayersimError, match=r"`first`.*other analyzers.*0\.safetensors"):
+    with pytest.raises(lsim.LayersimError, match=r"`first`.*analyzers.*0\.safetensors"):
         called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA(minibatch=4)], first=first, **again)
     with pytest.raises(lsim.LayersimError, match=r"`first`.*0\.safetensors"):
         called(lsim.analyze, model, data, analyzers, first=parts, **again)
-    with pytest.raises(lsim.LayersimError, match="`first` is given"):
+    with pytest.raises(lsim.LayersimError, match=r"^`first` "):
         called(lsim.analyze, model, data, "cka", first=first, **again)
     with pytest.raises(lsim.LayersimError, match=r"`first`.*no\*"):
         called(lsim.analyze, model, data, analyzers, first=tmp_path / "no*", **again)
@@ -155,7 +155,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     other = lsim.analyze(
         model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none"), shard=(0, 2), save_to=tmp_path / "other"
     )
-    with pytest.raises(lsim.LayersimError, match=r"part \(shard 1\).*shard=\(1, 2\)"):
+    with pytest.raises(lsim.LayersimError, match=r"part.*\b1\b.*shard=\(1, 2\)"):
         lsim.merge([path, other])
     calls.clear()
     assert called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call) == path
@@ -167,9 +167,9 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     assert (len(calls), len(counted)) == (5, 3)
     assert "is complete" in capsys.readouterr().err
     for others in (data[::-1], data[:8]):
-        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*80 tokens in 16 rows"):
+        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part.*\b80\b.*\b16\b"):
             called(lsim.analyze, model, others, lsim.Cosine(center="none"), **call)
-    with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part, .*other number of the"):
+    with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part.*\[0, 2\].*\[1, 2\]"):
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
     assert_same(
         lsim.merge([path, other]), lsim.analyze(model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none")), tmp_path
@@ -186,12 +186,12 @@ def test_data_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch
             self.rows = self.rows[::-1]
 
     monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 0)
-    with pytest.raises(lsim.LayersimError, match="`data` gave different rows"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\b40\b.*\b40\b"):
         lsim.analyze(tiny_llama(), lsim.Data(Changing(), batch_size=2), "cka", shard=(0, 2), save_to=tmp_path / "part")
 
 
 REFUSED = {
-    "no file": ({"shard": (0, 2)}, r"`shard` is \(0, 2\), and `save_to`"),
+    "no file": ({"shard": (0, 2)}, r"`shard`.*\(0, 2\).*`save_to`"),
     "no shard": ({"save_to": "part"}, "`save_to` is 'part'.*`shard`"),
     "first alone": ({"first": "x"}, "`first` is 'x'.*`shard`"),
     "number": ({"shard": (2, 2), "save_to": "part"}, r"`shard` is \(2, 2\)"),
@@ -199,7 +199,7 @@ REFUSED = {
     "none": ({"shard": (0, 0), "save_to": "part"}, r"`shard` is \(0, 0\)"),
     "checkpoint": ({"shard": (0, 2), "save_to": "part", "checkpoint": "x"}, "`checkpoint`.*`shard`"),
     "blocking": ({"shard": (0, 2), "save_to": "part", "blocking": False}, "`blocking=False`.*`shard`"),
-    "folder": ({"shard": (0, 2), "save_to": "nowhere/part"}, r"^`save_to` names a folder"),
+    "folder": ({"shard": (0, 2), "save_to": "nowhere/part"}, r"^`save_to`.*nowhere"),
 }
 
 
@@ -216,7 +216,7 @@ def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
     with pytest.raises(lsim.LayersimError, match="`data`"):
         called(lsim.analyze, tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
     monkeypatch.setattr(shards, "rank_and_size", lambda: (0, 2))
-    with pytest.raises(lsim.LayersimError, match=r"`shard` is \(0, 2\).*2 ranks"):
+    with pytest.raises(lsim.LayersimError, match=r"`shard`.*\(0, 2\).* 2 "):
         called(lsim.analyze, tiny_llama(), random_tokens(4, 5), "cka", **call)
 
 
@@ -238,7 +238,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     model, data = tiny_llama(), list(random_tokens(9, 5))
     parts = measured(tmp_path / "parts", 3, model, data, "cka", batch_size=1)
     files = sorted(parts.iterdir())
-    with pytest.raises(lsim.LayersimError, match=r"1 of 3 .*: 1\..*shard=\(1, 3\)"):
+    with pytest.raises(lsim.LayersimError, match=r"1 of 3 .*\b1\b.*shard=\(1, 3\)"):
         lsim.merge([files[0], files[2]])
     with pytest.raises(lsim.LayersimError, match=r"0\.safetensors.*0\.safetensors"):
         lsim.merge([*files, files[0]])
@@ -266,7 +266,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     assert "with 4 shards, not 3" in refused(odd("number", of=4))
     assert "intervals=True" in refused(odd("intervals", intervals=True))
     monkeypatch.setattr(run_analysis, "version", lambda _: "9.9")
-    with pytest.raises(lsim.LayersimError, match=r"9\.9.*version \(shard 1\)"):
+    with pytest.raises(lsim.LayersimError, match=r"9\.9.*version.*\b1\b"):
         lsim.merge([files[0], odd("version"), files[2]])
 
 

@@ -77,7 +77,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(asked, at, tm
     for name in report:
         assert worst(report[name], undisturbed[name]) == 0
         assert report[name].layers == undisturbed[name].layers
-    with pytest.raises(lsim.LayersimError, match="another run"):
+    with pytest.raises(lsim.LayersimError, match=r"run\.safetensors .*sites: .*sites: "):
         lsim.analyze(model, lsim.Data(data, batch_size=2), every(), checkpoint=path, at="mlp_out")
 
 
@@ -132,7 +132,7 @@ class Shared(torch.nn.Module):
 
 
 BLOCKS = ["parts.0", "parts.1"]
-NOT_ONCE = {"twice": "runs more than once", "idle": "no forward pass of the model on this data runs it"}
+NOT_ONCE = ("twice", "idle")
 
 
 @pytest.mark.parametrize("path", NOT_ONCE)
@@ -141,7 +141,7 @@ NOT_ONCE = {"twice": "runs more than once", "idle": "no forward pass of the mode
 def test_a_module_that_does_not_run_once_is_refused(path, beside, source):
     model = Shared() if source == "here" else nnsight(Shared())
     options = {"remote": "local"} if source == "remote=local" else {}
-    with pytest.raises(lsim.LayersimError, match=rf"`at` names {path},.*{NOT_ONCE[path]}"):
+    with pytest.raises(lsim.LayersimError, match=rf"`at`.*\b{path}\b"):
         called(lsim.analyze, model, random_tokens(), lsim.CKA(), at=[path, *beside], layers=BLOCKS, **options)
 
 
@@ -152,7 +152,7 @@ def test_a_probe_refuses_it_in_its_results(path, beside):
     expected = model(tokens)
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=[path, *beside]) as probe:
         assert torch.equal(model(tokens), expected)
-    with pytest.raises(lsim.LayersimError, match=rf"`at` names {path},"):
+    with pytest.raises(lsim.LayersimError, match=rf"`at`.*\b{path}\b"):
         probe.results()
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=["parts.0", "head"]) as probe:
         model(tokens)

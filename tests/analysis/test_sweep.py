@@ -98,7 +98,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("models", "match"),
         [
-            ([], "`models` of sweep"),
+            ([], r"`models`.*\[\]"),
             ({True: None}, r"`models`.*\[True\]"),
             ({0: None, "a": None}, r"`models`.*\[0, 'a'\]"),
             ({"a": None, 0: None}, r"`models`.*\['a', 0\]"),
@@ -117,7 +117,7 @@ class TestRefusals:
         for name, value in {"max_length": 8, "blocking": False, "model": models[0]}.items():
             with pytest.raises(TypeError, match=name):
                 called(lsim.sweep, models, random_tokens(4), "cosine", **{name: value})
-        with pytest.raises(lsim.LayersimError, match="`analyzers` names 'cosin'"):
+        with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*'cosin'"):
             lsim.sweep(models, random_tokens(4), "cosin")
 
     def test_keys_of_numpy_are_numbers(self, models):
@@ -322,7 +322,7 @@ class TestTables:
             (lambda: found.numbers("cka", layer=9), "`layer` is 9"),
             (lambda: found.numbers("cka", layer=-5), "`layer` is -5"),
             (lambda: found.numbers("cka", layer=True), "`layer` is True"),
-            (lambda: found.numbers("cka", select={"quantile": 0.5}), "`select` names 'quantile'"),
+            (lambda: found.numbers("cka", select={"quantile": 0.5}), "`select`.*'quantile'"),
             (lambda: found.numbers("cosine", "to_last", select={"quantile": 0.4}), "`quantile` is 0.4"),
             (lambda: found.numbers("block_coupling", "by_length"), "`select`.*'by_length'"),
         ):

@@ -170,15 +170,15 @@ BAD = {
     "images alone": (PIXELS, "images without texts"),
     "images in a mapping": ({"pixel_values": PIXELS}, "images without texts"),
     "another size": ({**DATA, "pixel_values": PIXELS[..., :4]}, "`pixel_values`.* 3 x 8 x 4"),
-    "fewer images": ({**DATA, "pixel_values": PIXELS[:3]}, "`pixel_values` in the data"),
-    "no end of text": ({**DATA, "input_ids": TOKENS.masked_fill(TOKENS == 98, 5)}, "none of them 98, the end-of-text token"),
+    "fewer images": ({**DATA, "pixel_values": PIXELS[:3]}, r"`pixel_values`.*\(3, 3, 8, 8\).* 9\b"),
+    "no end of text": ({**DATA, "input_ids": TOKENS.masked_fill(TOKENS == 98, 5)}, r"`data`.* 7 .* 98\b"),
     "too long": (
         {
             "input_ids": torch.cat([TOKENS, TOKENS, TOKENS], 1),
             "pixel_values": PIXELS,
             "attention_mask": torch.cat([MASK] * 3, 1),
         },
-        "`data` has a row of 27 tokens",
+        r"`data`.* 27 .*\b24\b",
     ),
     "whole numbers": ({**DATA, "pixel_values": (PIXELS * 9).long()}, "must be floating-point"),
 }
@@ -196,10 +196,10 @@ def test_other_models_are_refused():
     siglip = hf.SiglipModel(
         hf.SiglipConfig(text_config=small | {"vocab_size": 99}, vision_config=small | {"image_size": 8, "patch_size": 4})
     )
-    with pytest.raises(lsim.LayersimError, match=r"`clip` is a SiglipModel, which pools"):
+    with pytest.raises(lsim.LayersimError, match=r"`clip`.*SiglipModel.*CLIPModel"):
         tower_similarity(siglip, pairs())
     for model in (clip_of().vision_model, lsim.demo_model(), "openai/clip-vit-base-patch32"):
-        with pytest.raises(lsim.LayersimError, match=r"`clip` is .*; it must be CLIPModel"):
+        with pytest.raises(lsim.LayersimError, match=r"`clip` is .*CLIPModel, "):
             tower_similarity(model, pairs())
 
 

@@ -128,14 +128,14 @@ def test_half_precision_gives_the_models_own_predictions():
 
 BAD = {
     "no prompt of a class": ({"prompts": [ONE_EACH[0], []]}, "no prompt for class 1"),
-    "one class": ({"prompts": [ONE_EACH[0]]}, "`prompts` has 1 classes"),
-    "neither": ({}, "`class_names` or `prompts`"),
-    "both": ({"class_names": ["cat", "dog"], "prompts": ONE_EACH}, "`class_names` or `prompts`"),
+    "one class": ({"prompts": [ONE_EACH[0]]}, r"`prompts`.* 1\b"),
+    "neither": ({}, "`class_names`.*`prompts`"),
+    "both": ({"class_names": ["cat", "dog"], "prompts": ONE_EACH}, "`class_names`.*`prompts`"),
     "no place for a name": ({"class_names": ["cat", "dog"], "template": "a photo"}, "`template` is 'a photo'"),
     "texts without a tokenizer": ({"class_names": ["cat", "dog"]}, "has no tokenizer"),
-    "no end of text": ({"prompts": [torch.tensor([1, 5]), ONE_EACH[0]]}, "the end-of-text token"),
+    "no end of text": ({"prompts": [torch.tensor([1, 5]), ONE_EACH[0]]}, r"`data`.* 2 .* 98\b"),
     "label out of range": ({"prompts": ONE_EACH, "labels": LABELS + 1}, "the head cannot predict(.|\n)*0 to 2"),
-    "fewer labels": ({"prompts": ONE_EACH, "labels": LABELS[:4]}, r"`labels` has shape \(4,\)"),
+    "fewer labels": ({"prompts": ONE_EACH, "labels": LABELS[:4]}, r"`labels`.*\(4,\).* 12\b"),
     "no labels": ({"prompts": ONE_EACH, "labels": "data"}, "`data` has no labels"),
     "top_k": ({"prompts": ONE_EACH, "top_k": 0}, "`top_k` is"),
 }
@@ -151,7 +151,7 @@ def test_bad_classes_and_labels_are_refused(case):
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (["a text", "another"], "`images` contains 'a text'"),
+        (["a text", "another"], "`images`.*'a text'"),
         (torch.ones(2, 5, dtype=torch.int64), "takes `pixel_values`, and the data are tokens"),
         (PIXELS[:, :, :4], "`pixel_values`.* 3 x 4 x 8"),
     ],
@@ -162,7 +162,7 @@ def test_other_data_than_images_is_refused(images, message):
 
 
 def test_other_models_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`clip` is .*; it must be CLIPModel"):
+    with pytest.raises(lsim.LayersimError, match=r"`clip` is .*CLIPModel, "):
         zero_shot(clip_of().vision_model, PIXELS, prompts=ONE_EACH, labels=LABELS)
     model = copy.deepcopy(clip_of())
     del model.visual_projection

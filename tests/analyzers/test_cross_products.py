@@ -116,7 +116,7 @@ def test_a_mean_that_is_much_larger_than_the_spread(ratio):
 
 @pytest.mark.parametrize("cls", EACH)
 def test_a_spread_that_the_sums_lose_is_refused(cls):
-    with pytest.raises(lsim.LayersimError, match=r"rounding.*minibatch"):
+    with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} .* 60 .*minibatch"):
         cls().compute(summed(cls(), [residuals(0, tokens=60) + 1e8]), _run(4))
 
 
@@ -171,14 +171,14 @@ def test_a_constant_site_of_the_second_model(cls):
 
 def test_too_few_samples_are_refused():
     for cls in (lsim.Procrustes, lsim.CCA):
-        with pytest.raises(lsim.LayersimError, match=f"{cls.__name__} needs at least . tokens"):
+        with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} .*\b2\b.*\b1\b"):
             cls().compute(summed(cls(), [residuals(0, tokens=1)]), _run(4))
-        with pytest.raises(lsim.LayersimError, match="sequences"):
+        with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} .*\b2 sequences.*\b1\b"):
             cls(level="sequence").compute(summed(cls(level="sequence"), [residuals(0, tokens=9)]), _run(4))
     for tokens in (1, 3):
         # Of rows 0 to 2 the first is held out.
         sums = summed(lsim.LinearPredictivity(), [residuals(0, tokens=tokens)])
-        with pytest.raises(lsim.LayersimError, match=f"{tokens - 1} training and 1 held-out"):
+        with pytest.raises(lsim.LayersimError, match=rf"LinearPredictivity .*\b{tokens - 1} .*\b1\b"):
             lsim.LinearPredictivity().compute(sums, _run(4))
 
 
@@ -218,7 +218,7 @@ def test_sums_must_fit(cls, models, permutations):
     need = 24 * parts * (numbers + permutations * pairs * 32**2) / 1e9
     described = [_model() for _ in range(count)]
     cls(max_memory_gb=need * 1.001, permutations=permutations).check_sites(*described)
-    with pytest.raises(lsim.LayersimError, match=f"sums of {cls.__name__} take.*`max_memory_gb`"):
+    with pytest.raises(lsim.LayersimError, match=f"{cls.__name__} .*`max_memory_gb`"):
         cls(max_memory_gb=need * 0.999, permutations=permutations).check_sites(*described)
 
 

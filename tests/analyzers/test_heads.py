@@ -132,25 +132,25 @@ def test_the_result_says_which_heads_read_it():
 def test_heads_of_another_model_are_refused(name):
     cls, tokens = ANALYZERS[name], random_tokens(2, 8)
     for heads, says in (
-        (random_heads(3, 100, 32), "`heads` has 3 heads"),
-        (random_heads(2, 100, 16), r"`heads` has shape \(2, 100, 16\)"),
-        (random_heads(2, 99, 32), r"`heads` has shape \(2, 99, 32\)"),
+        (random_heads(3, 100, 32), r"`heads`.* 3 .* 2\b"),
+        (random_heads(2, 100, 16), r"`heads`.*\(2, 100, 16\)"),
+        (random_heads(2, 99, 32), r"`heads`.*\(2, 99, 32\)"),
         (random_heads(2, 100, 32, layers=["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"]), "one of them of blocks.1"),
-        (random_heads(2, 100, 32, weights_hash="0123456789ab"), "trained with weights 0123456789ab"),
+        (random_heads(2, 100, 32, weights_hash="0123456789ab"), "`heads`.*0123456789ab"),
     ):
         with pytest.raises(lsim.LayersimError, match=says):
             lsim.analyze(tiny_llama(), tokens, cls(heads=heads))
 
 
 def test_the_norm_must_be_that_of_the_training():
-    with pytest.raises(lsim.LayersimError, match="`norm` is 'final', and `heads` were trained with norm='none'"):
+    with pytest.raises(lsim.LayersimError, match=r"`norm`.*'final'.*`heads`.*'none'"):
         lsim.LogitLens(heads=random_heads(norm="none"))
     with pytest.raises(lsim.LayersimError, match="`norm` is 'none'"):
         lsim.Saturation(norm="none", heads=random_heads())
 
 
 def test_layers_inside_blocks_have_no_heads():
-    with pytest.raises(lsim.LayersimError, match="`heads` has 2 heads"):
+    with pytest.raises(lsim.LayersimError, match=r"`heads`.* 2 .* 5\b"):
         lsim.analyze(
             tiny_gpt2(), random_tokens(2, 8), lsim.LogitLens(heads=random_heads(2, 100, 32)), at=["resid_mid", "resid_post"]
         )

@@ -331,7 +331,7 @@ def test_what_it_cannot_do_is_refused():
         "0 held-out samples": {"analyzers": lsim.LinearProbe(labels=halves, first_test_row=12)},
         "`labels`.*max_classes=3": {"analyzers": lsim.LinearProbe(max_classes=3)},
         "`max_memory_gb` is 1e-06": {"analyzers": lsim.LinearProbe(labels=halves, max_memory_gb=1e-6)},
-        r"`labels` has shape \(5,": {"analyzers": lsim.LinearProbe(labels=halves[:5])},
+        r"`labels`.*\(5,\).* 12\b": {"analyzers": lsim.LinearProbe(labels=halves[:5])},
         "`data` has no labels": {"analyzers": lsim.LinearProbe(labels="data")},
         "`positions` is 'mean'": {"analyzers": lsim.LinearProbe(), "positions": "mean"},
     }
@@ -346,7 +346,7 @@ def test_what_it_cannot_do_is_refused():
         with pytest.raises(lsim.LayersimError, match=says):
             lsim.analyze(model, {"input_ids": tokens, "labels": labels}, lsim.LinearProbe(labels="data"))
     with (
-        pytest.raises(lsim.LayersimError, match="LinearProbe cannot be attached"),
+        pytest.raises(lsim.LayersimError, match=r"^LinearProbe "),
         lsim.attach(model, lsim.LinearProbe()),
     ):
         pass

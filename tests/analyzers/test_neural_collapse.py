@@ -98,12 +98,12 @@ def test_what_it_cannot_do_is_refused():
     model, tokens = tiny_llama(), random_tokens(4, 20)
     with pytest.raises(lsim.LayersimError, match="`classes`"):
         lsim.NeuralCollapse(classes=1)
-    with pytest.raises(lsim.LayersimError, match="0 of class 3"):
+    with pytest.raises(lsim.LayersimError, match=r"\b0 .*\b3\b.*\b7\b"):
         lsim.analyze(model, tokens.clamp(min=5), lsim.NeuralCollapse(classes=(3, 7)))
     with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
         lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=1e-6))
     with (
-        pytest.raises(lsim.LayersimError, match=r"NeuralCollapse cannot be attached.*NeuralCollapse\(classes=\(id"),
+        pytest.raises(lsim.LayersimError, match=r"^NeuralCollapse .*NeuralCollapse\(classes=\(id"),
         lsim.attach(model, lsim.NeuralCollapse()),
     ):
         pass

@@ -186,7 +186,7 @@ def test_a_layer_of_equal_samples_is_nan_and_named():
         assert bool(field[1].isnan().all() and field[:, 1].isnan().all())
         assert not bool(field[0, 2:].isnan().any())
     x[:] = 1.0
-    with pytest.raises(lsim.LayersimError, match="RSA is not defined"):
+    with pytest.raises(lsim.LayersimError, match=r"^RSA .*hook_resid_pre"):
         from_views(lsim.RSA(), [samples(x)])
 
 

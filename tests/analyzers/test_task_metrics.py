@@ -179,13 +179,13 @@ def test_equal_predictions_have_no_correlation():
 REFUSED = {
     r"head has one output.*labels\.float\(\)": (1, {"labels": torch.zeros(ROWS, dtype=torch.long)}, {}),
     r"3 outputs.*labels\.long\(\)": (3, {"labels": torch.rand(ROWS)}, {}),
-    "`labels` are 1 in all": (1, {"labels": torch.ones(ROWS)}, {}),
+    "`labels`.* 1 .* 24 ": (1, {"labels": torch.ones(ROWS)}, {}),
     "at least 2 rows with a score": (1, {"labels": torch.tensor([1.0] + [torch.nan] * (ROWS - 1))}, {}),
     r"reads a row as one": (1, {"labels": torch.rand(ROWS)}, {"seq_len": 6}),
-    r"`labels` has shape \(\d+,\)": (1, {"labels": torch.rand(ROWS - 5)}, {}),
+    r"`labels`.*\(19,\).* 24\b": (1, {"labels": torch.rand(ROWS - 5)}, {}),
     "classifies whole rows": (3, {}, {}),
     "`max_memory_gb` is 1e-09": (3, {"labels": torch.arange(ROWS) % 3, "max_memory_gb": 1e-9}, {}),
-    r"`labels` holds ids from 0 to 3": (3, {"labels": torch.arange(ROWS) % 4}, {}),
+    r"`labels`.* 0 to 3\b.* 0 to 2\b": (3, {"labels": torch.arange(ROWS) % 4}, {}),
     "at least 1 positions with a label": (3, {"labels": torch.full((ROWS,), -100)}, {}),
 }
 

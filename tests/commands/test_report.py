@@ -238,7 +238,7 @@ def test_refusals_are_printed_not_traced(tmp_path):
         (["report", "--analyzers", "cosin", "--out", str(tmp_path)], "`--analyzers` names 'cosin'"),
         (
             ["report", "--data", "./nothing.txt", "--out", str(tmp_path)],
-            "`--data` is ./nothing.txt, a file or folder that does not exist.",
+            "`--data` is ./nothing.txt",
         ),
         (["report", "--model", str(tmp_path), "--out", str(tmp_path)], "Error:"),
     ):

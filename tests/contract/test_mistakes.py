@@ -16,9 +16,9 @@ from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 NAN = float("nan")
 TOKENS = random_tokens(2)
 
-# What the error names, the argument and its value, and the call.
 # 0 for tokens, a large negative number for padding, as models add it to scores.
 ADDITIVE = torch.zeros(TOKENS.shape).index_fill(1, torch.tensor([0]), -1e9)
+# What the error names, the argument and its value, and the call.
 MISTAKES = [
     ("`weight_decay`.* nan", lambda m: lsim.AlignedTraining(weight_decay=NAN)),
     ("`beta`.* nan", lambda m: lsim.AlignedTraining(objective="cosine-reg", beta=NAN)),
@@ -33,7 +33,7 @@ MISTAKES = [
     ("`rule`.*max-probs", lambda m: lsim.ExitCosts.count(m, rule="max-probs")),
     ("`batch`.* 0", lambda m: lsim.ExitCosts.count(m, batch=0)),
     ("`shortlist`.* 3", lambda m: lsim.ExitCosts.count(m, shortlist=3)),
-    ("empty", lambda m: frequent_tokens(m, [], 5)),
+    ("`data`", lambda m: frequent_tokens(m, [], 5)),
     ("`kind`.*linear", lambda m: lsim.Adapter(["linear"])),
     ("`data`", lambda m: lsim.linear_probe(m, [])),
     ("`max_memory_gb`.* nan", lambda m: lsim.CKA(max_memory_gb=NAN)),

@@ -162,7 +162,7 @@ def test_settings_of_other_objectives_are_refused(name):
         with pytest.raises(lsim.LayersimError, match=rf"`{setting}`.*objective='{name}'"):
             lsim.AlignedTraining(objective=name, **{setting: WORDS.get(setting, 2)})
     for setting in set(mine) - set(WORDS):
-        with pytest.raises(lsim.LayersimError, match=f"`{setting}` of AlignedTraining is -1"):
+        with pytest.raises(lsim.LayersimError, match=f"`{setting}`.* -1,"):
             lsim.AlignedTraining(objective=name, **{setting: -1})
 
 

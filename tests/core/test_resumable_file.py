@@ -41,7 +41,7 @@ def test_no_path_keeps_nothing():
 def test_another_run_and_another_kind_are_refused(tmp_path):
     path = tmp_path / "run"
     ResumableFile(path, "training", {"seed": 0, "data": {"rows": 3}}).write(NOTES, TENSORS)
-    with pytest.raises(lsim.LayersimError, match=r"another run.*data: rows: 3.*data: rows: 4"):
+    with pytest.raises(lsim.LayersimError, match=r"/run .*data: rows: 3.*data: rows: 4"):
         ResumableFile(path, "training", {"seed": 0, "data": {"rows": 4}}).resume(parse)
     with pytest.raises(lsim.LayersimError, match="another kind"):
         ResumableFile(path, "stitches", {"seed": 0, "data": {"rows": 3}}).resume(parse)

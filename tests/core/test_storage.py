@@ -32,7 +32,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
     for size in (0, 4, 100, path.stat().st_size - 8):
         short = tmp_path / "short.safetensors"
         short.write_bytes(path.read_bytes()[:size])
-        with pytest.raises(lsim.LayersimError, match=r"bytes.* truncated"):
+        with pytest.raises(lsim.LayersimError, match=r"short\.safetensors .*\b\d+ bytes"):
             lsim.load(short)
 
 
@@ -41,7 +41,7 @@ def test_a_file_of_a_newer_version_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(storage, "FORMAT", newer)
         path = curve().save(tmp_path / "x.safetensors")
-    with pytest.raises(lsim.LayersimError, match=rf"newer tl_layersim.*format {newer}"):
+    with pytest.raises(lsim.LayersimError, match=rf"x\.safetensors .*\b{newer}\b"):
         lsim.load(path)
 
 

@@ -81,7 +81,7 @@ def test_rows_without_segments_among_rows_with_them_get_the_default():
 
 def test_inputs_that_do_not_fit_are_refused():
     tokens = torch.ones(2, 4, dtype=torch.long)
-    with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*\(3, 3, 2, 2\) for 2 rows"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*\(3, 3, 2, 2\).* 2\b"):
         read({"input_ids": tokens, "pixel_values": torch.ones(3, 3, 2, 2)})
     with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*'a'"):
         read({"input_ids": tokens, "pixel_values": ["a", "b"]})
@@ -142,7 +142,7 @@ def test_labels_and_skipped_positions_of_images():
     assert bool((batch.labels == batch.labels[:, :1]).all())
     assert batch.counted.tolist() == [[False, True, True, True, True]] * 3
     assert batch.attention.all()
-    with pytest.raises(lsim.LayersimError, match=r"`labels`.*\(2, 1\) for 3 rows"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.*\(2, 1\).* 3\b"):
         read({"pixel_values": PIXELS, "labels": [2, 0]}, "pixel_values", labelled=True)
     [single] = read([{"pixel_values": PIXELS[0], "label": 2}], "pixel_values", labelled=True)
     assert single.labels.tolist() == [[2] * 5]
@@ -188,14 +188,14 @@ def test_packing_and_masks_of_pixels_are_refused():
 
 
 def test_pixels_as_whole_numbers_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`pixel_values` has torch.uint8"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*torch.uint8"):
         read({"pixel_values": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)}, "pixel_values")
-    with pytest.raises(lsim.LayersimError, match=r"`pixel_values` has torch.uint8"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*torch.uint8"):
         read(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "pixel_values")
 
 
 def test_rows_with_and_without_tokens_are_not_batched_together():
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*some without"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*`batch_size=1`"):
         read([{"input_ids": [3, 4]}, {"inputs_embeds": torch.randn(2, 8)}])
 
 
@@ -265,12 +265,12 @@ def test_rows_of_several_images_are_refused():
     known = model("pixel_values", processor=Flat())
     table = datasets.Dataset.from_dict({"image": [IMAGES]})
     table = table.cast_column("image", datasets.Array4D((3, 2, 2, 3), "uint8")).with_format("numpy")
-    with pytest.raises(lsim.LayersimError, match=r"`data` has 1 rows.*3 images"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.* 1 .* 3 "):
         list(Batches(Data(table, column="image"), known, count_positions=lambda batch: 5))
 
 
 def test_images_without_a_processor_are_refused_with_the_call():
-    with pytest.raises(lsim.LayersimError, match=r"`data` contains images.*tokenizer=AutoImageProcessor"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*tokenizer=AutoImageProcessor"):
         read(list(IMAGES), "pixel_values")
 
 
@@ -283,7 +283,7 @@ def test_images_of_pil_go_through_the_processor():
     for each in (data, table, [{"picture": x} for x in data], {"picture": data}):
         [batch] = Batches(Data(each), known, count_positions=lambda batch: 5)
         assert torch.equal(batch.inputs["pixel_values"], expected)
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*takes `input_ids`"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*Image.*`input_ids`"):
         read(data)
 
 
@@ -348,3 +348,11 @@ def test_the_cache_counts_the_memory_of_all_inputs(monkeypatch):
         kept.read_ahead("a test", "list(data)")
     again = Batches(Data(images), model("pixel_values"), count_positions=lambda batch: 2)
     assert len(list(again)) == 1
+
+
+def test_passes_over_one_data_at_the_same_time_keep_their_rows_apart():
+    data = Data(torch.randn(4, 3, 8, 8), batch_size=1)
+    first, second = (Batches(data, model("pixel_values"), count_positions=lambda batch: 2).rows() for _ in range(2))
+    next(first), next(second)
+    assert len(list(first)) == len(list(second)) == 3
+    assert len(list(Batches(data, model("pixel_values"), count_positions=lambda batch: 2).rows())) == 4

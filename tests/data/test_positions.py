@@ -101,7 +101,7 @@ def test_a_function_sees_the_ids_alone_and_cannot_change_them():
     ids=name_of_rule,
 )
 def test_what_is_neither_mask_nor_indices_is_refused(returned):
-    with pytest.raises(lsim.LayersimError, match=r"`positions` returned .* row of 4 tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions`.*\b4\b.*-4 to 3\b"):
         Positions(lambda tokens: returned).select(TOKENS, PADDED)
 
 
@@ -214,13 +214,13 @@ def test_a_mask_column_of_ragged_rows_is_cut_along():
     ("data", "rule", "says"),
     [
         (TEXTS, "own", "`positions` is 'own'"),
-        (TEXTS, "frist", "`positions` is 'frist'.*Did you mean 'first'"),
+        (TEXTS, "frist", "`positions` is 'frist'.*'first'"),
         ({"input_ids": [[3, 4]]}, "own", "`positions` is 'own'"),
-        ({"input_ids": [[3, 4]], "own": [[1, 2]]}, "own", r"'own' that `positions` names .*\(1, 2\)"),
-        ({"input_ids": [[3, 4]], "own": [[1, 0, 1]]}, "own", r"'own' that `positions` names .*\(1, 2\)"),
-        ({"input_ids": [[3, 4]], "own": [1]}, "own", r"'own' that `positions` names .*\(1, 2\)"),
-        ({"input_ids": [[3, 4], [5]], "own": [[1, 0]]}, "own", "`own` has 1 rows.* 2"),
-        ({"input_ids": [[3, 4]], "own": [["a", "b"]]}, "own", r"'own' that `positions` names .*\(1, 2\)"),
+        ({"input_ids": [[3, 4]], "own": [[1, 2]]}, "own", r"'own'.*`positions`.*\(1, 2\)"),
+        ({"input_ids": [[3, 4]], "own": [[1, 0, 1]]}, "own", r"'own'.*`positions`.*\(1, 2\)"),
+        ({"input_ids": [[3, 4]], "own": [1]}, "own", r"'own'.*`positions`.*\(1, 2\)"),
+        ({"input_ids": [[3, 4], [5]], "own": [[1, 0]]}, "own", r"`own`.* 1 .* 2\b"),
+        ({"input_ids": [[3, 4]], "own": [["a", "b"]]}, "own", r"'own'.*`positions`.*\(1, 2\)"),
         ([[3, 4]], "assistant", "`positions='assistant'`"),
     ],
 )

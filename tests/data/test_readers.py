@@ -82,19 +82,19 @@ def test_streams_are_read_no_further_than_needed():
 
 
 REFUSALS = {
-    "a number": (7, {}, "`data` holds 7, an int"),
-    "bytes": ([b"abc"], {}, "`data` holds b'abc'"),
-    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, "`data` holds 2 things"),
-    "batches of a DataLoader": ([[torch.tensor([[3, 4]]), torch.tensor([[1, 0]])]], {}, "`data` holds 2 things"),
+    "a number": (7, {}, "`data`.* 7, .*int"),
+    "bytes": ([b"abc"], {}, "`data`.* b'abc'"),
+    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, "`data`.* 2 "),
+    "batches of a DataLoader": ([[torch.tensor([[3, 4]]), torch.tensor([[1, 0]])]], {}, "`data`.* 2 "),
     "an additive mask": (
         {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.tensor([[0.0, -1e9]])},
         {},
         r"`attention_mask`.*-1e\+09 to 0",
     ),
-    "too few rows of mask": ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, {}, "`attention_mask` has 1 rows.* 2"),
+    "too few rows of mask": ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, {}, r"`attention_mask`.* 1 .* 2\b"),
     "a column of nothing": (["w3"], {"column": "text"}, "`column` is 'text'"),
-    "float tokens": (torch.ones(2, 3), {}, "`data` holds torch.float32"),
-    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"`data` holds .*\(2, 3, 4\)"),
+    "float tokens": (torch.ones(2, 3), {}, r"`data`.*torch.float32.*\(2, 3\)"),
+    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"`data`.*\(2, 3, 4\)"),
     "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, "`data` .*3 to 100.*0 to 99"),
     "negative ids": (torch.tensor([[3, -1]]), {}, "`data` .*-1 to 3"),
     "a mask of the wrong shape": (
@@ -102,7 +102,7 @@ REFUSALS = {
         {},
         r"`attention_mask` .*\(2, 3\).*\(2, 4\)",
     ),
-    "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, "`attention_mask`.*1 of 2 rows"),
+    "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, "`attention_mask`.*1 of 2 "),
     "no text column": ([{"a": "x", "b": "y"}], {}, r"`data`.*\['a', 'b'\].*column='a'"),
     "a column that is not there": ([{"text": "x"}], {"column": "body"}, "`column` is 'body'"),
     "a dictionary of splits": (
@@ -113,7 +113,7 @@ REFUSALS = {
     "a row beyond the context": (torch.full((1, 65), 3), {}, "`data`.* 65 tokens.*seq_len=64"),
     "seq_len beyond the context": (TEXTS, {"seq_len": 65}, "`seq_len` is 65.* 64"),
     "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "`pack`"),
-    "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size` of Data is 0"),
+    "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size`.* 0,"),
     "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` is 4"),
 }
 
@@ -126,7 +126,7 @@ def test_bad_data_is_refused(case):
 
 
 def test_texts_need_a_tokenizer():
-    with pytest.raises(lsim.LayersimError, match="LlamaForCausalLM has no tokenizer"):
+    with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM .*tokenizer="):
         lsim.analyze(tiny_llama(), TEXTS, "cosine")
     assert lsim.analyze(tiny_llama(), lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), "cosine")["cosine"].provenance.tokens == 14
 

@@ -95,7 +95,7 @@ def test_exits_are_those_of_the_curve():
     planned = EarlyExit(model, 0.5, curve=curve, heads=heads)
     assert planned.plan.at == planned.at
     for other in (None, near_heads(model, seed=1)):
-        with pytest.raises(lsim.LayersimError, match=r"`curve` was measured with.*`heads`"):
+        with pytest.raises(lsim.LayersimError, match=r"`curve`.*ExitHeads.*`heads`"):
             EarlyExit(model, 0.5, curve=curve, heads=other)
 
 
@@ -143,10 +143,10 @@ def test_half_precision_models_take_wider_heads():
 def test_heads_of_another_model_are_refused():
     model = deep()
     for heads, says in (
-        (ExitHeads(torch.zeros(4, VOCABULARY, 32)), "`heads` has 4 heads"),
-        (ExitHeads(torch.zeros(5, VOCABULARY + 1, 32)), "`heads` has shape"),
-        (ExitHeads(torch.zeros(5, VOCABULARY, 16)), "`heads` has shape"),
-        (ExitHeads(torch.zeros(5, VOCABULARY, 32), weights_hash="0123456789ab"), "trained with weights 0123456789ab"),
+        (ExitHeads(torch.zeros(4, VOCABULARY, 32)), r"`heads`.* 4 .* 5\b"),
+        (ExitHeads(torch.zeros(5, VOCABULARY + 1, 32)), rf"`heads`.*\(5, {VOCABULARY + 1}, 32\)"),
+        (ExitHeads(torch.zeros(5, VOCABULARY, 16)), r"`heads`.*, 16\)"),
+        (ExitHeads(torch.zeros(5, VOCABULARY, 32), weights_hash="0123456789ab"), "`heads`.*0123456789ab"),
         ("nothing.safetensors", "nothing.safetensors"),
     ):
         with pytest.raises((lsim.LayersimError, FileNotFoundError), match=says):

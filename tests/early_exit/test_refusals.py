@@ -47,9 +47,9 @@ class TestRefusals:
             (tokens, {"max_new_tokens": 60}, "`max_new_tokens`.*60"),
             (tokens, {"temperature": 2.0}, "`temperature`.*2.0.*do_sample"),
             (tokens, {"do_sample": True, "top_p": 0.0}, "`top_p`.*0.0"),
-            (tokens, {"attention_mask": torch.zeros(2, 6)}, "`prompt`.*a row without"),
+            (tokens, {"attention_mask": torch.zeros(2, 6)}, "`prompt`"),
             (tokens, {"stop": "w3"}, "`stop`.*w3"),
-            ([], {}, "`prompt`.*empty"),
+            ([], {}, "`prompt`"),
             ("w3", {"attention_mask": torch.ones(1, 1)}, "`attention_mask`"),
             ("w3", {}, "tokenizer"),
         ):
@@ -57,7 +57,7 @@ class TestRefusals:
                 early.generate(prompt, **options)
         for given, mask, words in (
             (torch.randn(2, 3, 8, 8), None, "`tokens`.*2, 3, 8, 8"),
-            (tokens, torch.zeros(2, 6), "`attention_mask`.*a row without"),
+            (tokens, torch.zeros(2, 6), "`attention_mask`"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.logits(given, mask)
@@ -70,7 +70,7 @@ class TestRefusals:
         ],
     )
     def test_images_of_another_size(self, shape, given, do):
-        words = rf"`pixel_values` has images of {given}(.|\n)*3 x 8 x 8(.|\n)*{do}"
+        words = rf"`pixel_values`.* {given}.*3 x 8 x 8.*{do}"
         with pytest.raises(lsim.LayersimError, match=words):
             EarlyExit(vit(), threshold=0.3, at=(0,)).logits(torch.randn(shape))
 
@@ -89,7 +89,7 @@ class TestRefusals:
 
     def test_classifiers_do_not_generate(self):
         for model in (vit(), bert()):
-            with pytest.raises(lsim.LayersimError, match="cannot generate: it is a classifier") as caught:
+            with pytest.raises(lsim.LayersimError, match=f"{type(model).__name__} .*classifier") as caught:
                 EarlyExit(model, at=(0,)).generate(random_tokens(2, 6))
             assert "peft" not in str(caught.value)
 
@@ -101,7 +101,7 @@ class TestRefusals:
             EarlyExit("gpt2")
         # Weights that accelerate keeps elsewhere.
         spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
-        with pytest.raises(lsim.LayersimError, match=r"`model`.*one device"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*meta.*device_map="):
             EarlyExit(spread_out)
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(0, 0), adapter="identity").model
         with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):

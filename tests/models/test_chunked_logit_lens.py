@@ -107,7 +107,7 @@ def test_the_memory_budget_changes_no_number(memory):
 @pytest.mark.parametrize("memory", [0, -1, math.inf, math.nan])
 def test_a_budget_that_is_none_is_refused(memory):
     for lens in LENSES:
-        with pytest.raises(lsim.LayersimError, match=f"`lens_memory_mb` of .* is {memory}"):
+        with pytest.raises(lsim.LayersimError, match=f"`lens_memory_mb`.* is {memory},"):
             lens(lens_memory_mb=memory)
 
 

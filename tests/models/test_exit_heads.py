@@ -59,7 +59,7 @@ def test_heads_read_what_the_model_s_head_joins():
             if given == width:
                 one.check(model(pool))
             else:
-                with pytest.raises(lsim.LayersimError, match=f"`heads` has shape .*, {given}\\)(.|\\n)*d_model {width}"):
+                with pytest.raises(lsim.LayersimError, match=rf"`heads`.*, {given}\).*d_model {width}\b"):
                     one.check(model(pool))
 
 
@@ -68,7 +68,7 @@ def test_heads_read_what_the_model_s_head_joins():
     [
         ((torch.zeros(0, 5, 3),), {}, "0 names for 0 heads"),
         ((torch.zeros(2, 5, 3),), {"layers": ["a"]}, "1 names for 2 heads"),
-        ((torch.zeros(2, 5, 3), torch.zeros(2, 5).double()), {}, "`weight` is torch.float32 and `bias` is torch.float64"),
+        ((torch.zeros(2, 5, 3), torch.zeros(2, 5).double()), {}, "`weight`.*float32.*`bias`.*float64"),
         ((torch.full((2, 5, 3), torch.nan),), {}, "NaN or infinite"),
         ((torch.zeros(2, 5, 3),), {"norm": "last"}, "norm"),
     ],
@@ -90,7 +90,7 @@ def test_an_analyzer_takes_a_file_of_heads_and_reads_with_their_norm(analyzer, t
 
 
 def test_files_that_hold_no_heads_are_refused(tmp_path):
-    with pytest.raises(lsim.LayersimError, match=r"x .*a result"):
+    with pytest.raises(lsim.LayersimError, match=r"/x .*result"):
         ExitHeads.load(storage.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))
     with pytest.raises(lsim.LayersimError, match="whole file of heads"):
         ExitHeads.load(storage.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
@@ -100,5 +100,5 @@ def test_files_that_hold_no_heads_are_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*without a checksum")
 def test_a_file_of_version_0_1_does_not_say_how_its_heads_read():
-    with pytest.raises(lsim.LayersimError, match=r"heads.safetensors does not record"):
+    with pytest.raises(lsim.LayersimError, match=r"heads\.safetensors .*norm"):
         ExitHeads.load(FILES / "heads.safetensors")

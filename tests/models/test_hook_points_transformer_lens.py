@@ -94,7 +94,7 @@ def test_an_alias_of_a_site_is_the_same_hook_point():
     model = bridge("llama")
     [point] = find_points(model, [], "blocks.1.hook_out")
     assert point.name == "blocks.1.hook_out"
-    with pytest.raises(LayersimError, match=r"twice: (.|\n)*blocks\.1\.hook_resid_post"):
+    with pytest.raises(LayersimError, match=r"`at`.*'blocks\.1\.hook_out'.*'blocks\.1\.hook_resid_post'"):
         find_points(model, [], ["resid_post", "blocks.1.hook_out"])
 
 
@@ -102,7 +102,7 @@ def test_an_alias_of_a_site_is_the_same_hook_point():
 def test_a_name_that_means_another_tensor_is_refused(make):
     model = make("llama")
     for at in (["blocks.0.ln1.hook_normalized"], "blocks.*.ln2.hook_normalized", lambda name: "ln_final.hook_norm" in name):
-        with pytest.raises(LayersimError, match=r"`at` is .*norm.*reads another tensor(.|\n)*'ln"):
+        with pytest.raises(LayersimError, match=r"`at` is .*norm.*TransformerBridge.*'ln"):
             find_points(model, [], at)
     # The norm without its weights is not what attention reads.
     [family] = find_points(model, [], "ln_final")
@@ -121,7 +121,7 @@ def test_a_bert_bridge_refuses_names_that_mean_other_tensors():
 
 def test_families_that_an_architecture_lacks_are_refused_with_the_reason():
     for make in (bridge, *([hooked] if has_hooked_transformer() else [])):
-        with pytest.raises(LayersimError, match=r"no stream between(.|\n)*attn_out.*mlp_out"):
+        with pytest.raises(LayersimError, match=r"`at` is 'resid_mid'.*attn_out.*mlp_out"):
             find_points(make("neox"), [], "resid_mid")
     with pytest.raises(LayersimError, match="state-space mixer"):
         find_points(bridge("mamba"), [], "z")

@@ -99,7 +99,7 @@ def test_a_cosine_between_modules_of_unequal_width_is_refused_with_both_widths(s
     if source != "analyze":
         model = pytest.importorskip("nnsight").NNsight(model)
         remote = "local" if source == "simulated server" else False
-    with pytest.raises(lsim.LayersimError, match=r"width 32 and (.|\n)*up_proj .*48"):
+    with pytest.raises(lsim.LayersimError, match=r"Cosine.* 32 .*up_proj .*48"):
         lsim.analyze(lsim.open_model(model, layers=paths, remote=remote), random_tokens(), "cosine")
 
 
@@ -152,7 +152,7 @@ def test_a_model_without_weights_is_refused():
         lambda: attached(model, None, input_ids=tokens),
         lambda: lsim.stitch(model, tiny_llama(), tokens, at=(0, 0)),
     ):
-        with pytest.raises(lsim.LayersimError, match=r"no weights: .* is on the meta device(.|\n)*from_pretrained"):
+        with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM.* meta .*from_pretrained"):
             call()
 
 
@@ -171,7 +171,7 @@ def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
     demo.tokenizer.save_pretrained(tmp_path / "mine")
     model = nnsight.TransformersModel(str(tmp_path / "mine"), task="text-generation", tokenizer=demo.tokenizer)
     for remote in (True, "http://127.0.0.1:9"):
-        with pytest.raises(lsim.LayersimError, match=r"`model` was loaded from the folder(.|\n)*'org/mine'"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*/mine'.*'org/mine'"):
             lsim.analyze(lsim.open_model(model, remote=remote), lsim.demo_text()[:1], "cosine")
 
 
@@ -180,5 +180,5 @@ def test_a_device_that_is_not_there_is_named(device, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = run("report", "--device", device, "--out", tmp_path / "out")
     assert isinstance(out.exception, lsim.LayersimError)
-    assert str(out.exception).startswith(f"`--device` is {device}, which is not on this machine")
+    assert str(out.exception).startswith(f"`--device` is {device}")
     assert not (tmp_path / "out").exists()

@@ -87,9 +87,7 @@ def test_mlps_are_called_by_their_paths_and_no_residual_stream(wrap):
 
 @pytest.mark.parametrize("name", NEEDS_BLOCKS)
 def test_what_needs_the_residual_stream_refuses_mlps(name):
-    with pytest.raises(
-        lsim.LayersimError, match=r"needs the residual stream(.|\n)*model\.layers\.0\.mlp(.|\n)*Leave out layers="
-    ):
+    with pytest.raises(lsim.LayersimError, match=r"model\.layers\.0\.mlp.*layers="):
         lsim.analyze(lsim.open_model(tiny_llama(), layers=MLPS), random_tokens(), NEEDS_BLOCKS[name]())
     with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
         lsim.analyze(lsim.open_model(wrapped(tiny_llama()), layers=MLPS), random_tokens(), NEEDS_BLOCKS[name]())
@@ -154,9 +152,9 @@ def test_what_counts_blocks_refuses_some_of_them(make):
 
 def test_blocks_out_of_order_or_twice_are_refused_before_anything_runs():
     model = tiny_llama()
-    with pytest.raises(lsim.LayersimError, match=r"`layers` has 'model\.layers\.0' after 'model\.layers\.2'"):
+    with pytest.raises(lsim.LayersimError, match=r"`layers`.*'model\.layers\.0'.*'model\.layers\.2'"):
         lsim.analyze(lsim.open_model(model, layers=["model.layers.2", "model.layers.0"]), random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match=r"`layers` has 'model\.layers\.1' after"):
+    with pytest.raises(lsim.LayersimError, match=r"`layers`.*'model\.layers\.1'"):
         lsim.analyze(lsim.open_model(model, layers=["model.layers.1", "model.layers.1"]), random_tokens(), "cka")
 
 

@@ -21,7 +21,7 @@ def test_rows_of_one_token_have_no_target_and_still_a_prediction():
     found = lsim.analyze(model, mixed, [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve()])
     assert (found["logit_lens"].positions, found["logit_lens"].targets) == (4, 2)
     assert found["saturation"].counts.sum() == 4
-    with pytest.raises(lsim.LayersimError, match="positions with a target"):
+    with pytest.raises(lsim.LayersimError, match=r"LogitLens.* 1 .* 0\b"):
         lsim.analyze(model, [torch.tensor([5])], lsim.LogitLens())
     assert lsim.analyze(model, [torch.tensor([5])], lsim.Saturation())["saturation"].counts.sum() == 1
 
@@ -51,7 +51,7 @@ def test_labels_in_the_data_and_labels_in_a_tensor_are_one():
 def test_labels_that_are_the_tokens_themselves_are_refused():
     tokens = random_tokens(3, 9)
     hf = {"input_ids": tokens, "labels": tokens.clone()}
-    with pytest.raises(lsim.LayersimError, match=r"`labels` are the input tokens(.|\n)*next_token"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.* 27 .*'next_token'"):
         lsim.analyze(tiny_llama(), hf, lsim.LogitLens(labels="data"))
     # Without being asked for they are nobody's business.
     assert lsim.analyze(tiny_llama(), hf, lsim.LogitLens())
@@ -64,9 +64,9 @@ def test_labels_that_are_the_tokens_themselves_are_refused():
         (
             torch.zeros(2, 9).long(),
             random_tokens(3, 9),
-            r"`labels` has shape \(2, 9\)(.|\n)*3 rows of 9",
+            r"`labels`.*\(2, 9\).* 3 .* 9 ",
         ),
-        (torch.zeros(3, 5).long(), random_tokens(3, 9), r"`labels` has shape \(3, 5\)"),
+        (torch.zeros(3, 5).long(), random_tokens(3, 9), r"`labels`.*\(3, 5\).* 3 .* 9 "),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(labels, data, message):
@@ -105,7 +105,7 @@ def test_columns_of_labels_are_read_from_tables():
             lsim.analyze(model, odd, analyzer)
         # Nobody who does not ask for labels is bothered with them.
         assert lsim.analyze(model, odd, lsim.Cosine(center="none"))
-    with pytest.raises(lsim.LayersimError, match="`labels` has 2 entries for 3 texts"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.* 2 .* 3 "):
         lsim.analyze(model, {"text": texts[:3], "label": [0, 1]}, analyzer)
     with pytest.raises(lsim.LayersimError, match=r"`data` has no labels(.|\n)*pack=True"):
         lsim.analyze(model, lsim.Data(table, pack=True), analyzer)
@@ -116,7 +116,7 @@ def test_labels_outside_the_head_are_refused(label):
     labels = torch.full((4, 12), 5)
     labels[:, ::2] = label
     labels[:, 1::4] = label
-    with pytest.raises(lsim.LayersimError, match=rf"`labels` holds ids from {label} to {label}(.|\n)*0 to 99"):
+    with pytest.raises(lsim.LayersimError, match=rf"`labels` .* {label} to {label}\b.*0 to 99"):
         lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))
 
 

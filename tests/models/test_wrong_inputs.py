@@ -25,12 +25,12 @@ EVERY = pytest.mark.parametrize("wrap", [lambda model: model, nnsight], ids=["mo
     ],
 )
 def test_images_of_another_size(wrap, shape, given, do):
-    with pytest.raises(lsim.LayersimError, match=rf"`pixel_values` has images of {given}(.|\n)*3 x 8 x 8(.|\n)*{do}"):
+    with pytest.raises(lsim.LayersimError, match=rf"`pixel_values`.* {given}.*3 x 8 x 8.*{do}"):
         lsim.analyze(wrap(image_vit()), torch.randn(shape), "cosine")
 
 
 def test_texts_and_images_for_the_other_kind_of_model():
-    with pytest.raises(lsim.LayersimError, match=r"texts, and .* takes `pixel_values`"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*ViTForImageClassification.*`pixel_values`"):
         lsim.analyze(image_vit(), ["a text", "another"], "cosine")
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are tokens"):
         lsim.analyze(image_vit(), random_tokens(), "cosine")
@@ -44,9 +44,9 @@ def test_texts_and_images_for_the_other_kind_of_model():
 def test_labels_that_are_no_classes(wrong):
     labels = torch.full((6,), wrong)
     for data, own in ((pixels(), labels), ({"pixel_values": pixels(), "labels": labels}, "data")):
-        with pytest.raises(lsim.LayersimError, match=rf"`labels` holds ids from {wrong} to {wrong}(.|\n)*0 to 2"):
+        with pytest.raises(lsim.LayersimError, match=rf"`labels` .* {wrong} to {wrong}\b.*0 to 2"):
             lsim.analyze(image_vit(), data, lsim.LogitLens(labels=own))
-    with pytest.raises(lsim.LayersimError, match="`labels` are numbers from -1 to -1"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.* -1 to -1"):
         lsim.analyze(image_vit(), pixels(), lsim.NeuralCollapse(labels=torch.full((6,), -1)))
 
 

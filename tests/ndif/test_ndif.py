@@ -279,7 +279,7 @@ def test_a_model_that_the_server_cannot_load(server, hub, tmp_path):
     model = load("tests/gone")
     for path in (HUB.root / "tests/gone").glob("*"):
         path.unlink()
-    with pytest.raises(lsim.LayersimError, match=r"does not run this model(.|\n)*It runs"):
+    with pytest.raises(lsim.LayersimError, match="tests/gone"):
         lsim.analyze(lsim.open_model(model, remote=server.url), rows(2, 8), ["cka"])
 
 
@@ -303,7 +303,7 @@ def test_stitched_there_as_here(server, trust):
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
     training = {"fit": "sgd", "training": lsim.StitchTraining(steps=3, warmup=1)}
     if trust == "sandboxed":
-        with pytest.raises(lsim.LayersimError, match="sandbox of this server"):
+        with pytest.raises(lsim.LayersimError, match="`fit` is 'sgd'"):
             called(lsim.stitch, *there, data, remote=server.url, **options | training)
         return
     trained = called(lsim.stitch, *there, data, remote=server.url, **options | training | {"adapter": "affine-norm"})

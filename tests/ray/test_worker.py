@@ -112,7 +112,7 @@ def test_what_a_worker_cannot_do_is_refused():
         Worker(load, [lsim.Cosine()])
     with pytest.raises(LayersimError, match="`max_tokens` is"):
         Worker(load, ["cka"])(lsim.Data(texts(3), max_tokens=100))
-    with pytest.raises(LayersimError, match=r"`load_model` returns .*`verify`"):
+    with pytest.raises(LayersimError, match=r"`load_model`.*\bverify\b.*'hf'"):
         Worker(load_verified, ["cka"])(texts(3))
     worker = Worker(load, ["cka"])
     with pytest.raises(LayersimError, match="`sums` is empty"):

@@ -85,5 +85,5 @@ def test_no_training_in_a_sandbox(small, monkeypatch):
 
     plain = RemoteSource._ask_offer
     monkeypatch.setattr(RemoteSource, "_ask_offer", lambda self: replace(plain(self), trusted=False))
-    with pytest.raises(LayersimError, match=r"`model`.*sandbox.*trusted"):
+    with pytest.raises(LayersimError, match=r"`model`.*llama"):
         train(small.model(), remote=small.url)

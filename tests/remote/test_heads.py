@@ -31,13 +31,13 @@ def test_layers_are_read_there_as_here(small, norm):
 
 def test_a_refusal_of_the_kernel_arrives(small):
     other = ExitHeads(torch.randn(2, 90, 32))
-    with pytest.raises(lsim.LayersimError, match="`heads` has shape"):
+    with pytest.raises(lsim.LayersimError, match=r"`heads`.*\(2, 90, 32\).*\(2, 100, 32\)"):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), lsim.LogitLens(heads=other))
 
 
 def test_large_heads_are_refused_before_anything_is_sent(small, monkeypatch):
     monkeypatch.setattr(validation, "LARGEST_HEADS", 10_000)
-    with pytest.raises(lsim.LayersimError, match=r"`heads` of Saturation.*10\.0 kB"):
+    with pytest.raises(lsim.LayersimError, match=r"`heads`.*Saturation.*10\.0 kB"):
         lsim.analyze(
             lsim.open_model(small.model(), remote=small.url), rows(2, 8), lsim.Saturation(heads=heads(), center="dataset")
         )

@@ -102,7 +102,7 @@ def test_a_request_smaller_than_a_forward_pass_is_refused(small):
     for few in (0, -5):
         with pytest.raises(lsim.LayersimError, match=r"1 or more"):
             lsim.analyze(lsim.open_model(small.model(), remote=small.url, tokens_per_request=few), rows(4, 20), QUICK)
-    with pytest.raises(lsim.LayersimError, match=r"`tokens_per_request` is 100(.|\n)*at least 160"):
+    with pytest.raises(lsim.LayersimError, match=r"`tokens_per_request` is 100\b.* 160\b"):
         lsim.analyze(
             lsim.open_model(small.model(), remote=small.url, tokens_per_request=100),
             lsim.Data(rows(8, 20), batch_size=8),
@@ -124,7 +124,7 @@ def test_what_cannot_be_added_is_refused_as_here(small):
     data = rows(5, 20)
     for tokens in (1000, 80):
         options = {"remote": small.url, "tokens_per_request": tokens, "batch_size": 4}
-        with pytest.raises(lsim.LayersimError, match="kernel of 'own'"):
+        with pytest.raises(lsim.LayersimError, match=r"'own'.*'norm'"):
             called(lsim.analyze, small.model(), data, [lsim_analyzer(one_a_row)], **options)
         # A sum that some batches lack is the sum over the others.
         far = called(lsim.analyze, small.model(), data, [lsim_analyzer(now_and_then)], **options)

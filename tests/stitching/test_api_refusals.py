@@ -75,7 +75,7 @@ class TestRefusals:
             )
 
     def test_data_of_one_row_cannot_be_split(self):
-        with pytest.raises(lsim.LayersimError, match="`data` has 1 rows"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.* 1 .*eval_data="):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(0, 0), fit="lstsq")
 
     def test_few_tokens_for_least_squares(self):
@@ -110,7 +110,7 @@ class TestRefusals:
         torch.manual_seed(0)
         short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
         for pair in ((tiny_gpt2(), short), (short, tiny_gpt2())):
-            with pytest.raises(lsim.LayersimError, match=r"16 tokens.* 8"):
+            with pytest.raises(lsim.LayersimError, match=r"\b16\b.* 8\b"):
                 lsim.stitch(*pair, rows(), at=(0, 0), adapter="identity")
 
     def test_half_precision(self):
@@ -153,7 +153,7 @@ class TestRefusals:
         ).eval()
         with pytest.raises(lsim.LayersimError, match=r"`adapter`.*identity"):
             lsim.stitch(wide, tiny_llama(), rows(), at=(0, 0), adapter="identity")
-        with pytest.raises(lsim.LayersimError, match=r"`fit` is 'sgd'.* 48 and 32"):
+        with pytest.raises(lsim.LayersimError, match=r"`fit` is 'sgd'.* 48 .* 32\b"):
             lsim.stitch(wide, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(0, 0), fit="sgd")
         for kind in ("linear", "affine", "affine-norm"):
             result = lsim.stitch(
@@ -176,8 +176,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"adapter": "identity", "fit": "lstsq"}, "`fit`, `training` and `ridge`.*identity"),
-            ({"adapter": "identity", "training": QUICK}, "`fit`, `training` and `ridge`.*identity"),
+            ({"adapter": "identity", "fit": "lstsq"}, "`fit`.*`training`.*`ridge`.*identity"),
+            ({"adapter": "identity", "training": QUICK}, "`fit`.*`training`.*`ridge`.*identity"),
             ({"fit": "lstsq", "training": QUICK}, "`training`.*lstsq"),
             ({"fit": "sgd", "ridge": 1.0}, "`ridge`.*sgd"),
             ({"fit": "lstsq", "ridge": -1.0}, "`ridge`.* -1.0"),
@@ -218,16 +218,16 @@ class TestRefusals:
         broken = tiny_llama()
         with torch.no_grad():
             broken.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
-        with pytest.warns(lsim.LayersimWarning, match=r"stitched loss of .* is not finite"):
+        with pytest.warns(lsim.LayersimWarning, match=r"blocks\.1\.hook_resid_post.*\[0"):
             result = lsim.stitch(broken, tiny_llama(), rows(), at=(1, 1), adapter="identity")
         assert math.isnan(result.penalty)
-        with pytest.raises(lsim.LayersimError, match="not finite"):
+        with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM.*blocks\.1\.hook_resid_post"):
             lsim.stitch(broken, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="lstsq")
 
     def test_blocks_that_are_not_the_residual(self):
         model = tiny_llama()
         paths = ["model.layers.2", "model.layers.0"]
-        with pytest.raises(lsim.LayersimError, match=r"`layers` has 'model.layers.0' after 'model.layers.2'"):
+        with pytest.raises(lsim.LayersimError, match=r"`layers`.*'model.layers.0'.*'model.layers.2'"):
             lsim.stitch(model, lsim.open_model(model, layers=paths), rows(), at=(0, 1), adapter="identity")
 
     def test_a_layer_that_nothing_reads(self):
@@ -245,7 +245,7 @@ class TestRefusals:
                 return self.head(x)
 
         paths = ["steps.0", "steps.1"]
-        with pytest.raises(lsim.LayersimError, match=r"cannot be split at steps\.0"):
+        with pytest.raises(lsim.LayersimError, match=r"steps\.0.*layers="):
             lsim.stitch(
                 lsim.open_model(Constant(), layers=paths),
                 lsim.open_model(Constant(), layers=paths),

@@ -102,7 +102,7 @@ class TestGroups:
         with pytest.raises(lsim.LayersimError, match="`groups`"):
             lsim.stitch_grid(models, texts(), adapter="identity", groups={"p0": "p"})
         one = lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter="identity")
-        with pytest.raises(lsim.LayersimError, match="two"):
+        with pytest.raises(lsim.LayersimError, match=r"\bgrid\b.*\ba\b"):
             one.between_models()
 
 

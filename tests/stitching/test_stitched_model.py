@@ -189,11 +189,11 @@ class TestStitchedModel:
         result = lsim.stitch(model, model, rows(4), at=(2, 2), adapter="identity")
         with torch.no_grad():
             assert torch.equal(result.model(rows(4)).logits, model(rows(4)).logits)
-        with pytest.raises(lsim.LayersimError, match="no blocks"):
+        with pytest.raises(lsim.LayersimError, match=r"blocks\.2\.hook_resid_post"):
             lsim.analyze(result.model, rows(4), ["cosine"])
 
     def test_gradients_reach_what_comes_before_the_adapter_and_nothing_is_left(self, result):
         back = result.model.back
-        with pytest.raises(lsim.LayersimError, match=r"token ids.*inputs_embeds"):
+        with pytest.raises(lsim.LayersimError, match=r"inputs_embeds"):
             result.model(inputs_embeds=torch.zeros(1, 3, 32), input_ids=None)
         assert all("forward" not in vars(module) for module in back.modules())

@@ -50,7 +50,7 @@ def test_what_diverges_is_refused(monkeypatch):
         ({"checkpoint": "nowhere/run.ckpt"}, "`checkpoint`.*nowhere"),
         ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "no unambiguous column of texts or token ids"),
         ({"data": {"inputs_embeds": torch.zeros(2, 3, 32), "labels": [0, 1]}}, "rows without token ids"),
-        ({"data": random_tokens(1, 8), "eval_data": None}, "`data` has 1 row"),
+        ({"data": random_tokens(1, 8), "eval_data": None}, "`data`.* 1 .*eval_data="),
     ],
 )
 def test_what_cannot_be_done_is_refused(options, words):
@@ -62,9 +62,9 @@ def test_models_that_cannot_be_trained_through_are_refused():
     with pytest.raises(LayersimError, match=r"`model`.*LlamaForCausalLM.*finetune_aligned"):
         train(tiny_llama())
     stitched = lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(4, 8), at=(0, 0), adapter="identity").model
-    with pytest.raises(LayersimError, match=r"`model`.*StitchedModel.*its back"):
+    with pytest.raises(LayersimError, match=r"`model`.*StitchedModel"):
         train(stitched)
-    with pytest.raises(LayersimError, match="`model` is in float16"):
+    with pytest.raises(LayersimError, match=r"`model`.*float16"):
         train(traced(tiny_llama(dtype=torch.float16)))
     from nnsight import NNsight
 
@@ -76,5 +76,5 @@ def test_models_that_cannot_be_trained_through_are_refused():
         found.apply(gpt2)
     narrow = replace(found, down=found.down[..., :8], up=found.up[:, :8])
     model = traced()
-    with pytest.raises(Exception, match="shapes cannot be multiplied"), model.trace(random_tokens(1, 4)):
+    with pytest.raises(Exception, match="4x32 and 8x3"), model.trace(random_tokens(1, 4)):
         narrow.apply(model)

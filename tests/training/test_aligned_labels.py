@@ -45,7 +45,7 @@ def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
     labels[0, 1:3] = tokens[0, 1:3]
     assert lsim.aligned_loss(model, tokens, labels).isfinite()
     labels[0, 3] = tokens[0, 3]
-    with pytest.raises(lsim.LayersimError, match="`labels` are the input tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"^`labels` .*`labels`"):
         lsim.aligned_loss(model, tokens, labels)
     labels[0, 3] = tokens[0, 3] - 1
     assert lsim.aligned_loss(model, tokens, labels).isfinite()

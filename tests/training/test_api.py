@@ -114,7 +114,7 @@ class TestRun:
         texts = ["w3 w4 w5 w6", "w7 w8 w9"] * 4
         found = lsim.finetune_aligned(model, lsim.Data(texts, tokenizer=tiny_tokenizer(), batch_size=2), SHORT)
         assert found.provenance.options["train_rows"] == 7
-        with pytest.raises(lsim.LayersimError, match="`data` has 1 row"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.* 1 .*eval_data="):
             lsim.finetune_aligned(model, random_tokens(1, 6), SHORT)
         with pytest.raises(lsim.LayersimError, match="`data` has no position with a target"):
             lsim.finetune_aligned(model, random_tokens(4, 1), SHORT)
@@ -145,5 +145,5 @@ class TestRun:
         import nnsight
 
         model = nnsight.NNsight(tiny_llama())
-        with pytest.raises(lsim.LayersimError, match=r"`model`.*this process"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*NNsight.*train_adapters"):
             lsim.finetune_aligned(model, random_tokens(10, 6), SHORT)

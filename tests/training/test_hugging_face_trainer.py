@@ -138,7 +138,7 @@ class TestTrainersLabels(TestTrainer):
                 return out
 
         model = Mine(tiny_llama().config)
-        with pytest.raises(lsim.LayersimError, match="`model` computes a loss of"):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.* 5\.\d+ .* 4\.\d+.*unembed="):
             lsim.AlignedTrainer(model, self.arguments(tmp_path, remove_unused_columns=False), train_dataset=self.rows()).train()
 
     def test_a_model_that_is_made_for_each_training(self, tmp_path):
@@ -157,9 +157,8 @@ class TestTrainersLabels(TestTrainer):
         with pytest.raises(lsim.LayersimError, match="layers="):
             trainer(0, 2)
 
-    @pytest.mark.parametrize("wrong", [{"label_smoothing_factor": 0.1}])
-    def test_what_would_be_ignored_is_refused(self, tmp_path, wrong):
-        with pytest.raises(lsim.LayersimError, match=next(iter(wrong))):
-            lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path, **wrong))
+    def test_what_would_be_ignored_is_refused(self, tmp_path):
+        with pytest.raises(lsim.LayersimError, match="label_smoothing_factor"):
+            lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path, label_smoothing_factor=0.1))
         with pytest.raises(lsim.LayersimError, match="save_to="):
             lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(save_to=tmp_path / "x"))

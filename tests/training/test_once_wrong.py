@@ -138,7 +138,7 @@ class TestWhatWasOnceWrong:
         hf = make()
         bridge = build_bridge_from_module(hf, "Phi3ForCausalLM", hf_config=hf.config)
         tokens = random_tokens(10, 6)
-        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*split weights"):
+        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*TransformerBridge"):
             lsim.finetune_aligned(bridge, tokens, replace(SHORT, save_to=tmp_path / "m"))
         found = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=2), SHORT).loss
         expected = lsim.finetune_aligned(make(), lsim.Data(tokens, batch_size=2), SHORT).loss

@@ -142,16 +142,16 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
-    given = locals()
-    chosen, data, opened = choose_analyzers(analyzers), Data.of(data), OpenedModel.of(model)
+    data = Data.of(data)
+    given = locals() | {"baseline": None}
+    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model)
     if baseline is not None:
-        refuse_no_twin([opened], blocking, shard)
-        report = analyze(**given | {"data": data, "baseline": None})
-        more = {"data": data, "baseline": None, "intervals": False, "checkpoint": None}
-        joined: Report = with_untrained(report, data, lambda seed: analyze(**given | more | {"model": twin_of(opened, seed)}))
+        refuse_no_twin([opened], data, blocking, shard)
+        more = given | {"intervals": False, "checkpoint": None}
+        joined: Report = with_untrained(analyze(**given), lambda seed: analyze(**more | {"model": twin_of(opened, seed)}))
         return joined
     part = chosen_shard(shard, save_to, first, checkpoint, blocking)
-    refuse_idle_options(opened.remote, blocking, checkpoint)
+    refuse_idle_options(opened, blocking, checkpoint)
     source = open_source(opened, either_stack=True, at=at)
     plan = plan_sites([source], chosen, at, per_head)
     chosen = plan.settled(chosen, source, data.positions)
@@ -214,22 +214,21 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
-    given = locals()
-    chosen, data, pair = choose_analyzers(analyzers), Data.of(data), (OpenedModel.of(model_a), OpenedModel.of(model_b))
+    data = Data.of(data)
+    given = locals() | {"baseline": None}
+    chosen, pair = choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
     if baseline is not None:
-        refuse_no_twin(pair, True, None)
+        refuse_no_twin(pair, data)
 
         def twins(seed: int) -> Any:
             a, b = (twin_of(one, own) for one, own in zip(pair, seeds_of(seed, 2), strict=True))
-            more = {"model_a": a, "model_b": b, "data": data, "baseline": None, "intervals": False, "checkpoint": None}
-            return compare(**given | more)
+            return compare(**given | {"model_a": a, "model_b": b, "intervals": False, "checkpoint": None})
 
-        found: Report | Result = compare(**given | {"data": data, "baseline": None})
-        joined: Report | Result = with_untrained(found, data, twins)
+        joined: Report | Result = with_untrained(compare(**given), twins)
         return joined
     refuse_no_comparison(chosen)
     for opened in pair:
-        refuse_idle_options(opened.remote, True, checkpoint)
+        refuse_idle_options(opened, True, checkpoint)
     sources = [open_source(opened, either_stack=True, at=at) for opened in pair]
     plan = plan_sites(sources, chosen, at, per_head)
     models = [source.model for source in sources]

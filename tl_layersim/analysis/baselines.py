@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from ..core.errors import LayersimError
 from ..core.results import Report, Result
 from ..core.wording import brief
+from ..data.data import Data
 from ..models.open import OpenedModel
 from ..models.untrained import refuse_changed, untrained
 from .model_grid import ModelGrid
@@ -18,22 +19,13 @@ BaselineArgument: TypeAlias = Literal["untrained"] | None
 SEEDS = 3
 
 
-def with_untrained(found: Any, data: Any, run: Callable[[int], Any]) -> Any:
+def with_untrained(found: Any, run: Callable[[int], Any]) -> Any:
     """A result or a report with those of untrained twins, which `plot`, `to_frame` and `print` show beside it.
 
     Args:
         found: of the trained models.
-        data: of the run.
         run: measures untrained twins of a seed on the same data, and returns what `found` is.
-
-    Raises:
-        LayersimError: the data can be read once.
     """
-    if data.read_once:
-        raise LayersimError(
-            f'`data` is {brief(data.source)}, which can be read only once, and `baseline="untrained"` reads it for each model. '
-            "Pass list(data)."
-        )
     twins = [run(seed) for seed in range(SEEDS)]
     if isinstance(found, Report):
         return Report({name: _joined(result, [twin[name] for twin in twins]) for name, result in found.items()})
@@ -48,7 +40,7 @@ def _joined(result: Result, twins: list[Any]) -> Result:
 
 
 def twin_of(opened: OpenedModel, seed: int) -> OpenedModel:
-    """An untrained twin that is opened as the model is.
+    """The same architecture with fresh weights, opened as the trained model is.
 
     Args:
         opened: the trained model.
@@ -57,18 +49,23 @@ def twin_of(opened: OpenedModel, seed: int) -> OpenedModel:
     return replace(opened, model=untrained(opened.model, seed), verify=None)
 
 
-def refuse_no_twin(models: Iterable[OpenedModel], blocking: bool, shard: Any) -> None:
+def refuse_no_twin(models: Collection[OpenedModel], data: Data, blocking: bool = True, shard: Any = None) -> None:
     """Refuse runs in which no untrained model can be measured.
 
     Args:
         models: the trained ones.
+        data: of the run.
         blocking: whether the run waits.
         shard: of the data, None for all.
 
     Raises:
         LayersimError: names the argument.
     """
-    models = list(models)
+    if data.read_once:
+        raise LayersimError(
+            f'`data` is {brief(data.source)}, which can be read only once, and `baseline="untrained"` reads it for each model. '
+            "Pass list(data)."
+        )
     idle = {"remote": any(one.on_server for one in models), "blocking": not blocking, "shard": shard is not None}
     for name, wrong in idle.items():
         if wrong:

@@ -46,9 +46,9 @@ def estimate(
 
     Args:
         model_or_config: a model as in `analyze`; or a configuration of transformers, its fields as a dict with `model_type`,
-            or the folder or hub name of a model, of which only the configuration is read. Of
-            `open_model(model_or_config, remote=True)`, requests and traffic are counted; the server is not asked, and requests
-            hold 8,192 positions without `tokens_per_request`, where a run chooses them by their time.
+            or the folder or hub name of a model, of which only the configuration is read. For
+            `open_model(model_or_config, remote=True)`, requests and traffic are counted too. The server is not asked: without
+            `tokens_per_request`, a request is taken to hold 8,192 positions; a run chooses their number by time.
         analyzers: as in `analyze`.
         tokens: number of counted tokens of the run.
         at: the sites to read, see `analyze`.
@@ -94,7 +94,7 @@ def estimate(
         if not weightless:
             raise
         raise LayersimError(
-            f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because its course depends on values "
+            f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because the operations depend on values "
             f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller one of the same "
             "architecture."
         ) from error

@@ -105,28 +105,27 @@ def compare_grid(
         >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
-    given = locals()
-    names, data = tuple(models), Data.of(data)
+    data = Data.of(data)
+    given = locals() | {"baseline": None}
+    names = tuple(models)
     if len(names) < 2:
         raise LayersimError(f"`models` holds {counted(len(names), 'model')}; it must hold two or more, each with its own name.")
     opened = {name: OpenedModel.of(models[name]) for name in names}
     if baseline is not None:
-        refuse_no_twin(opened.values(), True, None)
+        refuse_no_twin(opened.values(), data)
 
         def twins(seed: int) -> Any:
             own = {name: twin_of(opened[name], n) for name, n in zip(names, seeds_of(seed, len(names)), strict=True)}
-            more = {"models": own, "data": data, "baseline": None, "intervals": False, "checkpoint": None}
-            return compare_grid(**given | more)
+            return compare_grid(**given | {"models": own, "intervals": False, "checkpoint": None})
 
-        trained: ModelGrid | Report = compare_grid(**given | {"data": data, "baseline": None})
-        found: ModelGrid | Report = with_untrained(trained, data, twins)
-        return found
+        joined: ModelGrid | Report = with_untrained(compare_grid(**given), twins)
+        return joined
     labels = () if groups is None else group_labels(groups, names)
     chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen)
     many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
     for one in opened.values():
-        refuse_idle_options(one.remote, True, checkpoint)
+        refuse_idle_options(one, True, checkpoint)
     sources = [open_source(one, either_stack=True) for one in opened.values()]
     plan = plan_sites(sources, chosen, at, per_head)
     described = [source.model for source in sources]

@@ -80,16 +80,17 @@ def linear_probe(
     """
     probe, data = probe or LinearProbe(labels="data"), Data.of(data)
     if isinstance(probe, LogisticProbe):
-        opened, ranks = OpenedModel.of(model), rank_and_size()[1]
-        place = f"{ranks} processes" if ranks > 1 else ""
-        place = f"remote={shown(opened.remote)}" if opened.remote is not False else place
-        if place := "`checkpoint`" if checkpoint is not None else place:
-            raise LayersimError(
-                f"LogisticProbe cannot run with {place}: it keeps activations in the memory of one process. Use LinearProbe."
-            )
+        remote, ranks = OpenedModel.of(model).remote, rank_and_size()[1]
+        given = {"`checkpoint`": checkpoint is not None, f"remote={shown(remote)}": remote is not False}
+        for words, wrong in (given | {f"{ranks} processes": ranks > 1}).items():
+            if wrong:
+                raise LayersimError(
+                    f"LogisticProbe cannot run with {words}: it keeps activations in the memory of one process. Use "
+                    "LinearProbe."
+                )
     if test_data is None:
         if test_labels is not None:
-            raise LayersimError("`test_labels` are given without `test_data`, whose labels they are.")
+            raise LayersimError("`test_labels` is given without `test_data`, whose labels it holds.")
     else:
         parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
@@ -97,14 +98,15 @@ def linear_probe(
         count, test_count = _counts(model, parts, at)
         probe = replace(probe, labels=_labels_of_both(probe.labels, test_labels, count, test_count), first_test_row=count)
         data = replace(data, source=[part.source for part in parts])
-    options: dict[str, Any] = {"at": at, "per_head": per_head, "intervals": intervals, "checkpoint": checkpoint}
-    result: LinearProbeResult = analyze(model, data, [probe], **options)["linear_probe"]
+    report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
+    result: LinearProbeResult = report["linear_probe"]
     return result
 
 
-def _counts(model: Any, parts: Sequence[Data], at: Any) -> list[int]:
+def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
     """Numbers of rows of data sets."""
-    source = open_source(model, either_stack=True)
+    # `analyze` verifies the model.
+    source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
     # An encoder and a decoder read different columns.
     source.in_stack(at)
     described = with_tokenizer(source.model, parts[0].tokenizer)

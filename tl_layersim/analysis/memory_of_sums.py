@@ -36,8 +36,8 @@ def refuse_large_blocks(sums: Mapping[str, Sums]) -> None:
     if need > free / 2:
         largest = max(sizes, key=lambda name: sizes[name])
         raise LayersimError(
-            f"`intervals` keeps the sums of up to {MOST_BLOCKS} blocks, {in_words(need)}, and {in_words(free)} are free. Most "
-            f"of them are those of {largest!r}; leave it to a run without `intervals`, or read fewer sites with `at`."
+            f"`intervals` keeps the sums of up to {MOST_BLOCKS} blocks, which take {in_words(need)}, and {in_words(free)} are "
+            f"free. Measure {largest!r}, whose sums are the largest, without `intervals`, or read fewer sites with `at`."
         )
     if need > LARGE_BLOCKS:
         tqdm.write(f"Intervals keep the sums of up to {MOST_BLOCKS} blocks of the data: {in_words(need)}.", file=sys.stderr)

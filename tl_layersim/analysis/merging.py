@@ -170,8 +170,8 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
         start = batches_of(part.number, part.of, counts.measured).start * counts.capacity
         if part.tally.tree.start != start:
             raise LayersimError(
-                f"The file names another shard than the one that it holds, whose sums begin after row {part.tally.tree.start}, "
-                f"not {start}: {_shard_names([part])}."
+                f"{_shard_names([part])} holds the sums of another shard, which begin after row {part.tally.tree.start}, not "
+                f"{start}."
             )
     return _each_once(parts)
 

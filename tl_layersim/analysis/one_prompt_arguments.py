@@ -1,7 +1,8 @@
-"""Blocks, tokens and pairs of tokens of a prompt, from the numbers that a user gives for them."""
+"""Tokens, pairs of tokens and connections of a prompt, from the numbers that a user gives for them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ..core.errors import LayersimError
@@ -11,18 +12,19 @@ from ..core.wording import brief
 def pair_of(position: Any, tokens: int) -> tuple[int, int]:
     """Convert a position ("last", a token or a pair of tokens) to t_in and t_out, counted from 0."""
     pair = (-1, -1) if position == "last" else (position, position) if isinstance(position, int) else position
-    plain = isinstance(pair, tuple | list) and len(pair) == 2 and all(type(token) is int for token in pair)
-    if not plain:
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(type(token) is int for token in pair):
         raise LayersimError(
-            f"`positions` contains {brief(position)}; it must be 'last', or hold indices of tokens or pairs (t_in, t_out)."
+            f"`positions` contains {brief(position)}; it must be 'last', or hold numbers of tokens or pairs (t_in, t_out)."
         )
     return token_of(pair[0], tokens), token_of(pair[1], tokens)
 
 
 def different(chosen: list[Any]) -> list[Any]:
-    """Return the chosen positions; an empty list or repeated positions raise."""
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise LayersimError(f"`positions` selects {brief(chosen)}, counted from 0; they must be different, and at least one.")
+    """Return the chosen positions; raises if there are none, or one is given twice."""
+    twice = [one for one, times in Counter(chosen).items() if times > 1]
+    if twice or not chosen:
+        found = f"(t_in, t_out) = {twice[0][-2:]} twice" if twice else "no token"
+        raise LayersimError(f"`positions` selects {found}; it must select one token or more, each once.")
     return chosen
 
 

@@ -55,12 +55,12 @@ def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[s
 
 
 def refuse_selection(data: Data, reads: str, *names: str) -> None:
-    """Refuse a selection of positions in a function that reads those of its own.
+    """Refuse options of `Data` that select positions, in a function whose positions are fixed.
 
     Args:
         data: of the call.
-        reads: what the function reads, in words.
-        *names: of the options of `Data` that it cannot follow.
+        reads: the positions that the function reads, in words.
+        *names: of the options that are refused.
 
     Raises:
         LayersimError: one of them is given.
@@ -81,14 +81,14 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
     single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.reads_head]
     if whole and not single:
         return "all"
-    if whole or len(set(rules)) > 1:
+    if whole:
         raise LayersimError(
-            "`positions` must be given: "
-            + (
-                f"{whole[0]} reads whole rows, and {single[0]} single positions. Use positions='all', or a call for each."
-                if whole
-                else f"the heads of the models read {' and '.join(map(_head_reads, rules))}."
-            )
+            f"`positions` must be given: {whole[0]} reads whole rows, and {single[0]} single positions. Use positions='all', "
+            "or a call for each."
+        )
+    if len(set(rules)) > 1:
+        raise LayersimError(
+            f"`positions` must be given: the heads of the models read {' and '.join(map(_head_reads, dict.fromkeys(rules)))}."
         )
     if rules[0] == "first" and skip_first:
         raise LayersimError(

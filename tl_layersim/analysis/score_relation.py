@@ -141,7 +141,7 @@ def relate(
     targets, score_name = _points_by_name(scores)
     if unmatched := sorted(map(str, given.keys() ^ targets.keys())):
         raise LayersimError(
-            f"`results` and `scores` must name the same models; {', '.join(unmatched[:8])} is in one of them only."
+            f"`results` and `scores` must name the same models; only one of them has {', '.join(unmatched[:8])}."
         )
     if len(given) < 3:
         raise LayersimError(f"`results` holds {len(given)} points; a regression needs three or more.")
@@ -211,7 +211,7 @@ def _points_by_name(given: Any) -> tuple[dict[Any, float], str]:
         same_coupling_options(couplings)
         label = COUPLING
     if texts := [name for name, one in numbers.items() if isinstance(one, bool | str)]:
-        raise LayersimError(f"`results` and `scores` must be numbers; {texts[0]!r} has {numbers[texts[0]]!r}.")
+        raise LayersimError(f"`results` and `scores` must be numbers; that of {texts[0]!r} is {numbers[texts[0]]!r}.")
     return {name: one.mean() if isinstance(one, BlockCouplingResult) else float(one) for name, one in numbers.items()}, label
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..core.function_code import digest_of_code
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
-from ..data.data import Data
+from ..data.data import OPTIONS, Data
 
 # Rows of the data that identify it, with its length: all of a large data set would have to be read.
 CHECKED_ROWS = 1000
@@ -55,12 +54,13 @@ class SweepFolder:
         if self.path.parent.is_dir() and not self.path.exists():
             self.path.mkdir()
         refuse_unwritable_folder(self.path, "checkpoint")
+        reading = {name: getattr(data, name) for name in (*OPTIONS, "tokenizer")}
         identity = {
             "analyzers": {
                 name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)]
                 for name, analyzer in analyzers.items()
             },
-            "options": {name: _option_text(value) for name, value in sorted({**options, **_reading(data)}.items())},
+            "options": {name: _option_text(value) for name, value in sorted({**options, **reading}.items())},
             "data": data_digest(data.source),
             "version": version("tl_layersim"),
         }
@@ -106,11 +106,6 @@ class SweepFolder:
         # The digest tells keys apart that differ in signs which file names cannot have.
         name = re.sub(r"[^\w.-]", "_", str(key))[:60]
         return self.path / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
-
-
-def _reading(data: Data) -> dict[str, Any]:
-    """The options of reading, with the tokenizer."""
-    return {f.name: getattr(data, f.name) for f in fields(data) if f.init and f.name != "source"}
 
 
 def data_digest(data: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -22,6 +22,7 @@ from ..data.data import DATA_OPTIONS
 from ..data.inputs import PIXELS
 from ..models.exit_heads import ExitHeads
 from ..models.model_info import Model
+from ..models.open import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000
@@ -30,10 +31,9 @@ COSTS = ("forward", "head")
 
 if TYPE_CHECKING:
     AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
-    DataArgument: TypeAlias = Iterable[Any]
 else:
-    # Not checked as types in a call: `choose_analyzers` and the readers of data name what is wrong and what to write.
-    AnalyzersArgument = DataArgument = Any
+    # Not checked as a type in a call: `choose_analyzers` names what is wrong.
+    AnalyzersArgument = Any
 
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
@@ -120,7 +120,7 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
     if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
         raise LayersimError(
             f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; every request to a server carries them, "
-            f"and may have {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
+            f"and may carry {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
         )
 
 
@@ -199,12 +199,11 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
             raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
 
 
-def refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
-    """Refuse options that contradict each other, before a model is opened."""
-    on_server = remote not in (False, "local")
-    if on_server and rank_and_size()[1] > 1:
+def refuse_idle_options(opened: OpenedModel, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
+    """Refuse options that contradict each other, before a model is run."""
+    if opened.on_server and rank_and_size()[1] > 1:
         raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
-    if not blocking and not on_server:
-        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(remote)}.")
+    if not blocking and not opened.on_server:
+        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
     if not blocking and checkpoint is not None:
         raise LayersimError("`checkpoint` cannot be combined with `blocking=False`. Use run.save(path) to keep the run.")

@@ -146,7 +146,7 @@ def check_defined(sides: Iterable[tuple[tuple[str, ...], Tensor]], analyzer: str
     digits = "the mean is so much larger than the spread that the sums lose the spread to rounding"
     if not all(bool(known.any()) for _, known in sides):
         raise LayersimError(
-            f"{analyzer} is not defined at any site: all of {count} are equal at {listed}, or {digits}. "
+            f"{analyzer} is not defined at any site: all {count} are equal at {listed}, or {digits}. "
             'CKA(estimator="minibatch") centres each minibatch.'
         )
     if equal:

@@ -29,7 +29,7 @@ def need_memory_for_sums(layers: int, size: int, max_memory_gb: float) -> None:
         LayersimError: they need more.
     """
     # The batch's table, the running sum, and the new sum while the two are added.
-    need_memory("The sums of TaskMetrics", 3 * 8 * layers * size / 1e9, max_memory_gb, "LogitLens has none.")
+    need_memory("The sums of TaskMetrics", 3 * 8 * layers * size / 1e9, max_memory_gb, "LogitLens takes less.")
 
 
 def confusion_kernel(

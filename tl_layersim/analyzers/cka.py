@@ -201,7 +201,9 @@ class CKA(MinibatchAnalyzer):
         pairs = list(combinations_with_replacement(widths, 2)) if len(models) > 2 else [(widths[0], widths[-1])]
         # Two matrices: of the batch, the running sum, and the new sum while the two are added.
         need = 2 * 3 * 8 * sum(row * column for row, column in pairs) / 1e9
-        need_memory("The cross-products of CKA(estimator='exact')", need, self.max_memory_gb, "The default estimator has none.")
+        need_memory(
+            "The cross-products of CKA(estimator='exact')", need, self.max_memory_gb, "The default estimator takes less."
+        )
 
     def pool_need(self, density: float) -> int:
         return 0 if self.estimator == "exact" else super().pool_need(density)
@@ -267,7 +269,7 @@ class CKA(MinibatchAnalyzer):
             dict.fromkeys(name for names, defined in sides for name, one in zip(names, defined, strict=True) if not one)
         )
         if not bool(defined_x.any() and defined_y.any()):
-            raise LayersimError(f"CKA is not defined at any layer: all of {count} are equal at {', '.join(equal[:4])}.")
+            raise LayersimError(f"CKA is not defined at any layer: all {count} are equal at {', '.join(equal[:4])}.")
         if equal:
             warn(
                 f"CKA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: "

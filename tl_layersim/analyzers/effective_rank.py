@@ -205,7 +205,7 @@ class EffectiveRank(Analyzer):
         names = [name for name, one in zip(run.layers, undefined, strict=True) if one]
         if len(names) == len(run.layers):
             raise LayersimError(
-                f"The effective rank is not defined at any site: all of {count} are equal at {', '.join(names[:4])}, or their "
+                f"The effective rank is not defined at any site: all {count} are equal at {', '.join(names[:4])}, or their "
                 "mean is so large that the sums lose their differences to rounding."
             )
         if names:

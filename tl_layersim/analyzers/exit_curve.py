@@ -150,7 +150,7 @@ class ExitCurveResult(Result):
                 False takes all rows.
 
         Raises:
-            LayersimError: the threshold was not measured; the message names the nearest one.
+            LayersimError: the threshold was not measured.
         """
         near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
         if abs(self.thresholds[near] - threshold) > 1e-9:
@@ -197,10 +197,12 @@ class ExitCurveResult(Result):
             raise LayersimError("`agreement` or `accuracy` must be given.")
         found = self.lowest_threshold(agreement, accuracy)
         if found is None:
+            wanted = {"agreement": agreement, "accuracy": accuracy}
+            given = " and ".join(f"{name} {least:g}" for name, least in wanted.items() if least is not None)
             last = [float(values[-1]) for values in self._choice()]
             raise LayersimError(
-                f"No measured threshold reaches agreement={agreement}, accuracy={accuracy}; the highest, "
-                f"{self.thresholds[-1]:g}, has agreement {last[0]:.4g} and accuracy {last[1]:.4g}."
+                f"No measured threshold reaches {given}; the highest, {self.thresholds[-1]:g}, has agreement {last[0]:.4g} and "
+                f"accuracy {last[1]:.4g}."
             )
         return found
 

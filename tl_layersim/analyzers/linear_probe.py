@@ -413,7 +413,7 @@ def _check_classes(labels: Tensor, limit: int | None) -> None:
     low, high = int(known.min()), int(known.max())
     if low < 0:
         raise LayersimError(
-            f"`labels` of a linear probe are from {low} to {high}; they must be 0 or more, and {NO_LABEL} for none."
+            f"`labels` of a linear probe are from {low} to {high}; they must be 0 or more, or {NO_LABEL} for no label."
         )
     if limit is not None and high >= limit:
         raise LayersimError(f"`labels` holds class {high}; with max_classes={limit} classes are 0 to {limit - 1}.")

@@ -286,7 +286,7 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < COUNTED_IDS:
         raise LayersimError(
             f"`labels` are numbers from {int(classes.min())} to {int(classes.max())}; classes are 0 to {COUNTED_IDS - 1}, and "
-            f"{NO_LABEL} is none."
+            f"{NO_LABEL} means no label."
         )
     return {"labels": torch.bincount(classes, minlength=COUNTED_IDS)}
 

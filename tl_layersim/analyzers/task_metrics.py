@@ -260,7 +260,7 @@ def _as_scores(labels: Any) -> Tensor | None:
     if table.dim() != 1:
         raise LayersimError(
             f"`labels` of a regression head are floats of shape {tuple(table.shape)}; they must be one score for each row, "
-            "NaN for none."
+            "NaN for a row without a score."
         )
     return table.detach().cpu().double()
 

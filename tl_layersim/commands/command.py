@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -39,7 +40,7 @@ class CommandCall:
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """The given options that a function or class takes, as Python takes them; it has its own defaults for the others.
+        """The given options that a function or class takes, as values of Python. Others keep their defaults there.
 
         Args:
             source: the function or class.
@@ -80,10 +81,10 @@ class Command:
 
     def __post_init__(self) -> None:
         self.__doc__, self.__name__, self.__module__ = (getattr(self.function, f"__{x}__") for x in ("doc", "name", "module"))
-        # Those of the signature are read instead.
+        # The library reads the annotations of `__signature__` instead.
         self.__annotations__ = {}
 
-    @property
+    @cached_property
     def __signature__(self) -> inspect.Signature:
         """The options as parameters; of two with one name, the first."""
         found: dict[str, tuple[inspect.Parameter, str]] = {}
@@ -196,7 +197,7 @@ def _resolved(source: OptionSource) -> Any:
 def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
     """The parameters that text can hold, each annotated by its type on the command line and its help.
 
-    A help such as "see `analyze`" is replaced by the help that is there.
+    A help that refers to another function, such as "see `analyze`", is replaced by the help of that function.
     """
     call, found = _resolved(source), {}
     hints, texts = get_type_hints(call, include_extras=True), help_of(source)

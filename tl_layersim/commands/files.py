@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import LayersimError
 from .command import CommandCall, command, help_of
-from .inputs import ALIGNED, is_demo
+from .inputs import ALIGNED, is_demo, named_model
 from .output import noted, prepare, print_headlines, print_run, settled_options, write_report, written
 from .run_file import shard_options
 from .tables import print_table
@@ -38,9 +38,7 @@ def show_file(call: CommandCall) -> None:
 
     reports, html = _reports(load(call.options["file"])), call.options["html"]
     if html is not None and len(reports) > 1:
-        raise LayersimError(
-            f"`html` cannot be written of {call.options['file']}, which has a report for each model of a sweep."
-        )
+        raise LayersimError(f"`html` is {html}, one page; {call.options['file']} has a report for each model of a sweep.")
     for key, report in reports.items():
         if key:
             print(f"{key}:")
@@ -53,7 +51,7 @@ def show_file(call: CommandCall) -> None:
 
 
 def _reports(loaded: Any) -> dict[str, Any]:
-    """What a file holds as reports: by key of a sweep, else one, without a key."""
+    """The reports of a file, each by the key of its model in a sweep; a single report has the key ''."""
     from ..core.results import Report, Result
 
     if isinstance(loaded, Result):
@@ -176,16 +174,7 @@ def list_analyzers(call: CommandCall) -> None:
     print_table(("option", "default", "meaning"), options, one.summary())
 
 
-def model_of_sites(model: str = "demo", *, trust_remote_code: bool = False) -> None:
-    """A model without its weights.
-
-    Args:
-        model: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
-        trust_remote_code: run the Python code that comes with the model. Without this option such models are refused.
-    """
-
-
-@command("sites", {"Model": (model_of_sites,)})
+@command("sites", {"Model": (named_model,)}, without=["device", "dtype", "remote", "server"])
 def list_sites(call: CommandCall) -> None:
     """List the sites of a model, which --at selects.
 

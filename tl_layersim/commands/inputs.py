@@ -197,7 +197,7 @@ def own_analyzer(name: str) -> Any:
         found = getattr(module, cls)()
     # Any error of the user's file.
     except Exception as error:
-        raise LayersimError(f"`analyzers` is {name}, which ends in {type(error).__name__}: {error}") from error
+        raise LayersimError(f"`analyzers` is {name}, which raises {type(error).__name__}: {error}") from error
     return found
 
 

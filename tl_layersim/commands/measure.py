@@ -221,7 +221,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
 
 
 def _row(curve: Any, threshold: float, note: str) -> list[str]:
-    """The numbers at one threshold, with half the width of their intervals where the run kept blocks."""
+    """The numbers at one threshold, with half the width of their intervals if the run kept blocks."""
     from ..core.intervals import margin_text
 
     place = curve.thresholds.index(threshold)
@@ -259,15 +259,14 @@ def estimate_cost(call: CommandCall) -> None:
     from .. import demo_model, estimate, open_model
     from ..models.named_model import refuse_missing_device
 
-    analyzers, name = chosen_analyzers(call), call.options["model"]
-    model = name
+    analyzers, model = chosen_analyzers(call), call.options["model"]
     if call.options["time"]:
         refuse_missing_device(call.options["device"] or "cpu")
-        model = named_model(name, **call.of(named_model, without=["model", "remote"]))
+        model = named_model(model, **call.of(named_model, without=["model", "remote"]))
     else:
         call.refuse(("device", "dtype", "trust_remote_code"), "without `time`: only the configuration is read")
-        if is_demo(name):
-            model = demo_model(aligned=name == ALIGNED).config
+        if is_demo(model):
+            model = demo_model(aligned=model == ALIGNED).config
     with renamed("model_or_config", "model"):
         cost = estimate(open_model(model, **call.of("open_model")), analyzers, **call.of("estimate"))
     print(cost.title)

@@ -68,7 +68,7 @@ def prepare(call: CommandCall) -> None:
     refuse_missing_device(call.options.get("device") or "cpu")
     for name in names_of(call.options["format"]):
         if name not in FORMATS:
-            raise LayersimError(f"`format` is {name}; it must be of {', '.join(FORMATS)}. The numbers are always written.")
+            raise LayersimError(f"`format` is {name}; it must be one of {', '.join(FORMATS)}. The numbers are always written.")
     make_folder(call.options["out"])
 
 
@@ -83,6 +83,8 @@ def write_report(call: CommandCall, report: Any, settled: Mapping[str, Any] | No
     from ..core.storage import REPORT_FILE
 
     print_headlines(report)
+    # Before the run file is written: it may replace the file of `--config`.
+    warn_of_another_run(call, report)
     out = call.options["out"]
     files = {"Numbers": report.save(out / REPORT_FILE)}
     for name in names_of(call.options["format"]):
@@ -91,7 +93,6 @@ def write_report(call: CommandCall, report: Any, settled: Mapping[str, Any] | No
     if settled is not None:
         files["Config"] = write_run_file(out, RUN_FILE, call, settled, report)
     print_files(files)
-    warn_of_another_run(call, report)
 
 
 def print_files(files: dict[str, Path]) -> None:

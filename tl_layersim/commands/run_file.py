@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.errors import LayersimError, warn, without_secrets
-
-if TYPE_CHECKING:
-    from .command import CommandCall
+from .command import CommandCall, flag
 
 RUN_FILE = "run.yaml"
 # Keys of the file that are no options.
@@ -59,7 +57,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         own_code = name == "analyzers" and ":" in str(value)
         if (own_code or name in NOT_FROM_FILES) and name not in given and str(value).lower() not in ("false", "null", ""):
             why = "options that run code, write files or choose a server are read from the command line alone"
-            raise LayersimError(f"`--{name.replace('_', '-')}` is {value} in {path}; {why}.")
+            raise LayersimError(f"`{flag(name)}` is {value} in {path}; {why}.")
     allowed = {name: value for name, value in found.items() if name not in NOT_FROM_FILES}
     # Below the name of the command: at the top level the library leaves out options named as a command, such as analyzers.
     Dict({commands[-1]: allowed}, source=str(path))(app, commands[-1:], arguments)

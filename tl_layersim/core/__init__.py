@@ -28,44 +28,7 @@ Other packages may import:
 * `server_addresses`: `is_address`, `shown`, `without_login`
 """
 
-from __future__ import annotations
+import lazy_loader
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from .errors import LayersimError, LayersimWarning
-
-if TYPE_CHECKING:
-    from .histogram_quantiles import quantiles_from_histogram
-    from .provenance import Provenance
-    from .results import LayerCurve, LayerMatrix, Picture, Report, Result, axes
-    from .sums import Sums
-
-__all__ = [
-    "LayerCurve",
-    "LayerMatrix",
-    "LayersimError",
-    "LayersimWarning",
-    "Picture",
-    "Provenance",
-    "Report",
-    "Result",
-    "Sums",
-    "axes",
-    "quantiles_from_histogram",
-]
-
-# Imported at their first use: they need torch, without which the command line prints its help.
-_HOME = {
-    "histogram_quantiles": ("quantiles_from_histogram",),
-    "provenance": ("Provenance",),
-    "results": ("LayerCurve", "LayerMatrix", "Picture", "Report", "Result", "axes"),
-    "sums": ("Sums",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(importlib.import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Loaded at their first use, as `__init__.pyi` lists them: most need torch, without which the command line prints its help.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -107,9 +107,9 @@ def _in_words(expected: str) -> str:
         expected,
     )
     expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
-    # Types by their own names.
-    expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z]\w*)", "", expected).replace("NoneType", "None")
-    return re.sub(r"(?:typing\.)?Optional\[([^\[\]]*)\]", r"\1 or None", expected)
+    # Types without their modules.
+    expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None")
+    return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 
 def _in_a_sentence(message: str, name: str, given: dict[str, Any]) -> LayersimTypeError:
@@ -123,7 +123,7 @@ def _in_a_sentence(message: str, name: str, given: dict[str, Any]) -> LayersimTy
     match = _MESSAGE.search(message)
     if match is None:
         return LayersimTypeError(f"{name}: {message}")
-    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>")).replace("typing.", "")
+    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
     # Sizes that other arguments give to the dimensions of the shape.
     sizes = [f"{axis}={size}" for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE) if axis in expected]
     expected += f" with {', '.join(sizes)}" if sizes else ""

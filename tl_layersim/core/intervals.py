@@ -56,9 +56,9 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            "The function of `interval` returns a largest or smallest value, a place or a whole number such as of layers, "
-            f"{number_text(float(what(result)))} on all data; it has no interval, because blocks move it by jumps. Return an "
-            "entry at a fixed place, a mean or a difference."
+            f"The function of `interval` returns {number_text(float(what(result)))} on all data, a maximum, a minimum, an "
+            "index or a count; it has no interval, because it changes in jumps from block to block. Return an entry at a fixed "
+            "place, a mean or a difference."
         )
     return found
 
@@ -121,12 +121,11 @@ def field_named(result: Any, name: str) -> str:
     Raises:
         LayersimError: the result has no such field.
     """
-    fields_of = {result.values_name if field == "values" else field: field for field in bounds_of(result)} | {
-        "values": "values"
-    }
-    if name not in fields_of:
-        raise LayersimError(f"{type(result).__name__} has no tensor field {name!r}; it has {', '.join(fields_of)}.")
-    return fields_of[name]
+    named = {result.values_name if field == "values" else field: field for field in bounds_of(result)}
+    named["values"] = "values"
+    if name not in named:
+        raise LayersimError(f"{type(result).__name__} has no tensor field {name!r}; it has {', '.join(named)}.")
+    return named[name]
 
 
 def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:

@@ -316,7 +316,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         )
     if header["kind"] not in kinds:
         raise LayersimError(
-            f"{path} holds another kind of data, a {header['kind']} and no {' or '.join(kinds)}. Read it with "
+            f"{path} holds another kind of data, a {header['kind']} and not a {' or a '.join(kinds)}. Read it with "
             + READERS.get(header["kind"], "`lsim.load` if it is a result or a report, or with `checkpoint=`")
             + "."
         )
@@ -350,5 +350,5 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
         raise _malformed(path, what, do, f"{type(error).__name__}: {error}") from error
 
 
-def _malformed(path: str | os.PathLike[str], what: str, do: str, given: str) -> LayersimError:
-    return LayersimError(f"{path} is not {what} ({given[:300]}): {do}.")
+def _malformed(path: str | os.PathLike[str], what: str, do: str, reason: str) -> LayersimError:
+    return LayersimError(f"{path} is not {what} ({reason[:300]}): {do}.")

@@ -194,13 +194,13 @@ def duration_in_words(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""The first line of an exception's text, the name of its class where it has none.
+    r"""The first line of an exception's text without a full stop, the name of its class if it has none.
 
     Args:
         error: the exception.
 
     Examples:
-        >>> first_line(RuntimeError("out of memory\nTraceback")), first_line(ValueError())
+        >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())
         ('out of memory', 'ValueError')
     """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

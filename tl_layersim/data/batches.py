@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,7 +216,7 @@ class Batches:
     @property
     def one_shot(self) -> bool:
         """Whether the data can be read only once: an iterator whose rows are not all kept."""
-        return self.data.read_once and not self._kept.complete
+        return self.data.read_once and (self._kept is None or self._kept.notes is None)
 
     def read_ahead(self, reader: str, do: str) -> None:
         """Read an iterator before the first pass over it.
@@ -229,21 +229,26 @@ class Batches:
             LayersimError: its rows take more than `MOST_KEPT` bytes.
         """
         for _ in self.rows():
-            if not self._kept.fits:
+            if self._kept is not None and not self._kept.fits:
                 raise LayersimError(
                     f"`data` can be read only once, and {reader} needs several passes over it. Its rows take more than "
                     f"{in_words(MOST_KEPT)}, too much to keep: pass {do}."
                 )
 
     @property
-    def _kept(self) -> KeptRows:
-        """The rows of the data as this model reads them."""
+    def _kept(self) -> KeptRows | None:
+        """The rows of the last pass over the data as this model reads them."""
+        return self.data.kept(self._read_by)
+
+    @property
+    def _read_by(self) -> Hashable:
+        """What the rows depend on, beside the data and its options."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
         names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
         rule = self.data.positions
-        return self.data.kept((tools, sizes, names, repr(rule) if isinstance(rule, slice) else rule), own.tokenizer)
+        return tools, sizes, names, repr(rule) if isinstance(rule, slice) else rule
 
     def record(self) -> dict[str, Any]:
         """The options, the tokenizer, and the main input of a model of other inputs than tokens, for a result's provenance."""
@@ -285,7 +290,7 @@ class Batches:
     def rows(self) -> Iterator[Row]:
         """Rows without padding, up to `max_tokens`."""
         kept = self._kept
-        if kept.complete and kept.notes is not None:
+        if kept is not None and kept.notes is not None:
             self.notes.repeat(kept.notes)
             yield from kept.rows
             return
@@ -293,7 +298,8 @@ class Batches:
             raise LayersimError(
                 "`data` is a generator, and an earlier pass has read rows that are not kept for this model. Pass list(data)."
             )
-        kept.begin()
+        kept = KeptRows(self.model.tokenizer, self.model.processor)
+        self.data.keep(self._read_by, kept)
         texts = TextRows(self.model, self.data, self.notes)
         for row in self._limited(self._rows(texts)):
             kept.add(row)

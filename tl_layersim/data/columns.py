@@ -102,10 +102,9 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
     splits = [name for name in data if hasattr(data[name], "column_names")]
     named = [name for name in data if isinstance(name, str) and name not in LABELS]
     likely = [name for name in named if is_text(data[name]) or _is_ids(data[name])]
+    if model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
+        likely = [name for name in data if name not in LABELS and is_floats(data[name])] or likely
     do = f" Name it: column={likely[0]!r}." if likely else ""
-    tables = [name for name in data if name not in LABELS and is_floats(data[name])]
-    if tables and not splits and model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
-        do = f" Name it: column={tables[0]!r}."
     do = f" Pass one split: data[{splits[0]!r}]." if splits else do
     other = "" if model.main_input == TOKEN_IDS else f" or of `{model.main_input}`"
     return LayersimError(

@@ -1,4 +1,4 @@
-"""`Data`: data of any accepted kind, and how it is read; said once, and taken by every function that reads data."""
+"""`Data`: data of any accepted kind with the options of reading, taken by every function that reads data."""
 
 from __future__ import annotations
 
@@ -127,19 +127,29 @@ class Data:
         object.__setattr__(settled, "_kept", self._kept)
         return settled
 
-    def kept(self, key: Hashable, tokenizer: Any) -> KeptRows:
-        """The rows that are kept for models of some properties.
+    def kept(self, key: Hashable) -> KeptRows | None:
+        """The rows that the last pass for models of some properties has read; None before the first one.
 
         Args:
             key: the properties.
-            tokenizer: of the model.
         """
-        # A list that grew and a tensor that was changed in place are read anew.
-        source = self.source
-        state = len(source) if isinstance(source, list | tuple) else None
-        if isinstance(source, torch.Tensor) and not source.is_inference():
-            state = source._version
-        return self._kept.setdefault((key, state), KeptRows(tokenizer))
+        return self._kept.get((key, self._state))
+
+    def keep(self, key: Hashable, rows: KeptRows) -> None:
+        """Begin a pass for models of some properties. Passes that run at the same time each fill rows of their own.
+
+        Args:
+            key: the properties.
+            rows: for the rows of the pass, still empty.
+        """
+        self._kept[key, self._state] = rows
+
+    @property
+    def _state(self) -> int | None:
+        """A number that changes as a list grows or a tensor is changed in place, after which rows are read anew."""
+        if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
+            return self.source._version
+        return len(self.source) if isinstance(self.source, list | tuple) else None
 
     @property
     def read_once(self) -> bool:
@@ -149,7 +159,7 @@ class Data:
     @property
     def is_used_up(self) -> bool:
         """Whether the source is an iterator of which an earlier pass has read rows."""
-        return self.read_once and any(kept.begun for kept in self._kept.values())
+        return self.read_once and bool(self._kept)
 
     @property
     def selection(self) -> Positions:
@@ -171,10 +181,10 @@ class Data:
         return f"<b>{html.escape(title)}</b><br>" + "<br>".join(map(html.escape, lines))
 
     def _shown(self) -> tuple[str, list[str]]:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "source"}
-        given = {f.name: given[f.name] for f in fields(self) if f.name in given and given[f.name] != f.default}
-        title = f"Data({', '.join([brief(self.source), *(f'{name}={brief(value)}' for name, value in given.items())])})"
-        read = next((kept for kept in self._kept.values() if kept.complete), None)
+        options = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init and f.name != "source"]
+        given = [f"{name}={brief(value)}" for name, value, default in options if value != default]
+        title = f"Data({', '.join([brief(self.source), *given])})"
+        read = next((kept for kept in self._kept.values() if kept.notes is not None), None)
         if read is None or not read.rows:
             return title, ["not read yet, or not kept: a call with a model reads it"]
         counted = sum(int((row.attention if row.counted is None else row.counted).sum()) for row in read.rows)

@@ -97,7 +97,7 @@ def _row_row_targets(labels: Tensor, count: int) -> Tensor:
     labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
     labels = labels[:, None] if labels.dim() == 1 else labels
     if labels.dim() != 2 or len(labels) != count:
-        raise LayersimError(f"`labels` has shape {tuple(labels.shape)} for {count} rows; it must have one for each row.")
+        raise LayersimError(f"`labels` has shape {tuple(labels.shape)} for {count} rows; it must hold one label for each row.")
     return labels
 
 

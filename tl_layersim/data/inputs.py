@@ -178,6 +178,6 @@ def refuse_integers(name: str, values: Tensor) -> None:
     """
     if name in ROW_AXES and not values.is_floating_point():
         raise LayersimError(
-            f"`{name}` has {values.dtype} of shape {tuple(values.shape)}; these "
+            f"`{name}` is {values.dtype} of shape {tuple(values.shape)}; it "
             "must be floating-point numbers, as the model's processor gives them."
         )

@@ -16,27 +16,21 @@ ROW_BYTES = 1000
 
 @dataclass
 class KeptRows:
-    """Rows that a pass over the data has tokenised, kept for later passes as long as they are within `MOST_KEPT` bytes.
+    """Rows that one pass over the data has tokenised, kept for later passes as long as they are within `MOST_KEPT` bytes.
 
     Attributes:
         tokenizer: that made the tokens, None for rows of ids.
+        processor: that made the other inputs. Both are held here, so that no other object gets their `id`.
         rows: so far.
         size: bytes of the rows that were read so far.
-        notes: counts of the pass; None until it ends.
-        complete: whether all rows of the data are kept.
-        begun: whether a pass over the data has begun.
+        notes: counts of the pass; None until all rows of the data are kept.
     """
 
     tokenizer: Any
+    processor: Any
     rows: list[Row] = field(default_factory=list)
     size: int = 0
     notes: Notes | None = None
-    complete: bool = False
-    begun: bool = False
-
-    def begin(self) -> None:
-        """Forget the rows of a pass that was abandoned."""
-        self.rows, self.size, self.begun = [], 0, True
 
     def add(self, row: Row) -> None:
         """Keep one more row; above `MOST_KEPT` drop all."""
@@ -47,12 +41,13 @@ class KeptRows:
             self.rows.clear()
 
     def finish(self, notes: Notes) -> None:
-        """The pass has read all rows.
+        """End the pass, which has read all rows.
 
         Args:
             notes: of the pass.
         """
-        self.notes, self.complete = notes, self.fits
+        if self.fits:
+            self.notes = notes
 
     @property
     def fits(self) -> bool:

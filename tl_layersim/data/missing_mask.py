@@ -136,14 +136,12 @@ def _with_mask(mask: str, model: ModelInputs) -> str:
 
 def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
     """The error for rows with padding that came without a mask."""
-    return LayersimError(
-        (
-            "`attention_mask` is missing, but rows of tokens start or end with padding: "
-            if at_ends
-            else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens: "
-        )
-        + f"{given}. Pass {_with_mask(mask, model)}; ones count the pads."
+    missing = (
+        "`attention_mask` is missing, but rows of tokens start or end with padding: "
+        if at_ends
+        else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens: "
     )
+    return LayersimError(f"{missing}{given}. Pass {_with_mask(mask, model)}; a mask of ones measures the padding too.")
 
 
 def masked_warning(pads: Sequence[int]) -> str:
@@ -164,6 +162,6 @@ def as_mask(mask: Any) -> Tensor:
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
             f"`attention_mask` has values from {float(values.min()):g} to {float(values.max()):g}; it must be 1 for tokens and "
-            "0 for padding. Of a mask in which 0 stands for tokens, pass `mask == 0`."
+            "0 for padding. If 0 stands for tokens, pass `mask == 0`."
         )
     return values.bool()

@@ -101,5 +101,5 @@ def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
     """The error for data without the tokens of the decoder that is read, or without the encoder's inputs."""
     return LayersimError(
         f"`data` needs the inputs of both stacks to read the decoder of {model.name}, such as `input_ids` and "
-        f"`decoder_input_ids`, and holds {given}. Of texts or token ids alone `at='encoder.resid_post'` reads the encoder."
+        f"`decoder_input_ids`, and holds {given}. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
     )

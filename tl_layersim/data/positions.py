@@ -149,8 +149,7 @@ class Positions:
         near = difflib.get_close_matches(str(self.rule), RULES, n=1)
         return LayersimError(
             f"`positions` is {self.rule!r}; it must be {', '.join(map(repr, RULES))}, a slice, a function of a row's token "
-            "ids, "
-            "or the name of a mask column beside the tokens of the data." + (f" Did you mean {near[0]!r}?" if near else "")
+            "ids, or the name of a mask column beside the tokens of the data." + (f" Did you mean {near[0]!r}?" if near else "")
         )
 
 

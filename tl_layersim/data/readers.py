@@ -270,8 +270,8 @@ class Reader:
             targets = whole_numbers(labels)
             if targets.shape not in (rows.shape, rows.shape[:-1]):
                 raise LayersimError(
-                    f"`labels` has shape {tuple(targets.shape)} for tokens of {tuple(rows.shape)}; it must have one for each "
-                    "token or each row."
+                    f"`labels` has shape {tuple(targets.shape)} for tokens of {tuple(rows.shape)}; it must hold one label "
+                    "for each token or each row."
                 )
             if targets.dim() < rows.dim():
                 targets = targets[..., None].expand_as(rows)

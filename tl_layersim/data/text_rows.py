@@ -24,7 +24,7 @@ class TextRows:
 
     Args:
         model: its tokenizer and context apply.
-        data: says how it is read.
+        data: with the options of reading.
         notes: counts the rows that began with a BOS of their own, and the texts that were cut.
     """
 
@@ -169,13 +169,8 @@ def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> L
         given: what the tokens are.
     """
     fits = model.context is None or tokens <= model.context
+    remedy = f"seq_len={tokens}" if fits else f"tokenizer(texts, truncation=True, max_length={longest})"
     return LayersimError(
         f"`data` has {given} of {tokens} tokens, longer than `seq_len`, {longest}, and the head of {model.name} reads a row as "
-        "one. "
-        + (
-            f"Pass seq_len={tokens}, or texts"
-            if fits
-            else f"Pass tokenizer(texts, truncation=True, max_length={longest}), or texts"
-        )
-        + "."
+        f"one. Pass {remedy}, or texts."
     )

@@ -55,7 +55,7 @@ def demo_vision_model(aligned: bool = False) -> Any:
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> from tl_layersim.demo import demo_images
+        >>> from tl_layersim.demo import demo_images, demo_vision_model
         >>> images = demo_images()
         >>> lens = lsim.analyze(demo_vision_model(aligned=True), images, lsim.LogitLens(labels="data"))["logit_lens"]
         >>> bool(lens.accuracy[-1] > 0.9)

@@ -160,7 +160,7 @@ class EarlyExit:
         return f"EarlyExit({self.split_model.model.name}, {rule} after blocks: {layers}{expected})"
 
     def _warn_of_other_weights(self, curve: ExitCurveResult) -> None:
-        """Warn where an exit curve was measured with other weights."""
+        """Warn if an exit curve was measured with other weights."""
         ours, theirs = self.split_model.model.weights_hash, curve.provenance.weights_hash
         if ours and theirs and ours != theirs:
             warn(

@@ -206,7 +206,7 @@ def plan_for(costs: ExitCosts, exited: list[float], lowest: int = 0, at: tuple[i
         exited: for each block, the fraction of tokens whose rule is met after it or after a block below. A token whose rule is
             met is assumed to meet it at all layers above, and exits at the next check.
         lowest: number of the lowest block after which a check is made.
-        at: the numbers of the blocks, where they are given.
+        at: the numbers of the blocks; None for the cheapest.
     """
     # -1 is the input of block 0, where no token has exited.
     fractions = {-1: 0.0} | dict(enumerate(exited))
@@ -261,7 +261,7 @@ def evenly_spread(costs: ExitCosts, lowest: int) -> tuple[int, ...]:
 
 
 def warn_if_slower(plan: ExitPlan) -> None:
-    """Warn where checks are expected to cost more time than they save."""
+    """Warn if checks are expected to cost more time than they save."""
     if plan.speedup < 1 and plan.at:
         warn(
             f"Checks after blocks {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check "

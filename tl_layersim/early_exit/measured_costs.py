@@ -69,7 +69,7 @@ def timed_costs(
     repeats = min(repeats, (limit - 1) // (MORE + 1) - 3)
     if blocks < 2 or repeats < FEWEST_REPEATS:
         raise LayersimError(
-            f"`model` has {blocks} blocks and a context of {split_model.model.context}, and `repeats` is {repeats} there; "
+            f"`model` has {blocks} blocks, and `repeats` is {repeats} in its context of {split_model.model.context}; at least "
             f"two blocks and {FEWEST_REPEATS} repeats of {MORE + 1} tokens are needed. Use ExitCosts.count(model)."
         )
     context = min(context, limit - (MORE + 1) * (repeats + 3))

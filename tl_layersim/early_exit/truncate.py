@@ -84,10 +84,10 @@ def _refuse_other_weights(model: Any) -> None:
     Raises:
         LayersimError: the model has such weights.
     """
-    again = "a copy truncated with save_to=, of the model loaded without {0}, and load that with {0}"
+    again = "truncate(..., save_to=folder) on the model loaded without {0}, and load that folder with {0}"
     refuse_quantised(
         model,
-        "`model` has quantised weights, which cannot be copied into a shorter model.",
+        "`model` has quantised weights, which cannot be copied into a shorter model",
         do=again.format("quantization_config="),
     )
     peers = weight_peers(model)

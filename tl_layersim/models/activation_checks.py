@@ -33,7 +33,7 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
         if is_out_of_memory(error):
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise other_logits(model, f"cannot be called so: {first[:160]}") from error
+        raise other_logits(model, f"fails: {first[:160]}") from error
 
 
 def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:

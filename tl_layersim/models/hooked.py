@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
-from ..core.wording import brief
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
 from .feature_maps import positions_of
@@ -35,7 +34,15 @@ from .hooks import (
     temporary_hooks,
     uncompiled,
 )
-from .layout import find_blocks, find_embedding, refuse_no_weights, refusing_failed_forward, same_stream, settled
+from .layout import (
+    find_blocks,
+    find_embedding,
+    refuse_no_weights,
+    refuse_paths,
+    refusing_failed_forward,
+    same_stream,
+    settled,
+)
 from .model_description import describe
 from .model_info import Model
 from .model_inputs import device_of, forward_arguments
@@ -72,11 +79,7 @@ class HookedSource(PointSource):
         """Set the paths of the blocks, the embedding and the description of the model."""
         model = self.module
         if self._is_transformer_lens:
-            if layers is not None or unembed is not None:
-                raise LayersimError(
-                    f"`{'layers' if unembed is None else 'unembed'}` is {brief(layers if unembed is None else unembed)}, but "
-                    "cannot be given for TransformerLens models, whose layers are known."
-                )
+            refuse_paths(layers, unembed, "TransformerLens models")
             self._embed, self._model = open_transformer_lens(model)
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
         else:

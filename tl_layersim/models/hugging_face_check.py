@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.wording import with_article
+from ..core.wording import first_line, with_article
 from ..data.batches import Batch
 from .block_call import first_tensor
 from .hooked import HookedSource
@@ -293,9 +293,8 @@ def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[s
     except torch.OutOfMemoryError:
         raise
     except PROBLEMS as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LayersimError(
-            f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first[:200]}. Pass "
+            f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first_line(error)}. Pass "
             f"verify={kind.__name__}.from_pretrained({name!r})."
         ) from error
     return model if "device_map" in options else model.to(next(source.module.parameters()).device)

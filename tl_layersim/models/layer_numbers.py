@@ -1,4 +1,4 @@
-"""Blocks by number, from 0 or negative from the end, or by the name of their output: one numbering for every argument."""
+"""Resolution of blocks that an argument gives by number, negative from the end, or by the name of their output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)\.")
 
 
 def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
-    """The place of a block among the blocks that are read, from 0.
+    """Index of a block among the blocks that are read.
 
     Args:
-        layer: the number, negative from the end, or the name of the block's output.
-        names: of the outputs of all blocks.
-        argument: that holds the layer.
+        layer: number of the block, negative from the end, or the name of its output.
+        names: names of the outputs of the blocks that are read.
+        argument: name of the argument, for the message.
 
     Raises:
         LayersimError: there is no such block.
@@ -42,10 +42,10 @@ def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
 
 
 def block_numbers(layers: int | str | Sequence[int | str], names: Sequence[str], argument: str) -> tuple[int, ...]:
-    """The numbers of one block or several, in the order given; arguments as in `block_number`.
+    """Indices of one block or several, in the order given; arguments as in `block_number`.
 
     Raises:
-        LayersimError: there are none, or one is given twice.
+        LayersimError: no block is given, one is given twice, or there is no such block.
     """
     given = [layers] if isinstance(layers, int | str) else list(layers)
     numbers = tuple(block_number(layer, names, argument) for layer in given)

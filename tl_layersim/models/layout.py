@@ -8,12 +8,14 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import brief, first_line
 from .block_layouts import layout_of
 from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, lists_by_stage, stack_of
 from .model_info import Model, block_sites, layer_names, module_sites
@@ -47,13 +49,31 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
         return _known(module)
     paths = existing_paths(module, layers, "layers")
     numbers = _numbers(module, paths)
-    for before, path in enumerate(paths[1:]):
-        if path in paths[: before + 1] or (numbers is not None and numbers[before + 1] < numbers[before]):
+    for place, (before, path) in enumerate(pairwise(paths), start=1):
+        if path in paths[:place] or (numbers is not None and numbers[place] < numbers[place - 1]):
             raise LayersimError(
-                f"`layers` has {path!r} after {paths[before]!r}; it must name different modules, in the order in which the "
-                "model runs them."
+                f"`layers` has {path!r} after {before!r}; it must name different modules, in the order in which the model "
+                "runs them."
             )
     return paths
+
+
+def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: str) -> None:
+    """Refuse `layers` and `unembed` for models whose blocks and head are known.
+
+    Args:
+        layers: the argument of the call.
+        unembed: the argument of the call.
+        models: the kind of model, for the message.
+
+    Raises:
+        LayersimError: one of the two is given.
+    """
+    for name, paths in (("layers", layers), ("unembed", unembed)):
+        if paths is not None:
+            raise LayersimError(
+                f"`{name}` is {brief(paths)}, but cannot be given for {models}, whose blocks and head are known."
+            )
 
 
 def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | None:
@@ -70,7 +90,7 @@ def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | 
     ]
     found: list[str] = []
     for item in [at] if isinstance(at, int | str) else at:
-        if isinstance(item, int):
+        if not isinstance(item, str):
             return None
         matches = [name for name in own if fnmatch.fnmatchcase(name, item.removesuffix(".input"))]
         if not matches:
@@ -319,11 +339,10 @@ def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, T
         if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
     ]
     parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
-    message = (str(error).strip().splitlines() or [""])[0][:200]
     return LayersimError(
-        f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {message}. Give all inputs "
-        "that "
-        f"the model needs by name ({', '.join(reads[:6])})" + (f", or measure {' or '.join(parts)} alone." if parts else ".")
+        f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}. Give "
+        f"all inputs that the model needs by name ({', '.join(reads[:6])})"
+        + (f", or measure {' or '.join(parts)} alone." if parts else ".")
     )
 
 

@@ -53,7 +53,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         if name == main or name in model.inputs:
             options[name] = _in_dtype(values, model)
         elif name not in EMPTY_IF_ZERO or bool(values.any()):
-            raise _not_taken(name, values, model)
+            raise _not_taken(name, model)
     if batch.has_tokens:
         if model.main_input in ROW_AXES:
             raise _not_tokens(model)
@@ -100,7 +100,7 @@ def _in_dtype(values: Tensor, model: Model) -> Tensor:
     return values.to(dtype) if values.is_floating_point() and isinstance(dtype, torch.dtype) else values
 
 
-def _not_taken(name: str, values: Tensor, model: Model) -> LayersimError:
+def _not_taken(name: str, model: Model) -> LayersimError:
     return LayersimError(
         f"`{name}` in the data is no input of {model.name}, which takes "
         f"{', '.join(dict.fromkeys((model.main_input, *model.inputs)))}."

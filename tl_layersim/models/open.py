@@ -19,7 +19,7 @@ ACCEPTED_MODELS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OpenedModel:
-    """A model and how it is opened, which all functions take in place of the model; `open_model` makes it.
+    """A model with the options of `open_model`, which all functions take in place of the model.
 
     Attributes:
         model: the model.
@@ -27,7 +27,7 @@ class OpenedModel:
         unembed: paths of its final norm and head; None to find them.
         remote: where it runs, see `open_model`.
         verify: what its residual stream is compared with, see `open_model`.
-        tokens_per_request: number of positions that one request may hold.
+        tokens_per_request: the most positions in one request to a server, see `open_model`.
     """
 
     model: Any
@@ -39,7 +39,7 @@ class OpenedModel:
 
     @classmethod
     def of(cls, model: Any) -> OpenedModel:
-        """The opened model that a call was given; a model is opened by the defaults.
+        """The argument `model` of a call as an `OpenedModel`; a model alone has the default options.
 
         Args:
             model: an `OpenedModel`, or a model.
@@ -52,7 +52,7 @@ class OpenedModel:
         return self.remote not in (False, "local")
 
     def record(self) -> dict[str, Any]:
-        """The options by which blocks and head were found and checked, for a result's provenance."""
+        """The options `layers`, `unembed` and `verify`, for the provenance of a result."""
         return {"layers": self.layers, "unembed": self.unembed, "verify": None if self.verify is None else "hf"}
 
     def __repr__(self) -> str:
@@ -62,14 +62,14 @@ class OpenedModel:
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
-    """The options by which several models were opened, for a result's provenance; None for one that no model was given.
+    """The options `layers` and `verify` of several models, for the provenance of a result; None if no model has the option.
 
     Args:
         opened: the models.
     """
     records = [one.record() for one in opened]
     values = {name: [record[name] for record in records] for name in ("layers", "verify")}
-    return {name: own if any(one is not None for one in own) else None for name, own in values.items()}
+    return {name: None if own == [None] * len(own) else own for name, own in values.items()}
 
 
 def open_local(

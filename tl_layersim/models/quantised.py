@@ -69,8 +69,8 @@ def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
 
     Args:
         module: the model.
-        what: the headline of the refusal.
-        do: the call to make.
+        what: what is refused, as a sentence without its full stop.
+        do: the call to make instead.
 
     Raises:
         LayersimError: the model has quantised weights.
@@ -78,6 +78,4 @@ def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
     paths = quantised_modules(module)
     if paths:
         kinds = sorted({type(module.get_submodule(path)).__name__ for path in paths})
-        raise LayersimError(
-            f"{what.removesuffix('.')}: {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}. Use {do}."
-        )
+        raise LayersimError(f"{what}: {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}. Use {do}.")

@@ -133,8 +133,7 @@ class Recorder:
             self.on_error(
                 LayersimError(
                     "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
-                    "Compile without "
-                    'fullgraph=True, or use torch.compiler.set_stance("force_eager").'
+                    'Compile without fullgraph=True, or use torch.compiler.set_stance("force_eager").'
                 )
             )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.function_code import plain_constants
+from ..core.function_code import digest_of_code
 from .hooks import every_module
 from .quantised import is_quantised, plain_parts
 
@@ -162,13 +162,12 @@ def _plain_text(value: Any) -> str | None:
     if isinstance(value, partial):
         return _plain_text([value.func, value.args, value.keywords])
     if isinstance(value, FunctionType | BuiltinFunctionType):
-        code = getattr(value, "__code__", None)
-        own = "" if code is None else hashlib.sha256(code.co_code + str(plain_constants(code)).encode()).hexdigest()
-        return f"{value.__module__}.{value.__qualname__} {own}"
+        code = digest_of_code([value]) if isinstance(value, FunctionType) else ""
+        return f"{value.__module__}.{value.__qualname__} {code}"
     items = [list(item) for item in value.items()] if isinstance(value, dict) else value
     if not isinstance(items, list | tuple | set | frozenset):
         return None
-    # Of a collection that holds other objects too, all that is plain.
+    # Of a collection with other objects too, the plain ones.
     known = [text for item in items if (text := _plain_text(item)) is not None]
     return None if items and not known else str(known if isinstance(value, list | tuple) else sorted(known))
 

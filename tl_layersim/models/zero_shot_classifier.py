@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
-from ..core.wording import brief
 from .hooked import HookedSource
-from .layout import PRE_NORM
+from .layout import PRE_NORM, refuse_paths
 from .model_description import processor_of
 from .model_info import layer_names
 from .towers import Tower
@@ -69,11 +67,7 @@ class ZeroShotClassifier(torch.nn.Module):
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> ZeroShotSource:
         """The source by which `analyze` and `attach` read this model."""
-        if layers is not None or unembed is not None:
-            raise LayersimError(
-                f"`{'layers' if unembed is None else 'unembed'}` is {brief(layers if unembed is None else unembed)}, but "
-                "cannot be given for a zero-shot classifier, whose layers and head are known."
-            )
+        refuse_paths(layers, unembed, "a zero-shot classifier")
         path = f"{self._tower.path}.{self._tower.blocks}"
         count = len(self.get_submodule(path))  # type: ignore[arg-type]  # a list of modules
         return ZeroShotSource(self, [f"{path}.{number}" for number in range(count)])

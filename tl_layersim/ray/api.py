@@ -71,10 +71,10 @@ def analyze_on_ray(
         >>> report = analyze_on_ray(lsim.demo_model, lsim.demo_text(), [lsim.Cosine()], num_workers=2)  # doctest: +SKIP
     """
     chosen, data = choose_analyzers(analyzers), Data.of(data)
-    if rank_and_size()[1] > 1:
+    if (processes := rank_and_size()[1]) > 1:
         raise LayersimError(
             "`analyze_on_ray` cannot be called in a torch.distributed group, in which every process would start workers: "
-            f"this one has {rank_and_size()[1]} processes."
+            f"this one has {processes} processes."
         )
     refuse_model(load_model)
     if is_ray_dataset(data.source):

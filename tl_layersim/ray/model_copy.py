@@ -27,9 +27,6 @@ from ..remote.open import open_source
 # The fields of a description that are equal in all copies of one model.
 EQUAL_FIELDS = ("name", "config_hash", "weights_hash", "changes", "source", "basis", "dtype", "layers")
 
-# Options of `open_model` that workers refuse.
-NOT_IN_WORKERS = ("remote", "verify")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -223,11 +220,11 @@ def loaded(load_model: Callable[[], Any]) -> OpenedModel:
         LayersimError: the model is opened on a server, or to be compared with another one.
     """
     opened = OpenedModel.of(load_model())
-    for name in NOT_IN_WORKERS:
-        value = getattr(opened, name)
-        if value not in (None, False):
+    for name in ("remote", "verify"):
+        if value := getattr(opened, name):
             raise LayersimError(
-                f"`load_model` returns a model opened with `{name}`, {brief(value)}; workers take `layers` and `unembed` alone."
+                f"`load_model` returns a model opened with `{name}` set to {brief(value)}; workers take `layers` and `unembed` "
+                "alone."
             )
     return opened
 

@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class KeptSource:
-    """A model that was opened before.
+    """The model of a worker, opened by its first call in a process.
 
     Attributes:
         source: of the model.
@@ -168,8 +168,7 @@ class Worker:
             if digest in numbers and part.tally.tokens:
                 raise LayersimError(
                     f"`sums` holds what one call returned twice: number {numbers[digest]} and number {number} are equal, and "
-                    f"{part.tally.tokens} "
-                    "tokens would be counted twice."
+                    f"{part.tally.tokens} tokens would be counted twice."
                 )
             numbers[digest] = number
             parts.append(part)

@@ -36,21 +36,21 @@ def open_model(
     verify: Literal["hf"] | torch.nn.Module | None = None,
     tokens_per_request: PositiveInt | None = None,
 ) -> OpenedModel:
-    """Say once how a model is reached; the result is passed to all functions in place of the model.
+    """Set where a model runs and which modules are its blocks and its head. Every function takes the result as the model.
 
     Args:
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
             or any torch module with `layers`.
-        layers: paths of the blocks, for layouts that are not known. Blocks that are known keep
-            their numbers, so that some of them can be chosen; others are numbered in the order given.
+        layers: paths of the blocks, for layouts that are not known. Blocks that are known keep their numbers, so that some of
+            them can be chosen; others are numbered in the order given.
         unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
             first, if there is one.
         remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
             for nnsight's simulation of a server. Only sums return from the server.
         verify: "hf" compares the residual stream of a TransformerBridge or a HookedTransformer with the `hidden_states` of the
             Hugging Face model on the first row, site by site, and refuses a model that differs by more than rounding. The
-            checkpoint that the model was booted from is loaded a second time, from its folder or the hub's cache. The Hugging
-            Face model itself, untouched by a bridge, is compared instead where it is given.
+            checkpoint that the model was booted from is loaded a second time, from its folder or the hub's cache. To load
+            nothing, pass the Hugging Face model itself, untouched by a bridge.
         tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
             as run in about 10 s, or in a quarter of the operator's time limit; fewer after the server ended a job for its time.
 
@@ -102,7 +102,7 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
     if not either_stack and layers is None and source.has_two_stacks:
         raise LayersimError(
             f"{source.model.name} is an encoder-decoder ({source.model.source}), of which this function reads one stack. "
-            "Name its blocks, open_model(model, layers=[...])."
+            "Name the blocks of one: open_model(model, layers=[...])."
         )
     verify_on_first_row(source, opened.verify)
     return source

@@ -256,8 +256,8 @@ class ActivationStore:
         free, place = _free(folder)
         if size > 0.9 * free:
             raise LayersimError(
-                f"The front's activations do not fit into the free {place}: {in_words(size)} of {in_words(free)}. A smaller "
-                "max_tokens= takes less" + ("." if folder else ", and cache='folder' a file.")
+                f"The front's activations take {in_words(size)}, more than 90 % of the free {place}, {in_words(free)}. Use a "
+                "smaller max_tokens=" + ("." if folder else ", or cache='folder' for a file.")
             )
         if size > LARGE or folder is not None:
             where = f"a file in {folder}" if folder else "memory"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.errors import LayersimError, warn
-from ..core.wording import brief
+from ..core.wording import brief, counted
 from ..models.layer_numbers import block_number
 from ..models.model_info import Model, entering
 from ..models.source import refuse_inference_weights
@@ -125,12 +125,12 @@ def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
 
 
 def point_number(model: Model, layer: int | str, argument: str) -> int:
-    """The number of a point of the residual stream: 0 before block 0, 1 after it, and so on.
+    """Index of a point of the residual stream: 0 before block 0, 1 after it, and so on.
 
     Args:
-        model: whose point it is.
-        layer: the block after which the point is, as in `block_number`; or the name of the point.
-        argument: that holds the layer.
+        model: description of the model.
+        layer: the block before the point, as in `block_number`; or the name of the point.
+        argument: name of the argument, for the message.
 
     Raises:
         LayersimError: the model does not have it.
@@ -149,8 +149,10 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         layers: see `stitch_grid`.
 
     Raises:
-        LayersimError: the lists do not fit the models, or name a stitch point twice.
+        LayersimError: there are no models, or the lists do not fit them or name a stitch point twice.
     """
+    if not models:
+        raise LayersimError("`models` is empty; it must hold a model.")
     if layers is None:
         depths = {name: len(each.model.layers) for name, each in models.items()}
         if len(set(depths.values())) > 1:
@@ -161,9 +163,9 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         layers = {name: each.model.layers[1:] for name, each in models.items()}
     by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
+        given = ", ".join(f"{counted(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {', '.join(f'{len(own)} for {name}' for name, own in by_name.items())}; it must give each of "
-            f"{', '.join(models)} as many layers, one or more."
+            f"`layers` has {given}; it must have a list for each model ({', '.join(models)}), all of one length, at least 1."
         )
     points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
     together = list(zip(*points.values(), strict=True))

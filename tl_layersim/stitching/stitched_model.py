@@ -19,6 +19,7 @@ from ..data.data import Data
 from ..data.inputs import TOKEN_IDS
 from ..models.hook_point import HookPoint, residual_points
 from ..models.hooked import HookedSource
+from ..models.layout import refuse_paths
 from ..models.model_changes import hooks_on
 from ..models.model_info import Model, entering
 from ..models.split_model import LocalSplitModel
@@ -176,12 +177,9 @@ class StitchedModel(nn.Module):
         if isinstance(given.get(front.model.main_input), Tensor):
             main = front.model.main_input
         if main is None:
-            raise LayersimError(
-                "A stitched model needs "
-                + ("token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`")
-                + "; it is given "
-                f"{', '.join(name for name, value in given.items() if value is not None and value is not False) or 'nothing'}."
-            )
+            needed = "token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`"
+            has = ", ".join(name for name, value in given.items() if value is not None and value is not False) or "nothing"
+            raise LayersimError(f"A stitched model needs {needed}; it is given {has}.")
         passed = {}
         for name, value in given.items():
             if name == main or not isinstance(value, Tensor) or name in NOT_DATA or "label" in name:
@@ -212,8 +210,7 @@ class StitchedSource(HookedSource):
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
         stitched = self.module
         assert isinstance(stitched, StitchedModel)
-        if layers is not None or unembed is not None:
-            raise LayersimError("`layers` and `unembed` cannot be given for a stitched model, which has its own.")
+        refuse_paths(layers, unembed, "a stitched model")
         front, back = stitched._split_models
         above = stitched.at[1]
         self.blocks = back.blocks[above:]

@@ -1,4 +1,4 @@
-"""Validation of a training of adapters: models that cannot be trained, and the blocks that get an adapter."""
+"""Validation of models of which adapters are to be trained."""
 
 from __future__ import annotations
 

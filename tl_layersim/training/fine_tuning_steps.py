@@ -194,8 +194,8 @@ class FineTuning(TrainingSteps):
     def _refuse_not_finite(self, what: str) -> None:
         self._consistent = False
         raise LayersimError(
-            f"{what} Take a lower lr than {self.settings.rate(min(self.step, self.steps - 1)):.3g} or a longer warmup, or "
-            f"float32 weights with mixed_precision='bf16' in place of {self.objective.stream.source.model.dtype}."
+            f"{what} The lr was {self.settings.rate(min(self.step, self.steps - 1)):.3g} and the weights "
+            f"{self.objective.stream.source.model.dtype}: take a lower lr, a longer warmup, or float32 weights."
         )
 
     def _rows(self, step: int) -> Iterator[list[int]]:

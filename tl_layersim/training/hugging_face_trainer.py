@@ -31,7 +31,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     `aligned`. Evaluation is the model's own.
 
     Args:
-        model: as of `Trainer`, or what `open_model` returns; so too what `model_init` returns.
+        model: as of `Trainer`, or what `open_model` returns. `model_init` may return either, too.
         *args: as of `Trainer`.
         aligned: objective, schedule, weights, norm, beta, kl, layers_per_step; default `AlignedTraining()`.
         **options: as of `Trainer`.

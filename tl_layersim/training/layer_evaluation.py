@@ -137,7 +137,7 @@ def evaluate_layers(
         raise LayersimError(
             "`before` and `after` did not read the same tokens, because their tokenizers differ. Use Data(..., tokenizer=...)."
         )
-    # What the head reads of a row; the last token where it reads every position.
+    # What the head reads of a row; the last token if it reads every position.
     pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
     collapse = [_collapse(opened, data, NeuralCollapse(labels=targets, pool=pool)) for opened in models]
     read_by = {"norm": [_norm(one) for one in own], "heads": [None if one is None else str(one) for one in own]}
@@ -184,7 +184,7 @@ def _both(runs: list[Provenance], name: str) -> str:
 
 
 def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
-    """NC1 by layer; None where the data has fewer than two classes."""
+    """NC1 by layer; None if the data has fewer than two classes."""
     try:
         nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
     except LayersimError as error:

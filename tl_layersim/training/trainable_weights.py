@@ -59,9 +59,9 @@ def refuse_frozen_integers(model: Any, lora: Any) -> None:
     """
     if lora is None and hasattr(model, "peft_config"):
         return
-    with_lora = "" if lora is None else " LoRA adapters cannot be merged into them without rounding."
+    with_lora = "" if lora is None else ", and LoRA adapters cannot be merged into them without rounding"
     refuse_quantised(
         model,
-        f"`model` has quantised weights, which cannot be trained.{with_lora}",
+        f"`model` has quantised weights, which cannot be trained{with_lora}",
         do="peft.get_peft_model(model, peft.LoraConfig(...)) without lora=",
     )

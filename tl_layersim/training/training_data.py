@@ -154,7 +154,7 @@ def open_training_data(
         raise LayersimError("`positions` is 'mean', but each target belongs to one position.")
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
-            "`labels` cannot be a table where `eval_data` is given. Use labels='data', and a column `labels` in both."
+            "`labels` cannot be a table if `eval_data` is given. Use labels='data', and a column `labels` in both."
         )
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
     rows = TrainingData(batches, usual, model, module)

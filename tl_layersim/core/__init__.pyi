@@ -1,0 +1,13 @@
+"""The names that users import from here, each with its module; `__init__.py` reads them from here."""
+
+from .errors import LayersimError as LayersimError
+from .errors import LayersimWarning as LayersimWarning
+from .histogram_quantiles import quantiles_from_histogram as quantiles_from_histogram
+from .provenance import Provenance as Provenance
+from .results import LayerCurve as LayerCurve
+from .results import LayerMatrix as LayerMatrix
+from .results import Picture as Picture
+from .results import Report as Report
+from .results import Result as Result
+from .results import axes as axes
+from .sums import Sums as Sums
