@@ -23,9 +23,9 @@ from real_models import load
 from torch import Tensor
 
 import tl_layersim as lsim
+from tl_layersim.early_exit import frequent_tokens
 from tl_layersim.early_exit.api import EarlyExit
 from tl_layersim.early_exit.costs import ExitCosts, plan_for
-from tl_layersim.early_exit.frequent_tokens import frequent_tokens
 from tl_layersim.early_exit.measured_costs import seconds_of
 from tl_layersim.early_exit.results import Generated
 

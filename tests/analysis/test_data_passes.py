@@ -136,6 +136,15 @@ def test_a_list_that_grew_is_read_anew():
     assert lsim.analyze(model, data, "cosine")["cosine"].provenance.sequences == 9
 
 
+def test_a_tensor_that_was_changed_in_place_is_read_anew():
+    rows, model = random_tokens(4, 12), tiny_llama()
+    data = lsim.Data(rows, positions=lambda ids: ids > 50)
+    lsim.analyze(model, data, "cosine")
+    rows[:] = rows.flip(1)
+    anew = lsim.analyze(model, lsim.Data(rows.clone(), positions=lambda ids: ids > 50), "cosine")["cosine"]
+    assert worst(lsim.analyze(model, data, "cosine")["cosine"], anew) == 0
+
+
 def test_a_generator_above_the_limit_has_no_second_pass(no_cache):
     with pytest.raises(
         lsim.LayersimError,

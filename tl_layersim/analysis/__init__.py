@@ -23,8 +23,8 @@ from .score_relation import Relation
 from .server_capabilities import Capabilities
 from .submitted_run import RemoteRun
 from .sweep_results import Sweep, SweepError
-from .tower_similarity import tower_similarity
-from .zero_shot import zero_shot, zero_shot_classifier
+from .tower_similarity_api import tower_similarity
+from .zero_shot_api import zero_shot, zero_shot_classifier
 
 __all__ = [
     "BlockJacobians",

@@ -11,7 +11,7 @@ from ..core.results import Report, Result
 from ..core.wording import brief
 from ..data.data import Data
 from ..models.open import OpenedModel
-from ..models.untrained import refuse_changed, untrained
+from ..models.untrained_twins import refuse_changed, untrained
 from .model_grid import ModelGrid
 
 BaselineArgument: TypeAlias = Literal["untrained"] | None

@@ -5,8 +5,8 @@ Exit rules are in `rules`, one class per file. Other packages may import `EarlyE
 """
 
 from .costs import ExitPlan
-from .frequent_tokens import frequent_tokens
 from .results import ExitLogits, Generated
+from .token_frequencies import frequent_tokens
 
 __all__ = [
     "ExitLogits",

@@ -30,7 +30,7 @@ Other packages may import from these modules:
 - `block_call`: repeated calls of a block.
 - `pools`: samples drawn from pools of rows; `activation_sizes`: sums of the sizes of activations.
 - `vector_norms`: directions and norms of vectors of any size.
-- `untrained`: models of the same architecture with fresh weights.
+- `untrained_twins`: models of the same architecture with fresh weights.
 - `quantised`: refusals of quantised weights.
 - `without_weights`: models on the meta device, whose tensors have shapes and no values.
 - `split_model`: models that are split at a layer.
@@ -48,7 +48,7 @@ from .site_map import StreamSum
 from .site_table import sites
 from .source import PartialSums, Source
 from .unembed import Head, Unembed
-from .untrained import untrained
+from .untrained_twins import untrained
 from .view import Kernel, View, reduce
 
 __all__ = [
