@@ -98,7 +98,7 @@ class TestInterrupts:
         options = {"at": (0, 0), "adapter": "identity", "checkpoint": tmp_path / "c"}
         paths = [f"model.layers.{i}" for i in range(3)]
         lsim.stitch(lsim.open_model(front, layers=paths[:2]), back, rows(4), **options)
-        with pytest.raises(lsim.LayersimError, match=r"/c .*(models|sites|layers): "):
+        with pytest.raises(lsim.LayersimError, match=r"/c .*blocks: .*blocks: "):
             lsim.stitch(lsim.open_model(front, layers=paths), back, rows(4), **options)
         options = {"layers": [0], "adapter": "identity", "checkpoint": tmp_path / "d"}
         lsim.stitch_grid({"a": lsim.open_model(front, layers=paths[:2]), "b": back}, rows(4), **options)
