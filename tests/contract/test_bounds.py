@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from dataclasses import fields
 
 import pytest
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
+from tl_layersim.core.fields import declarations
 from tl_layersim.core.result_kinds import below
 
 from ..views import from_views, residuals, view_for
@@ -29,23 +29,22 @@ DATA = {
 @pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
 def test_every_value_lies_within_the_bounds_of_its_field(name, cls, data):
     result = from_views(cls(), [view_for(cls, DATA[data](seed)) for seed in range(2)])
-    for one in fields(result):
-        if "axes" in one.metadata and one.metadata["within"] is not None:
-            low, high = one.metadata["within"]
-            values = getattr(result, one.name)
+    for field, declared in declarations(result).items():
+        if declared.within is not None:
+            low, high = declared.within
+            values = getattr(result, field)
             values = values[values.isfinite()]
-            assert ((values >= low - 1e-9) & (values <= high + 1e-9)).all(), (one.name, values.min(), values.max())
+            assert ((values >= low - 1e-9) & (values <= high + 1e-9)).all(), (field, values.min(), values.max())
 
 
 def test_bounds_are_pairs_in_ascending_order():
     for module in pkgutil.walk_packages(lsim.__path__, "tl_layersim."):
         if "make_demo" not in module.name:
             importlib.import_module(module.name)
-    declared = [one for cls in below(lsim.Result) for one in fields(cls) if one.metadata.get("within")]
-    assert len(declared) > 100
-    for one in declared:
-        low, high = one.metadata["within"]
-        assert low < high, one.name
+    bounds = [(cls, one.within) for cls in below(lsim.Result) for one in declarations(cls).values() if one.within]
+    assert len(bounds) > 100
+    for cls, (low, high) in bounds:
+        assert low < high, cls
 
 
 def test_bounds_of_ranks_and_angles():
@@ -55,7 +54,7 @@ def test_bounds_of_ranks_and_angles():
     from tl_layersim.analyzers.trajectory import TrajectoryResult
 
     def bounds(cls):
-        return {one.name: one.metadata["within"] for one in fields(cls) if "axes" in one.metadata}
+        return {name: one.within for name, one in declarations(cls).items()}
 
     ranks = bounds(EffectiveRankResult)
     assert ranks.pop("spectrum") == (0, 1)

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from scipy import stats
 
+from tl_layersim.core import Result, axes
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.core.intervals import function_interval, headline_margins, headline_texts, interval_of
-from tl_layersim.core.provenance import Provenance
 
 from ..views import provenance
 
 
-@dataclass
-class Headlines:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Headlines(Result):
     """A result with a headline number and a field of fractions."""
 
     numbers: dict[str, float]
-    curve: torch.Tensor = field(metadata={"axes": ("layer",), "within": (0, 1), "by_chance": (), "out_of": ""})
-    replicates: tuple = ()
-    block_tokens: tuple = ()
-    untrained: tuple = ()
-    provenance: Provenance = field(default_factory=provenance)
-    has_intervals = True
-    values_name = "values"
-
-    def tensor_fields(self):
-        return {"curve": ("layer",)}
-
-    def coordinates(self, axis):
-        return (0, 1)
+    values: torch.Tensor = axes()
+    curve: torch.Tensor = axes("layer", within=(0, 1))
 
     def headline(self):
         return self.numbers
@@ -40,8 +30,9 @@ class Headlines:
 
 def headlines(whole: float, *without: float, name: str = "x", curves: tuple = ()) -> Headlines:
     curves = curves or (torch.full((2,), 0.123).double(),) * (1 + len(without))
-    each = tuple(Headlines({name: x}, own) for x, own in zip(without, curves[1:], strict=True))
-    return Headlines({name: whole}, curves[0], each, (1,) * len(each))
+    own = {"values": torch.tensor(math.nan), "layers": ("a", "b", "c"), "provenance": provenance()}
+    each = tuple(Headlines(numbers={name: x}, curve=one, **own) for x, one in zip(without, curves[1:], strict=True))
+    return Headlines(numbers={name: whole}, curve=curves[0], replicates=each, block_tokens=(1,) * len(each), **own)
 
 
 def test_an_entry_of_a_field_has_the_interval_of_the_field():

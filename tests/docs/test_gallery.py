@@ -17,6 +17,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.core import Result
+from tl_layersim.core.fields import declarations
 
 from .helpers import ROOT, executed_pages
 
@@ -37,11 +38,19 @@ def classes_with_figures() -> dict[type, set[str]]:
     for name, module in list(sys.modules.items()):
         for cls in vars(module).values() if name.startswith("tl_layersim") and module else ():
             if inspect.isclass(cls) and cls.__module__.startswith("tl_layersim") and hasattr(cls, "plot"):
-                fields = {picture.field for picture in getattr(cls, "pictures", ())}
+                fields = pictures_of(cls)
                 # Bases of several results have neither pictures nor a figure of their own, or hand theirs to subclasses.
                 if fields or ("plot" in vars(cls) and not subclasses(cls)):
                     found[cls] = fields or {""}
     return found
+
+
+def pictures_of(cls: type) -> set[str]:
+    if not issubclass(cls, Result):
+        return set()
+    if isinstance(own := vars(cls).get("pictures"), tuple):
+        return {picture.field for picture in own}
+    return {cls.values_name if name == "values" else name for name, own in declarations(cls).items() if own.caption}
 
 
 def subclasses(cls: type) -> set[type]:

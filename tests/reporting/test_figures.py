@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import fields
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,9 +13,10 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
+from tl_layersim.core.fields import declarations
 from tl_layersim.reporting.curves import Series, from_lower_bound, lines, spectra, with_least_span
 from tl_layersim.reporting.interval_bands import Ends
-from tl_layersim.reporting.labels import AXES, FIGURE_TITLES, QUANTITIES, field_title, quantity
+from tl_layersim.reporting.labels import AXES
 from tl_layersim.reporting.stitches import step_curve
 from tl_layersim.reporting.style import BLUE, ORANGE, ordered_colours
 from tl_layersim.training.layer_evaluation_results import LayerChange
@@ -37,10 +39,6 @@ def result_classes() -> list[type[lsim.Result]]:
         if cls.__module__.startswith("tl_layersim"):
             found.append(cls)
     return found
-
-
-def fields_of(cls: type[lsim.Result]) -> dict[str, tuple[str, ...]]:
-    return {cls.values_name if name == "values" else name: axes for name, axes in cls.tensor_fields().items()}
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +76,23 @@ NO_FIGURE = {"adapter", "pair"}
 
 
 @pytest.mark.parametrize("cls", result_classes(), ids=lambda cls: cls.__name__)
-def test_every_field_that_a_figure_can_show_has_a_name_in_words(cls):
-    drawn = {field: axes for field, axes in fields_of(cls).items() if 0 < len(axes) <= 2 and not NO_FIGURE & set(axes)}
-    missing = [field for field in drawn if field not in QUANTITIES and f"{cls.__name__}.{field}" not in QUANTITIES]
-    assert missing == []
-    for field in drawn:
-        words = quantity(cls.__name__, field)
-        assert not words[0].islower() or words.startswith("p-value"), words
-        assert "_" not in words
+def test_every_field_that_a_figure_can_show_declares_its_words(cls):
+    declared = {field.name: field.metadata["declared"] for field in fields(cls) if "declared" in field.metadata}
+    for name, own in declared.items():
+        if 0 < len(own.axes) <= 2 and not NO_FIGURE & set(own.axes):
+            assert own.label, name
+            assert not own.label[0].islower() or own.label.startswith("p-value"), name
+            assert "_" not in own.label + own.title, name
 
 
 @pytest.mark.parametrize("cls", result_classes(), ids=lambda cls: cls.__name__)
-def test_pictures_have_titles_and_meanings(cls):
-    for picture in cls.pictures:
-        assert picture.title[0].isupper() or picture.title.startswith("p-values"), picture
-        assert not picture.title.endswith(".")
-        assert "_" not in picture.title
-        assert picture.meaning.endswith((".", ")")), picture
+def test_pictures_have_titles_and_captions(cls):
+    for own in declarations(cls).values():
+        if own.caption:
+            assert own.title[0].isupper(), own
+            assert not own.title.endswith(".")
+            assert own.caption.endswith((".", ")")), own
+            assert "{" not in own.title + own.caption
 
 
 def test_figures_have_titles_words_on_axes_and_legends_beside_the_curves(report):
@@ -111,12 +109,10 @@ def test_figures_have_titles_words_on_axes_and_legends_beside_the_curves(report)
 
 @pytest.mark.parametrize("cls", result_classes(), ids=lambda cls: cls.__name__)
 def test_the_title_of_a_curve_is_more_than_the_words_on_its_axis(cls):
-    titles = {picture.field: picture.title for picture in cls.pictures}
-    curves = [name for name, axes in fields_of(cls).items() if len(axes) == 1 and not NO_FIGURE & set(axes)]
-    for field in curves:
-        title = titles.get(field) or field_title(cls.__name__, field)
-        assert title != quantity(cls.__name__, field), field
-        assert "(" not in title, field
+    for name, own in declarations(cls).items():
+        if len(own.axes) == 1 and not NO_FIGURE & set(own.axes):
+            assert own.title != own.words, name
+            assert "(" not in own.title, name
 
 
 def test_sites_without_any_value_are_no_place_on_the_axis():
@@ -337,13 +333,8 @@ def test_a_loss_by_step_has_its_moving_mean():
     assert len(step_curve(np.arange(5.0), "t", "u").data) == 1
 
 
-def test_the_tables_of_names_have_no_entry_that_no_result_has():
-    fields = {cls: fields_of(cls) for cls in result_classes()}
-    known = {name for named in fields.values() for name in named}
-    known |= {f"{cls.__name__}.{name}" for cls, named in fields.items() for name in named}
-    assert set(QUANTITIES) <= known
-    assert set(FIGURE_TITLES) <= known
-    assert set(AXES) <= {axis for named in fields.values() for axes in named.values() for axis in axes}
+def test_the_table_of_axes_has_no_entry_that_no_result_has():
+    assert set(AXES) <= {axis for cls in result_classes() for axes in cls.tensor_fields().values() for axis in axes}
 
 
 def test_titles_name_the_kind_of_sites_that_were_measured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -85,8 +86,8 @@ def test_the_label_beside_embed_is_left_out_of_a_panel_without_room_for_both(lay
 
 
 def test_a_report_without_pictures_is_refused():
-    curve = LayerCurve(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance())
-    with pytest.raises(lsim.LayersimError, match="No result of the report has a picture"):
+    curve = LayerCurve(values=torch.full((1,), math.nan, dtype=torch.float64), layers=("a",), provenance=provenance())
+    with pytest.raises(lsim.LayersimError, match="picture"):
         lsim.Report({"curve": curve}).plot()
 
 

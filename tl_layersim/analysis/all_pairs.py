@@ -156,9 +156,7 @@ class AllPairs(Analyzer):
             models=self.models,
             groups=self.groups,
             quantity=getattr(_result_class(self.measure), "distance_name", "Distance") if self.distance is None else "Distance",
-            similarity=getattr(
-                _result_class(self.measure), "similarity_name", f"{type(self.measure).__name__} of equal layers"
-            ),
+            similarity=next(iter(results.values())).declared().words,
             results=Report(results),
             layers=(),
             provenance=replace(run.provenance, options=_without_identity(run.provenance.options)),

@@ -10,7 +10,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.wording import amount
 
 DETR = "(DETR: Carion et al. 2020, section 3.1; by layer: Jiang, Zhou and Zhu 2024, appendix B.5)."
@@ -42,28 +42,53 @@ class DetectionResult(Result):
         matched: number of matched queries: that of objects, unless an image has more objects than the model has queries.
     """
 
+    file_kind: ClassVar[str] = "detection"
     values_name: ClassVar[str] = "accuracy"
-    values: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    box_l1: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    giou: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
-    no_object: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    cross_entropy: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    loss: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    values: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Accuracy",
+        unit="fraction",
+        title="Class accuracy of each layer",
+        caption=f"Fraction of matched queries with their object's class {DETR}",
+        better="higher",
+        within=(0, 1),
+    )
+    box_l1: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Box L1",
+        unit="fraction of the image",
+        title="Box error of each layer",
+        caption=f"Mean absolute difference of the four coordinates of a box {DETR}",
+        within=(0, math.inf),
+    )
+    giou: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Generalised IoU",
+        title="Overlap of boxes at each layer",
+        caption=f"Mean generalised IoU of matched queries and their objects {DETR}",
+        within=(-1, 1),
+    )
+    no_object: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Queries",
+        unit="fraction",
+        title="Queries without an object",
+        caption=f"Fraction of unmatched queries that predict no object at each layer {DETR}",
+        within=(0, 1),
+    )
+    cross_entropy: Float64[Tensor, " layer"] = axes(
+        "layer", label="Cross-entropy", unit="nats", title="Cross-entropy at each layer", better="lower", within=(0, math.inf)
+    )
+    loss: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Loss (weighted sum)",
+        title="Loss of each layer",
+        caption=f"The term of each layer in the auxiliary loss {DETR}",
+        within=(0, math.inf),
+    )
     images: int
     objects: int
     matched: int
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture("accuracy", "Class accuracy of each layer", f"Fraction of matched queries with their object's class {DETR}"),
-        Picture("box_l1", "Box error of each layer", f"Mean absolute difference of the four coordinates of a box {DETR}"),
-        Picture("giou", "Overlap of boxes at each layer", f"Mean generalised IoU of matched queries and their objects {DETR}"),
-        Picture(
-            "no_object",
-            "Queries without an object",
-            f"Fraction of unmatched queries that predict no object at each layer {DETR}",
-        ),
-        Picture("loss", "Loss of each layer", f"The term of each layer in the auxiliary loss {DETR}"),
-    )
 
     @property
     def accuracy(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.intervals import headline_lines, with_replicates
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.wording import headed
 from .model_groups import have_directions, pairs_by_groups
 
@@ -38,23 +38,28 @@ class GroupCurves(Result):
         quantity: the value in words, with its unit.
     """
 
+    file_kind: ClassVar[str] = "group_curves"
     values_name = "mean"
-    values: Float64[Tensor, "comparison site"] = axes("comparison", "site")
-    sd: Float64[Tensor, "comparison site"] = axes("comparison", "site", within=(0, math.inf))
+    values: Float64[Tensor, "comparison site"] = axes(
+        "comparison",
+        "site",
+        label="Mean over pairs of models",
+        title="Groups of models by layer",
+        caption="Means over pairs of models of one group and of two groups, with standard deviations as bands. Where they "
+        "part, the groups differ (Brown et al. 2023, figure 2). Whiskers, where data was measured in blocks, are intervals "
+        "of the means.",
+    )
+    sd: Float64[Tensor, "comparison site"] = axes(
+        "comparison",
+        "site",
+        label="Standard deviation over pairs of models",
+        title="Spread over pairs of models at each layer",
+        within=(0, math.inf),
+    )
     comparisons: tuple[str, ...]
     sites: tuple[str, ...]
     groups: tuple[str, ...]
     quantity: str
-
-    pictures = (
-        Picture(
-            "mean",
-            "Groups of models by layer",
-            "Means over pairs of models of one group and of two groups, with standard deviations as bands. Where they part, "
-            "the groups differ (Brown et al. 2023, figure 2). Whiskers, where data was measured in blocks, are intervals of "
-            "the means.",
-        ),
-    )
 
     @typed
     def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class ModelGrid(ModelMatrix):
         results: of the pairs, by the numbers of the two models: "0 1". Of a symmetric measure each pair is held once.
     """
 
+    file_kind: ClassVar[str] = "model_grid"
     similarity: str
     results: Report
 

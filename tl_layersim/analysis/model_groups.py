@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float64
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.intervals import headline_lines, headline_margins, with_replicates
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.wording import brief, equation, headed, p_value_text
 
 if TYPE_CHECKING:
@@ -53,11 +53,25 @@ class GroupComparison(Result):
         quantity: the distance in words, with its unit.
     """
 
+    file_kind: ClassVar[str] = "group_comparison"
     values_name = "mean"
-    values: Float64[Tensor, " comparison"] = axes("comparison")
-    sd: Float64[Tensor, " comparison"] = axes("comparison", within=(0, math.inf))
-    count: Float64[Tensor, " comparison"] = axes("comparison", within=(0, math.inf))
-    distances: Float64[Tensor, "row_model column_model"] = axes("row_model", "column_model")
+    values: Float64[Tensor, " comparison"] = axes(
+        "comparison",
+        label="Mean distance of two models",
+        title="Distances within and between groups",
+        caption="Distances of all pairs of models, by the groups of the two (Brown et al. 2023, figure 8). Groups differ "
+        "where the distances between them are larger than those within each.",
+    )
+    sd: Float64[Tensor, " comparison"] = axes(
+        "comparison",
+        label="Standard deviation over pairs of models",
+        title="Spread of the distances over pairs of models",
+        within=(0, math.inf),
+    )
+    count: Float64[Tensor, " comparison"] = axes(
+        "comparison", label="Pairs of models", title="Pairs of models in each comparison", within=(0, math.inf)
+    )
+    distances: Float64[Tensor, "row_model column_model"] = axes("row_model", "column_model", label="Distance of two models")
     comparisons: tuple[str, ...]
     models: tuple[str, ...]
     groups: tuple[str, ...]
@@ -67,15 +81,6 @@ class GroupComparison(Result):
     exact: bool
     smallest_p: float
     quantity: str
-
-    pictures = (
-        Picture(
-            "mean",
-            "Distances within and between groups",
-            "Distances of all pairs of models, by the groups of the two (Brown et al. 2023, figure 8). Groups differ where the "
-            "distances between them are larger than those within each.",
-        ),
-    )
 
     @property
     def row_models(self) -> tuple[str, ...]:

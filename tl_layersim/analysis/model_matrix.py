@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -35,8 +35,9 @@ class ModelMatrix(Result):
         quantity: the distance in words, with its unit.
     """
 
+    file_kind: ClassVar[str] = "model_matrix"
     values_name = "distance"
-    values: Float64[Tensor, "row_model column_model"] = axes("row_model", "column_model")
+    values: Float64[Tensor, "row_model column_model"] = axes("row_model", "column_model", label="Distance")
     models: tuple[str, ...]
     groups: tuple[str, ...]
     quantity: str

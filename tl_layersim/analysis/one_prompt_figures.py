@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -48,14 +48,23 @@ class PredictionGrid(Result):
         tokens: the prompt's tokens as text.
     """
 
+    file_kind: ClassVar[str] = "prediction_grid"
     values_name = "probability"
-    values: Float64[Tensor, "token layer"] = axes("token", "layer", within=(0, 1))
-    saturation_layer: Float64[Tensor, " token"] = axes("token", within=(0, math.inf))
-    # Files of earlier versions lack the next two and `top_words`.
-    entropy: Float64[Tensor, "token layer"] = axes("token", "layer", default=None, within=(0, math.inf))
-    top_probability: Float64[Tensor, "token layer rank"] = axes("token", "layer", "rank", default=None, within=(0, 1))
+    values: Float64[Tensor, "token layer"] = axes("token", "layer", label="Probability", within=(0, 1))
+    saturation_layer: Float64[Tensor, " token"] = axes(
+        "token", label="Saturation layer (number)", title="Saturation layer of each token", within=(0, math.inf)
+    )
+    entropy: Float64[Tensor, "token layer"] = axes(
+        "token",
+        "layer",
+        label="Entropy",
+        unit="nats",
+        title="Entropy of the predictions at each token and layer",
+        within=(0, math.inf),
+    )
+    top_probability: Float64[Tensor, "token layer rank"] = axes("token", "layer", "rank", within=(0, 1))
     words: tuple[tuple[str, ...], ...]
-    top_words: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    top_words: tuple[tuple[tuple[str, ...], ...], ...]
     tokens: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -69,7 +78,7 @@ class PredictionGrid(Result):
     @property
     def ranks(self) -> tuple[int, ...]:
         """Labels of the `rank` axis, from 1; none in files of earlier versions."""
-        return tuple(range(1, len(self.top_words[0][0]) + 1)) if self.top_words else ()
+        return tuple(range(1, len(self.top_words[0][0]) + 1))
 
     @property
     def probability(self) -> Tensor:
@@ -94,9 +103,7 @@ class PredictionGrid(Result):
             probability=self.values.numpy(),
             saturation=self.saturation_layer.long().tolist(),
             entropy=self.entropy.numpy(),
-            top=tuple(tuple(zip(*own, strict=True)) for own in zip(self.top_words, self.top_probability.tolist(), strict=True))
-            if self.top_words
-            else (),
+            top=tuple(tuple(zip(*own, strict=True)) for own in zip(self.top_words, self.top_probability.tolist(), strict=True)),
         )
         normed = self.provenance.options.get("norm") != "none"
         note = f"logit lens {'with' if normed else 'without'} the final norm below the last block"
@@ -130,8 +137,11 @@ class TrajectoryPCA(Result):
         tokens: the prompt's tokens as text.
     """
 
+    file_kind: ClassVar[str] = "trajectory_pca"
     values: Float64[Tensor, "token residual component"] = axes("token", "residual", "component")
-    explained: Float64[Tensor, " component"] = axes("component", within=(0, 1))
+    explained: Float64[Tensor, " component"] = axes(
+        "component", label="Variance of the last layer", unit="fraction", within=(0, 1)
+    )
     tokens: tuple[str, ...]
 
     def __post_init__(self) -> None:

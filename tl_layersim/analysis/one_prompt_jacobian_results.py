@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.wording import brief
 
 if TYPE_CHECKING:
@@ -60,10 +60,15 @@ class BlockJacobians(Result):
         tokens: the prompt's tokens as text.
     """
 
+    file_kind: ClassVar[str] = "block_jacobians"
     values_name = "jacobian"
     values: Float64[Tensor, "block pair output input"] = axes("block", "pair", "output", "input")
-    singular_values: Float64[Tensor, "block pair direction"] = axes("block", "pair", "direction", within=(0, math.inf))
-    step_error: Float64[Tensor, " block"] = axes("block", within=(0, math.inf))
+    singular_values: Float64[Tensor, "block pair direction"] = axes(
+        "block", "pair", "direction", label="Singular value", within=(0, math.inf)
+    )
+    step_error: Float64[Tensor, " block"] = axes(
+        "block", label="Error of a replayed block", unit="relative", title="Error of replayed blocks", within=(0, math.inf)
+    )
     blocks: tuple[str, ...]
     pairs: tuple[str, ...]
     tokens: tuple[str, ...]
@@ -127,27 +132,40 @@ class CouplingMatrices(Result):
         tokens: the prompt's tokens as text.
     """
 
+    file_kind: ClassVar[str] = "coupling_matrices"
     values_name = "miscoupling"
-    values: Float64[Tensor, "connection other"] = axes("connection", "other", within=(0, 1))
-    coupling: Float64[Tensor, "connection other"] = axes("connection", "other", within=(0, 1))
-    null: Float64[Tensor, "connection other"] = axes("connection", "other", within=(0, 1))
-    matrices: Float64[Tensor, "connection other left right"] = axes("connection", "other", "left", "right")
-    singular_values: Float64[Tensor, "connection left"] = axes("connection", "left", within=(0, math.inf))
-    residual: Float64[Tensor, " connection"] = axes("connection", within=(0, math.inf))
-    step_error: Float64[Tensor, " connection"] = axes("connection", within=(0, math.inf))
+    values: Float64[Tensor, "connection other"] = axes(
+        "connection", "other", label="Mis-coupling", title="Mis-coupling of blocks", within=(0, 1)
+    )
+    coupling: Float64[Tensor, "connection other"] = axes("connection", "other", label="Coupling", within=(0, 1))
+    null: Float64[Tensor, "connection other"] = axes(
+        "connection", "other", label="Mis-coupling of random vectors", within=(0, 1)
+    )
+    matrices: Float64[Tensor, "connection other left right"] = axes(
+        "connection",
+        "other",
+        "left",
+        "right",
+        title="Coupling matrices",
+        caption="|A| of each pair, divided by the largest singular value of its Jacobian; diagonal where two Jacobians have "
+        "the same singular vectors (Aubry et al. 2025, figures 2 to 4).",
+    )
+    singular_values: Float64[Tensor, "connection left"] = axes(
+        "connection", "left", label="Singular value", title="Singular values of the Jacobians", within=(0, math.inf)
+    )
+    residual: Float64[Tensor, " connection"] = axes(
+        "connection",
+        label="Error of the singular vectors",
+        unit="relative",
+        title="Error of the singular vectors of each block",
+        within=(0, math.inf),
+    )
+    step_error: Float64[Tensor, " connection"] = axes(
+        "connection", label="Error of a replayed block", unit="relative", title="Error of replayed blocks", within=(0, math.inf)
+    )
     connections: tuple[str, ...]
     method: str
     tokens: tuple[str, ...]
-
-    pictures = (
-        Picture(
-            "matrices",
-            "Coupling matrices",
-            "|A| of each pair, divided by the largest singular value of its Jacobian; diagonal where two Jacobians have the "
-            "same singular vectors "
-            "(Aubry et al. 2025, figures 2 to 4).",
-        ),
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,7 +195,6 @@ class CouplingMatrices(Result):
                 every result has.
         """
         from ..reporting.connections import connection_heatmap, connection_labels, matrix_tiles
-        from ..reporting.labels import quantity
         from ..reporting.style import described
 
         field = self.values_name if field == "values" else field
@@ -186,7 +203,7 @@ class CouplingMatrices(Result):
         labels = connection_labels(self.connections, self.tokens)
         if field != "matrices":
             values = (self.values if field == self.values_name else getattr(self, field)).numpy()
-            words = quantity(type(self).__name__, field)
+            words = self.declared(field).words
             return described(connection_heatmap(values, labels, f"{words} of Jacobians on one prompt", words), self.provenance)
         means = self.headline()
         note = f"k = {len(self.lefts)}"

@@ -108,9 +108,7 @@ def _title(result: Result, field: str, words: str) -> str:
     """The title of a field's picture in reports, or the quantity, with what was taken of the field's other axes."""
     from ..reporting.site_labels import site_words
 
-    own = result.values_name if field == "values" else field
-    picture = next((one.title for one in result.pictures if one.field == own), quantity_of(result, field).partition(" (")[0])
-    return site_words(result.layers, picture) + (f" ({words})" if words else "")
+    return site_words(result.layers, result.declared(field).title) + (f" ({words})" if words else "")
 
 
 def _results_of(results: Any, analyzer: str | None) -> dict[Any, Any]:

@@ -209,14 +209,13 @@ def sweep_keys(models: Mapping[Any, Any], argument: str) -> list[int | float | s
 
 def quantity_of(result: Any, field: str | Callable[[Any], Any]) -> str:
     """A field in words with its unit, for tables and figures; a headline as it is."""
-    from ..reporting.labels import quantity
-
     if not isinstance(field, str):
         name = getattr(field, "__name__", "<lambda>")
         return "Value" if name == "<lambda>" else name.replace("_", " ").capitalize()
     if field in result.headline():
         return field[:1].upper() + field[1:]
-    return quantity(type(result).__name__, result.values_name if field == "values" else field)
+    words: str = result.declared(field).words
+    return words
 
 
 def _model_table(key: int | float | str, result: Any, field: str) -> pandas.DataFrame:

@@ -9,7 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.wording import amount
 
 OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
@@ -43,50 +43,76 @@ class TowerSimilarity(Result):
         pairs: number of pairs N.
     """
 
-    values: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(-1, 1))
-    std: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(0, 1))
-    mismatched: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(-1, 1))
-    vision: Float64[Tensor, "vision vision"] = axes("vision_layer", "other_vision_layer", within=(-1, 1))
-    text: Float64[Tensor, "text text"] = axes("text_layer", "other_text_layer", within=(-1, 1))
-    cka: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(-1, 1))
-    vision_to_last: Float64[Tensor, "comparison vision"] = axes("comparison", "vision_layer", within=(-1, 1))
-    text_to_last: Float64[Tensor, "comparison text"] = axes("comparison", "text_layer", within=(-1, 1))
+    file_kind: ClassVar[str] = "tower_similarity"
+    values: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Cosine similarity",
+        title="Cosine similarity between the towers",
+        caption="Mean over pairs of the cosine between an image at a vision layer and its text at a text layer, each through "
+        "the final norm and the projection of its tower " + OF_FIGURE.format("23 c"),
+        within=(-1, 1),
+    )
+    std: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Standard deviation of the cosine",
+        title="Spread of the cosine between towers over samples",
+        within=(0, 1),
+    )
+    mismatched: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Cosine similarity",
+        title="Cosine similarity between the towers, other pairs",
+        caption="The same between an image and the text of another pair. Only what exceeds these values is due to the pairs.",
+        within=(-1, 1),
+    )
+    vision: Float64[Tensor, "vision vision"] = axes(
+        "vision_layer",
+        "other_vision_layer",
+        label="Cosine similarity",
+        title="Cosine similarity within the vision tower",
+        caption="Mean over images " + OF_FIGURE.format("23 a"),
+        within=(-1, 1),
+    )
+    text: Float64[Tensor, "text text"] = axes(
+        "text_layer",
+        "other_text_layer",
+        label="Cosine similarity",
+        title="Cosine similarity within the text tower",
+        caption="Mean over texts " + OF_FIGURE.format("23 b"),
+        within=(-1, 1),
+    )
+    cka: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Linear CKA",
+        title="Linear CKA between the towers",
+        caption="Similarity of the geometry of images and of their texts, without projections, up to rotation and scale: 1 for "
+        "equal, 0 for unrelated (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012).",
+        within=(-1, 1),
+    )
+    vision_to_last: Float64[Tensor, "comparison vision"] = axes(
+        "comparison",
+        "vision_layer",
+        label="Cosine similarity",
+        title="Cosine of vision layers to the last layers",
+        caption="Cosine of each vision layer with the last layer of either tower " + OF_FIGURE.format(22),
+        within=(-1, 1),
+    )
+    text_to_last: Float64[Tensor, "comparison text"] = axes(
+        "comparison",
+        "text_layer",
+        label="Cosine similarity",
+        title="Cosine of text layers to the last layers",
+        caption="Cosine of each text layer with the last layer of either tower " + OF_FIGURE.format(22),
+        within=(-1, 1),
+    )
     text_layers: tuple[str, ...]
     comparisons: tuple[str, ...]
     projected: bool
     pairs: int
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Cosine similarity between the towers",
-            "Mean over pairs of the cosine between an image at a vision layer and its text at a text layer, each through the "
-            "final norm and the projection of its tower " + OF_FIGURE.format("23 c"),
-        ),
-        Picture(
-            "mismatched",
-            "Cosine similarity between the towers, other pairs",
-            "The same between an image and the text of another pair. Only what exceeds these values is due to the pairs.",
-        ),
-        Picture("vision", "Cosine similarity within the vision tower", "Mean over images " + OF_FIGURE.format("23 a")),
-        Picture("text", "Cosine similarity within the text tower", "Mean over texts " + OF_FIGURE.format("23 b")),
-        Picture(
-            "vision_to_last",
-            "Cosine of vision layers to the last layers",
-            "Cosine of each vision layer with the last layer of either tower " + OF_FIGURE.format(22),
-        ),
-        Picture(
-            "text_to_last",
-            "Cosine of text layers to the last layers",
-            "Cosine of each text layer with the last layer of either tower " + OF_FIGURE.format(22),
-        ),
-        Picture(
-            "cka",
-            "Linear CKA between the towers",
-            "Similarity of the geometry of images and of their texts, without projections, up to rotation and scale: 1 for "
-            "equal, 0 for unrelated (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012).",
-        ),
-    )
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
         known = {"vision_layer": self.layers, "other_vision_layer": self.layers, "other_text_layer": self.text_layers}

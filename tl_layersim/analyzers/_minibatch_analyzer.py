@@ -47,6 +47,7 @@ class MinibatchMatrix(CalibratedMatrix):
         rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
+    file_kind: ClassVar[str] = "minibatch_matrix"
     samples: int
     minibatches: int
     rows: float

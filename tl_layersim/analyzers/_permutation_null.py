@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.histogram_quantiles import QUANTILES
-from ..core.results import LayerMatrix, Picture, axes
+from ..core.results import LayerMatrix, axes
 from ..models.model_info import Model
 from ._memory_limit import need_memory
 
@@ -71,25 +71,72 @@ class CalibratedMatrix(LayerMatrix):
         (0, True)
     """
 
+    file_kind: ClassVar[str] = "calibrated_matrix"
+    values: Float64[Tensor, "row column"] = axes("row", "column", label="Similarity", title="Similarity between layers")
     permutations: int = 0
-    observed: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
-    calibrated: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
-    p_values: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=None)
-    null_mean: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
+    observed: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Similarity of the rows that the null exchanges",
+        default=NOT_MEASURED,
+        within=(-math.inf, 1),
+    )
+    calibrated: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Calibrated similarity (0 to 1)",
+        title="{values}, calibrated",
+        caption="Similarity above the threshold that 5 % of random pairings of rows exceed, as a fraction of what is left up "
+        "to 1. It is 0 where random pairings are as similar (Phipson and Smyth 2010; permutation test of Fisher 1935).",
+        default=NOT_MEASURED,
+        within=(-math.inf, 1),
+    )
+    p_values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="p-value",
+        title="{values}: p-values",
+        caption="Fraction of random pairings of rows that are at least as similar, with the observed pairing counted once "
+        "(Phipson and Smyth 2010). The smallest possible value is 1 / (permutations + 1).",
+        default=NOT_MEASURED,
+        within=None,
+    )
+    null_mean: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Mean similarity of random pairings",
+        title="{values} of randomly paired rows",
+        caption="The similarity that width and number of samples alone produce: rows of a layer are paired with random rows "
+        "of the other, position with position, mean over pairings (permutation test of Fisher 1935).",
+        default=NOT_MEASURED,
+        within=(-math.inf, 1),
+    )
     null_quantiles: Float64[Tensor, "quantile row column"] = axes(
         "quantile", "row", "column", default=NOT_MEASURED, within=(-math.inf, 1)
     )
-    null_threshold: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
+    null_threshold: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="95 % quantile of random pairings",
+        title="{values}: threshold at 5 %",
+        caption="The value that 5 % of random pairings of rows exceed (permutation test of Fisher 1935).",
+        default=NOT_MEASURED,
+        within=(-math.inf, 1),
+    )
     max_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     max_p_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     max_threshold: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
-    max_null: Float64[Tensor, " draw"] = axes("draw", default=NOT_MEASURED, within=None)
+    max_null: Float64[Tensor, " draw"] = axes(
+        "draw",
+        label="Largest similarity of a random pairing",
+        title="Largest similarity of each random pairing",
+        default=NOT_MEASURED,
+        within=None,
+    )
     split_half: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     noise_ceiling: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     quantiles: tuple[float, ...] = QUANTILES
-
-    similarity_name: ClassVar[str] = "Similarity"
 
     def __post_init__(self) -> None:
         if not self.permutations:
@@ -97,9 +144,6 @@ class CalibratedMatrix(LayerMatrix):
                 if getattr(self, name) is NOT_MEASURED:
                     sizes = [len(self.coordinates(axis)) for axis in names]
                     object.__setattr__(self, name, torch.full(sizes, math.nan, dtype=torch.float64))
-            # A report shows no empty figures.
-            shown = tuple(picture for picture in self.pictures if picture.field not in PAIR_FIELDS)
-            object.__setattr__(self, "pictures", shown)
         super().__post_init__()
 
     @property
@@ -175,39 +219,6 @@ class CalibratedMatrix(LayerMatrix):
             "calibrated maximum over pairs of layers": float(self.max_calibrated),
             "p-value of the maximum over pairs of layers": float(self.max_p_value),
         }
-
-
-def null_pictures(measure: str) -> tuple[Picture, ...]:
-    """The figures of the null of a measure.
-
-    Args:
-        measure: its name in the titles.
-    """
-    return (
-        Picture(
-            "calibrated",
-            f"Calibrated {measure} between layers",
-            "Similarity above the threshold that 5 % of random pairings of rows exceed, as a fraction of what is left up to "
-            "1. It is 0 where random pairings are as similar (Phipson and Smyth 2010; permutation test of Fisher 1935).",
-        ),
-        Picture(
-            "p_values",
-            f"p-values of {measure} between layers",
-            "Fraction of random pairings of rows that are at least as similar, with the observed pairing counted once "
-            "(Phipson and Smyth 2010). The smallest possible value is 1 / (permutations + 1).",
-        ),
-        Picture(
-            "null_mean",
-            f"{measure[0].upper()}{measure[1:]} of randomly paired rows",
-            "The similarity that width and number of samples alone produce: rows of a layer are paired with random rows of "
-            "the other, position with position, mean over pairings (permutation test of Fisher 1935).",
-        ),
-        Picture(
-            "null_threshold",
-            f"Threshold of {measure} at 5 %",
-            "The value that 5 % of random pairings of rows exceed (permutation test of Fisher 1935).",
-        ),
-    )
 
 
 def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: bool = True) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat, Seed
 from ..core.errors import LayersimError, warn
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batch
@@ -67,50 +67,103 @@ class BlockCouplingResult(Result):
         prompts: number of tokens at which blocks were linearised: one of each prompt, or each of `tokens`.
     """
 
+    file_kind: ClassVar[str] = "block_coupling"
     values_name: ClassVar[str] = "miscoupling"
-    values: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, math.inf))
-    defined: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, 1))
-    std: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, math.inf))
-    coupling: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(-math.inf, 1))
-    null: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, math.inf))
-    by_k: Float64[Tensor, "k layer layer"] = axes("k", "row_block", "column_block", within=(0, math.inf))
-    null_by_k: Float64[Tensor, "k layer layer"] = axes("k", "row_block", "column_block", within=(0, math.inf))
-    singular_values: Float64[Tensor, "layer direction"] = axes("layer", "direction", within=(0, math.inf))
-    singular_values_std: Float64[Tensor, "layer direction"] = axes("layer", "direction", within=(0, math.inf))
-    by_length: Float64[Tensor, " length"] = axes("length", within=(-math.inf, 1))
-    by_length_std: Float64[Tensor, " length"] = axes("length", within=(0, math.inf))
-    length_count: Float64[Tensor, " length"] = axes("length", within=(0, math.inf), out_of="length_count")
-    residual: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    step_error: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    whole_rows: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    values: Float64[Tensor, "layer layer"] = axes(
+        "row_block", "column_block", label="Mis-coupling", title="Mis-coupling of blocks", within=(0, math.inf)
+    )
+    defined: Float64[Tensor, "layer layer"] = axes(
+        "row_block",
+        "column_block",
+        label="Prompts with a coupling",
+        unit="fraction",
+        title="Prompts with a coupling, by pair of blocks",
+        within=(0, 1),
+    )
+    std: Float64[Tensor, "layer layer"] = axes(
+        "row_block",
+        "column_block",
+        label="Standard deviation of the mis-coupling",
+        title="Spread of the mis-coupling over prompts",
+        within=(0, math.inf),
+    )
+    coupling: Float64[Tensor, "layer layer"] = axes(
+        "row_block",
+        "column_block",
+        label="Coupling",
+        title="Coupling of blocks",
+        caption="1 - m~ of the Jacobian of the row's block in the singular basis of the column's block: 1 for equal singular "
+        "vectors. Unrelated blocks are not at 0, see `null` " + AUBRY.format("equations 10 and 14, figure 1"),
+        within=(-math.inf, 1),
+    )
+    null: Float64[Tensor, "layer layer"] = axes(
+        "row_block",
+        "column_block",
+        label="Mis-coupling of random vectors",
+        title="Mis-coupling of random vectors in place of a block's",
+        within=(0, math.inf),
+    )
+    by_k: Float64[Tensor, "k layer layer"] = axes("k", "row_block", "column_block", label="Mis-coupling", within=(0, math.inf))
+    null_by_k: Float64[Tensor, "k layer layer"] = axes(
+        "k", "row_block", "column_block", label="Mis-coupling of random vectors", within=(0, math.inf)
+    )
+    singular_values: Float64[Tensor, "layer direction"] = axes(
+        "layer",
+        "direction",
+        label="Singular value",
+        title="Singular values of the blocks' Jacobians",
+        caption="Gain of each block's update along its top directions, by depth " + AUBRY.format("section 3.1"),
+        within=(0, math.inf),
+    )
+    singular_values_std: Float64[Tensor, "layer direction"] = axes(
+        "layer",
+        "direction",
+        label="Standard deviation of the singular value",
+        title="Spread of the singular values over prompts",
+        within=(0, math.inf),
+    )
+    by_length: Float64[Tensor, " length"] = axes(
+        "length",
+        label="Coupling",
+        title="Coupling by prompt length",
+        caption="Mean over pairs of different blocks, for prompts of each length " + AUBRY.format("figure 10"),
+        within=(-math.inf, 1),
+    )
+    by_length_std: Float64[Tensor, " length"] = axes(
+        "length",
+        label="Standard deviation of the coupling",
+        title="Spread of the coupling over prompts, by prompt length",
+        within=(0, math.inf),
+    )
+    length_count: Float64[Tensor, " length"] = axes(
+        "length", label="Prompts", title="Prompts of each length", within=(0, math.inf), out_of="length_count"
+    )
+    residual: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Error of the singular vectors",
+        unit="relative",
+        title="Error of the singular vectors of each block",
+        within=(0, math.inf),
+    )
+    step_error: Float64[Tensor, " layer"] = axes(
+        "layer", label="Error of a replayed block", unit="relative", title="Error of replayed blocks", within=(0, math.inf)
+    )
+    whole_rows: Float64[Tensor, " layer"] = axes(
+        "layer", label="Batches", unit="fraction", title="Batches whose block was replayed on whole rows", within=(0, 1)
+    )
     # Files of earlier versions lack the next two.
-    prompt_coupling: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
-    prompt_tokens: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
+    prompt_coupling: Float64[Tensor, " prompt_row"] = axes(
+        "prompt_row", label="Coupling", title="Coupling on each row of the data", within=None
+    )
+    prompt_tokens: Float64[Tensor, " prompt_row"] = axes(
+        "prompt_row", label="Tokens", title="Tokens of each row of the data", within=None
+    )
     prompt_rows: tuple[int, ...] = ()
     ks: tuple[int, ...]
     lengths: tuple[str, ...]
     method: str
     normalize: bool = True
     prompts: int = 0
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "coupling",
-            "Coupling of blocks",
-            "1 - m~ of the Jacobian of the row's block in the singular basis of the column's block: 1 for equal singular "
-            "vectors. Unrelated blocks are not at 0, see `null` " + AUBRY.format("equations 10 and 14, figure 1"),
-        ),
-        Picture(
-            "singular_values",
-            "Singular values of the blocks' Jacobians",
-            "Gain of each block's update along its top directions, by depth " + AUBRY.format("section 3.1"),
-        ),
-        Picture(
-            "by_length",
-            "Coupling by prompt length",
-            "Mean over pairs of different blocks, for prompts of each length " + AUBRY.format("figure 10"),
-        ),
-    )
 
     @property
     def directions(self) -> tuple[int, ...]:

@@ -14,13 +14,13 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import Fraction
 from ..core.errors import warn
-from ..core.results import Picture, axes
+from ..core.results import axes
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ._arccos_distance import arccos_distance
 from ._covariances import Covariances, are_defined, check_defined, cost_in_words, seconds_of_pairs
 from ._cross_product_analyzer import CrossProductAnalyzer
-from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
+from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
 from .base import Run, need_tokens
 
 # Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
@@ -62,39 +62,59 @@ class CCAResult(CalibratedMatrix):
         samples: number of tokens (or sequences).
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    squared: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    svcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    pwcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    column_pwcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    dimensions: Float64[Tensor, " row"] = axes("residual", within=None)
-    column_dimensions: Float64[Tensor, " column"] = axes("column", within=None)
-    directions: Float64[Tensor, " row"] = axes("residual", within=None)
-    column_directions: Float64[Tensor, " column"] = axes("column", within=None)
+    file_kind: ClassVar[str] = "cca"
+    values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Mean canonical correlation",
+        title="Mean canonical correlation of sites",
+        caption="Mean correlation of the best matching linear functions of two sites: 1 if each site is a linear function of "
+        "the other. Directions of small variance count as much as others (Raghu et al. 2017).",
+        within=(0, 1),
+    )
+    squared: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Mean squared canonical correlation",
+        title="Mean squared canonical correlation of sites",
+        within=(0, 1),
+    )
+    svcca: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="SVCCA",
+        title="SVCCA of sites",
+        caption="Mean canonical correlation of the leading principal directions of both sites (Raghu et al. 2017).",
+        within=(0, 1),
+    )
+    pwcca: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Projection-weighted CCA",
+        title="Projection-weighted CCA of sites",
+        caption="Canonical correlations weighted by how much of the row site they account for (Morcos et al. 2018).",
+        within=(0, 1),
+    )
+    column_pwcca: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Projection-weighted CCA (weights by the column site)",
+        title="Projection-weighted CCA, weighted by the column site",
+        within=(0, 1),
+    )
+    dimensions: Float64[Tensor, " row"] = axes("residual", label="Dimensions", title="Dimensions of each layer", within=None)
+    column_dimensions: Float64[Tensor, " column"] = axes(
+        "column", label="Dimensions", title="Dimensions of each layer of the other side", within=None
+    )
+    directions: Float64[Tensor, " row"] = axes(
+        "residual", label="Principal directions", title="Principal directions of each layer", within=None
+    )
+    column_directions: Float64[Tensor, " column"] = axes(
+        "column", label="Principal directions", title="Principal directions of each layer of the other side", within=None
+    )
     samples: int
 
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Mean canonical correlation of sites",
-            "Mean correlation of the best matching linear functions of two sites: 1 if each site is a linear function of the "
-            "other. Directions of small variance count as much as others (Raghu et al. 2017).",
-        ),
-        Picture(
-            "svcca",
-            "SVCCA of sites",
-            "Mean canonical correlation of the leading principal directions of both sites (Raghu et al. 2017).",
-        ),
-        Picture(
-            "pwcca",
-            "Projection-weighted CCA of sites",
-            "Canonical correlations weighted by how much of the row site they account for (Morcos et al. 2018).",
-        ),
-        *null_pictures("mean canonical correlation"),
-    )
-
     distance_name: ClassVar[str] = "CCA distance (radians)"
-    similarity_name: ClassVar[str] = "Mean canonical correlation"
 
     def distance(self) -> float:
         r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.

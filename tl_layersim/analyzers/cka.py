@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
-from ..core.results import Picture, axes
+from ..core.results import axes
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.pools import AnyKernel
@@ -26,7 +26,6 @@ from ._hsic import centred, grams, tuples_of_rows, without_rows
 from ._memory_limit import need_memory
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
-from ._permutation_null import null_pictures
 from ._sample_vectors import samples
 from .base import Exchange, Run, Weight, need_tokens
 
@@ -51,29 +50,35 @@ class CKAResult(MinibatchMatrix):
         rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column", within=(-1, 1))
-    effective_samples: Float64[Tensor, " row"] = axes("residual", within=(1, math.inf), out_of="samples")
-    column_effective_samples: Float64[Tensor, " column"] = axes("column", within=(1, math.inf), out_of="samples")
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Linear CKA between layers",
-            "Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for independent "
-            "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different rows, minibatches of Nguyen et "
-            "al. 2021).",
-        ),
-        Picture(
-            "effective_samples",
-            "Effective samples behind CKA",
-            "Number of equally weighted tokens that would carry as much information. At a handful, CKA describes a few tokens "
-            "with massive activations (Sun et al. 2024), which should be left out.",
-        ),
-        *null_pictures("CKA"),
+    file_kind: ClassVar[str] = "cka"
+    values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Linear CKA",
+        title="Linear CKA between layers",
+        caption="Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for independent "
+        "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different rows, minibatches of Nguyen et "
+        "al. 2021).",
+        within=(-1, 1),
+    )
+    effective_samples: Float64[Tensor, " row"] = axes(
+        "residual",
+        label="Effective samples",
+        title="Effective samples behind CKA",
+        caption="Number of equally weighted tokens that would carry as much information. At a handful, CKA describes a few "
+        "tokens with massive activations (Sun et al. 2024), which should be left out.",
+        within=(1, math.inf),
+        out_of="samples",
+    )
+    column_effective_samples: Float64[Tensor, " column"] = axes(
+        "column",
+        label="Effective samples",
+        title="Effective samples of each layer of the other side",
+        within=(1, math.inf),
+        out_of="samples",
     )
 
     distance_name: ClassVar[str] = "CKA distance (radians)"
-    similarity_name: ClassVar[str] = "Linear CKA"
 
     def distance(self) -> float:
         r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.

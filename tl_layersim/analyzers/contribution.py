@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..models.model_info import Model
@@ -41,35 +41,51 @@ class ContributionResult(Result):
         sublayers: names of the outputs of attention and MLP, block by block.
     """
 
+    file_kind: ClassVar[str] = "contribution"
     values_name: ClassVar[str] = "relative_norm"
-    values: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, math.inf))
-    relative_norm_std: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, math.inf))
-    cosine: Float64[Tensor, " sublayer"] = axes("sublayer", within=(-1, 1))
-    cosine_std: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, 1))
-    cosine_to_final: Float64[Tensor, " sublayer"] = axes("sublayer", within=(-1, 1))
-    cosine_to_final_std: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, 1))
-    sublayers: tuple[str, ...]
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "relative_norm",
-            "Relative norm of sublayer outputs",
-            "Norm of what each sublayer adds, divided by the norm of the stream to which it is added, mean over tokens "
-            + CSORDAS.format("figure 2 a"),
-        ),
-        Picture(
-            "cosine",
-            "Cosine of sublayer outputs with the stream",
-            "Negative where a sublayer removes from the stream to which its output is added, positive where it strengthens the "
-            "stream; mean over tokens " + CSORDAS.format("figure 2 b"),
-        ),
-        Picture(
-            "cosine_to_final",
-            "Cosine of sublayer outputs with the final stream",
-            "Direction of each sublayer's output relative to the stream after the last block, mean over tokens; the paper "
-            "compares with the current stream only " + CSORDAS.format("section 3"),
-        ),
+    values: Float64[Tensor, " sublayer"] = axes(
+        "sublayer",
+        label="Output norm / stream norm",
+        title="Relative norm of sublayer outputs",
+        caption="Norm of what each sublayer adds, divided by the norm of the stream to which it is added, mean over tokens "
+        + CSORDAS.format("figure 2 a"),
+        within=(0, math.inf),
     )
+    relative_norm_std: Float64[Tensor, " sublayer"] = axes(
+        "sublayer",
+        label="Standard deviation of the relative norm",
+        title="Spread of the relative norm over tokens",
+        within=(0, math.inf),
+    )
+    cosine: Float64[Tensor, " sublayer"] = axes(
+        "sublayer",
+        label="Cosine similarity",
+        title="Cosine of sublayer outputs with the stream",
+        caption="Negative where a sublayer removes from the stream to which its output is added, positive where it "
+        "strengthens the stream; mean over tokens " + CSORDAS.format("figure 2 b"),
+        within=(-1, 1),
+    )
+    cosine_std: Float64[Tensor, " sublayer"] = axes(
+        "sublayer",
+        label="Standard deviation of the cosine",
+        title="Spread of the cosine with the stream over tokens",
+        within=(0, 1),
+    )
+    cosine_to_final: Float64[Tensor, " sublayer"] = axes(
+        "sublayer",
+        label="Cosine similarity",
+        title="Cosine of sublayer outputs with the final stream",
+        caption="Direction of each sublayer's output relative to the stream after the last block, mean over tokens; the paper "
+        "compares with the current stream only " + CSORDAS.format("section 3"),
+        within=(-1, 1),
+    )
+    cosine_to_final_std: Float64[Tensor, " sublayer"] = axes(
+        "sublayer",
+        label="Standard deviation of the cosine",
+        title="Spread of the cosine with the final stream over tokens",
+        within=(0, 1),
+    )
+    sublayers: tuple[str, ...]
 
     @property
     def relative_norm(self) -> Tensor:

@@ -16,7 +16,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import Bins
 from ..core.errors import LayersimError, warn
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
-from ..core.results import LayerMatrix, Picture, axes
+from ..core.results import LayerMatrix, axes
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..models.model_info import Model
@@ -50,58 +50,82 @@ class CosineResult(LayerMatrix):
         quantiles: levels of the two quantile fields.
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column", within=(-1, 1))
-    std: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    below_zero: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    to_last: Float64[Tensor, "quantile row"] = axes("quantile", "residual", within=(-1, 1))
-    adjacent: Float64[Tensor, "quantile layer"] = axes("quantile", "layer", within=(-1, 1))
-    norm_ratio: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    file_kind: ClassVar[str] = "cosine"
+    values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Cosine similarity",
+        title="Cosine similarity between layers",
+        caption="Mean over tokens of the cosine between a token's activations at two layers. The mean over the data is "
+        "subtracted first, unless the run says center=none. A plateau of high values at the end marks layers that change the "
+        "residual little (Jiang, Zhou and Zhu 2024, section 2.1, figure 2 c-d).",
+        within=(-1, 1),
+    )
+    std: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Standard deviation of the cosine",
+        title="Spread of the cosine between layers over tokens",
+        within=(0, 1),
+    )
+    below_zero: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Tokens with a negative cosine",
+        unit="fraction",
+        title="Tokens whose activations at two layers point apart",
+        within=(0, 1),
+    )
+    to_last: Float64[Tensor, "quantile row"] = axes(
+        "quantile",
+        "residual",
+        label="Cosine similarity",
+        title="Cosine similarity to the last layer",
+        caption="Cosine between a token's activations at each layer and at the last layer, as quantiles over tokens. Theorem "
+        "2.1 predicts a rise with depth (Jiang, Zhou and Zhu 2024, figure 2 a-b).",
+        within=(-1, 1),
+    )
+    adjacent: Float64[Tensor, "quantile layer"] = axes(
+        "quantile",
+        "layer",
+        label="Cosine similarity",
+        title="Cosine of adjacent layers",
+        caption="Cosine between a token's activations at a layer and at the layer before it, as quantiles over tokens "
+        "(Jiang, Zhou and Zhu 2024, appendix, figure 11 left).",
+        within=(-1, 1),
+    )
+    norm_ratio: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Stream norm / update norm",
+        title="Stream norm over update norm",
+        caption="At high values the residual stream passes a block almost unchanged "
+        "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
+        within=(0, math.inf),
+    )
     monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
     # Files of earlier versions lack the next two.
-    angular: Float64[Tensor, "row column"] = axes("row", "column", default=None, within=(0, 1))
-    block_influence: Float64[Tensor, " layer"] = axes("layer", default=None, within=(0, 2))
-    mean: Float64[Tensor, "row d_model"] = axes("residual", "dimension", within=None)
-    quantiles: tuple[float, ...] = QUANTILES
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Cosine similarity between layers",
-            "Mean over tokens of the cosine between a token's activations at two layers. The mean over the data is subtracted "
-            "first, unless the run says center=none. A plateau of high values at the end "
-            "marks layers that change the residual little (Jiang, Zhou and Zhu 2024, section 2.1, figure 2 c-d).",
-        ),
-        Picture(
-            "to_last",
-            "Cosine similarity to the last layer",
-            "Cosine between a token's activations at each layer and at the last layer, as quantiles over tokens. Theorem 2.1 "
-            "predicts a rise with depth (Jiang, Zhou and Zhu 2024, figure 2 a-b).",
-        ),
-        Picture(
-            "adjacent",
-            "Cosine of adjacent layers",
-            "Cosine between a token's activations at a layer and at the layer before it, as quantiles over tokens "
-            "(Jiang, Zhou and Zhu 2024, appendix, figure 11 left).",
-        ),
-        Picture(
-            "norm_ratio",
-            "Stream norm over update norm",
-            "At high values the residual stream passes a block almost unchanged "
-            "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
-        ),
-        Picture(
-            "angular",
-            "Angular distance between layers",
-            "Mean over tokens of the angle between a token's raw activations at two layers, in units of pi. Blocks between two "
-            "close layers can be left out with little change (Gromov et al. 2024).",
-        ),
-        Picture(
-            "block_influence",
-            "How much each block turns the stream",
-            "1 minus the mean cosine of a block's raw input and output: low for blocks that change the stream's direction "
-            "little (Men et al. 2024).",
-        ),
+    angular: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Angular distance",
+        unit="fraction of pi",
+        title="Angular distance between layers",
+        caption="Mean over tokens of the angle between a token's raw activations at two layers, in units of pi. Blocks "
+        "between two close layers can be left out with little change (Gromov et al. 2024).",
+        within=(0, 1),
     )
+    block_influence: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Block influence (1 - cosine)",
+        title="How much each block turns the stream",
+        caption="1 minus the mean cosine of a block's raw input and output: low for blocks that change the stream's direction "
+        "little (Men et al. 2024).",
+        within=(0, 2),
+    )
+    mean: Float64[Tensor, "row d_model"] = axes(
+        "residual", "dimension", label="Mean activation", title="Mean activation at each layer", within=None
+    )
+    quantiles: tuple[float, ...] = QUANTILES
 
     @property
     def dimensions(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import Limit, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..core.findings import site_in_words, with_margin
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import number_text
 from ..models.model_info import Model
@@ -48,35 +48,47 @@ class EffectiveRankResult(Result):
         widths: width of each site.
     """
 
+    file_kind: ClassVar[str] = "effective_rank"
     values_name: ClassVar[str] = "effective_rank"
-    values: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
-    eigenvalue_rank: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
-    participation_ratio: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
-    stable_rank: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
-    directions_90: Float64[Tensor, " residual"] = axes("residual", within=None)
-    spectrum: Float64[Tensor, "residual direction"] = axes("residual", "direction", within=(0, 1))
+    values: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Effective rank",
+        title="Effective rank of each layer",
+        caption="Number of directions that the samples fill: exp of the entropy of the normalised singular values of the "
+        "sample matrix, 1 for samples on a line, the width for equal variance in all directions (Roy and Vetterli 2007).",
+        within=(1, math.inf),
+    )
+    eigenvalue_rank: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Effective rank of the eigenvalues",
+        title="Effective rank of the eigenvalues at each layer",
+        within=(1, math.inf),
+    )
+    participation_ratio: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Participation ratio",
+        title="Participation ratio of each layer",
+        caption="Squared sum of the eigenvalues of the covariance over the sum of their squares. Directions of large variance "
+        "decide it, so a few massive activations lower it (Gao et al. 2017).",
+        within=(1, math.inf),
+    )
+    stable_rank: Float64[Tensor, " residual"] = axes(
+        "residual", label="Stable rank", title="Stable rank at each layer", within=(1, math.inf)
+    )
+    directions_90: Float64[Tensor, " residual"] = axes(
+        "residual", label="Directions with 90 % of the variance", title="Directions that hold 90 % of the variance", within=None
+    )
+    spectrum: Float64[Tensor, "residual direction"] = axes(
+        "residual",
+        "direction",
+        label="Variance",
+        unit="fraction",
+        title="Spectrum of the covariance",
+        caption="Fraction of the variance in some of the principal directions, by depth (Roy and Vetterli 2007).",
+        within=(0, 1),
+    )
     samples: int
     widths: tuple[int, ...]
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "effective_rank",
-            "Effective rank of each layer",
-            "Number of directions that the samples fill: exp of the entropy of the normalised singular values of the sample "
-            "matrix, 1 for samples on a line, the width for equal variance in all directions (Roy and Vetterli 2007).",
-        ),
-        Picture(
-            "participation_ratio",
-            "Participation ratio of each layer",
-            "Squared sum of the eigenvalues of the covariance over the sum of their squares. Directions of large variance "
-            "decide it, so a few massive activations lower it (Gao et al. 2017).",
-        ),
-        Picture(
-            "spectrum",
-            "Spectrum of the covariance",
-            "Fraction of the variance in some of the principal directions, by depth (Roy and Vetterli 2007).",
-        ),
-    )
 
     @property
     def effective_rank(self) -> Tensor:

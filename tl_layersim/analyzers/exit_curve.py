@@ -85,34 +85,74 @@ class ExitCurveResult(Result):
         unembedding: the map from the residual x to logits.
     """
 
+    file_kind: ClassVar[str] = "exit_curve"
     values_name: ClassVar[str] = "exits"
-    values: Float64[Tensor, "threshold layer"] = axes("threshold", "layer", within=(0, math.inf), out_of="values")
-    accuracy: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1), by_chance=(0, 1))
-    agreement: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1), by_chance=(0,))
-    perplexity: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
-    speedup: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
+    values: Float64[Tensor, "threshold layer"] = axes(
+        "threshold",
+        "layer",
+        label="Positions",
+        title="Positions that exit at each block",
+        caption="For each threshold of the top probability " + EXITS_SOURCE,
+        within=(0, math.inf),
+        out_of="values",
+    )
+    accuracy: Float64[Tensor, " threshold"] = axes(
+        "threshold",
+        label="Accuracy",
+        unit="fraction",
+        title="Accuracy of early exits by threshold",
+        better="higher",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    agreement: Float64[Tensor, " threshold"] = axes(
+        "threshold",
+        label="Agreement",
+        unit="fraction",
+        title="Agreement of early exits with the last layer by threshold",
+        better="higher",
+        within=(0, 1),
+        by_chance=(0,),
+    )
+    perplexity: Float64[Tensor, " threshold"] = axes(
+        "threshold",
+        label="Perplexity",
+        title="Perplexity of early exits by threshold",
+        better="lower",
+        scale="log",
+        within=(1, math.inf),
+    )
+    speedup: Float64[Tensor, " threshold"] = axes(
+        "threshold",
+        label="All blocks / blocks run",
+        title="Speed-up of early exits against their quality",
+        caption="A point for each threshold of the top probability: blocks of the full model over blocks run, against the "
+        "fraction of predictions at the exits that equal the last layer's, and against perplexity where positions have "
+        "targets. An exit check is an unembedding, which in a small model costs more than a block; the paper's ratio does "
+        "not include it " + EXITS_SOURCE,
+        within=(1, math.inf),
+    )
     part_exits: Float64[Tensor, "part threshold layer"] = axes(
         "part", "threshold", "layer", within=(0, math.inf), out_of="part_exits"
     )
-    part_accuracy: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1), by_chance=(0, 1))
-    part_agreement: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1), by_chance=(0,))
-    part_perplexity: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(1, math.inf))
+    part_accuracy: Float64[Tensor, "part threshold"] = axes(
+        "part", "threshold", label="Accuracy", unit="fraction", within=(0, 1), by_chance=(0, 1)
+    )
+    part_agreement: Float64[Tensor, "part threshold"] = axes(
+        "part", "threshold", label="Agreement with the last layer", unit="fraction", within=(0, 1), by_chance=(0,)
+    )
+    part_perplexity: Float64[Tensor, "part threshold"] = axes(
+        "part", "threshold", label="Perplexity", scale="log", within=(1, math.inf)
+    )
     thresholds: tuple[float, ...]
     positions: int
     targets: int
     unembedding: str
 
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "speedup",
-            "Speed-up of early exits against their quality",
-            "A point for each threshold of the top probability: blocks of the full model over blocks run, against the fraction "
-            "of predictions at the exits that equal the last layer's, and against perplexity where positions have targets. An "
-            "exit check is an unembedding, which in a small model costs more than a block; the paper's ratio does not include "
-            "it " + EXITS_SOURCE,
-        ),
-        Picture("exits", "Positions that exit at each block", "For each threshold of the top probability " + EXITS_SOURCE),
-    )
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        # What exits gain comes before where they are.
+        return super().pictures[::-1]
 
     @property
     def exits(self) -> Tensor:
@@ -135,10 +175,10 @@ class ExitCurveResult(Result):
         from ..reporting.panels import exit_heatmap, exit_tradeoff
 
         if field in ("exits", "values"):
-            return exit_heatmap(self, self.pictures[1].title)
+            return exit_heatmap(self, self.declared().title)
         if field != "speedup":
             return super().plot(field)
-        return exit_tradeoff(self, self.pictures[0].title)
+        return exit_tradeoff(self, self.declared("speedup").title)
 
     @typed
     def at(self, threshold: int | float, held_out: bool = False) -> ExitPoint:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import NonNegativeInt, OpenFraction, PositiveFloat
 from ..core.errors import LayersimError
-from ..core.results import Picture, axes
+from ..core.results import axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.model_info import Model
@@ -24,7 +24,7 @@ from ._covariances import Covariances, are_defined, check_defined, check_sums_fi
 from ._cross_product_analyzer import CrossProductAnalyzer
 from ._cross_products import draw_exchanged_split, split_cross_product_kernel
 from ._few_samples import warn_of_few_rows, warn_of_few_samples
-from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
+from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
 from ._ridge import ridge_weights
 from .base import Run, Weight, need_whole_rows
 
@@ -42,28 +42,27 @@ class LinearPredictivityResult(CalibratedMatrix):
         held_out_samples: number of those that are predicted.
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column", within=(-math.inf, 1))
-    reverse: Float64[Tensor, "row column"] = axes("row", "column", within=(-math.inf, 1))
+    file_kind: ClassVar[str] = "linear_predictivity"
+    values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="R2 of the column site from the row site",
+        title="Linear predictivity of the column site from the row site",
+        caption="Fraction of the variance on held-out rows that a ridge regression from the row site explains (Yamins et al. "
+        "2014; Kornblith et al. 2019, table 1).",
+        within=(-math.inf, 1),
+    )
+    reverse: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="R2 of the row site from the column site",
+        title="Linear predictivity of the row site from the column site",
+        caption="Fraction of the variance on held-out rows that a ridge regression in the other direction explains (Yamins "
+        "et al. 2014; Kornblith et al. 2019, table 1).",
+        within=(-math.inf, 1),
+    )
     samples: int
     held_out_samples: int
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Linear predictivity of the column site from the row site",
-            "Fraction of the variance on held-out rows that a ridge regression from the row site explains (Yamins et al. 2014; "
-            "Kornblith et al. 2019, table 1).",
-        ),
-        Picture(
-            "reverse",
-            "Linear predictivity of the row site from the column site",
-            "Fraction of the variance on held-out rows that a ridge regression in the other direction explains (Yamins et al. "
-            "2014; Kornblith et al. 2019, table 1).",
-        ),
-        *null_pictures("linear predictivity"),
-    )
-
-    similarity_name: ClassVar[str] = "Linear predictivity (R2)"
 
     def transposed(self) -> LinearPredictivityResult:
         """The comparison of the two models in the other order.

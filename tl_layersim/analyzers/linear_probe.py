@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
 from ..core.errors import LayersimError, warn
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount, brief
 from ..data.batches import Batch
@@ -54,28 +54,50 @@ class LinearProbeResult(Result):
         method: "ridge" or "logistic".
     """
 
+    file_kind: ClassVar[str] = "linear_probe"
     values_name: ClassVar[str] = "accuracy"
-    values: Float64[Tensor, " residual"] = axes("residual", within=(0, 1), by_chance=(0, 1))
-    train_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1), by_chance=(0, 1))
-    control_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1), by_chance=(0, 1))
-    selectivity: Float64[Tensor, " residual"] = axes("residual", within=(-1, 1))
+    values: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Accuracy on held-out samples",
+        unit="fraction",
+        title="Accuracy of a linear probe at each site",
+        caption="Fraction of held-out samples that a linear classifier on the frozen activations of the site predicts (Alain "
+        "and Bengio 2016; Jiang, Zhou and Zhu 2024, appendix B.4, figure 17).",
+        better="higher",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    train_accuracy: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Accuracy on training samples",
+        unit="fraction",
+        title="Accuracy of the probe on its training samples",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    control_accuracy: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Accuracy on control labels",
+        unit="fraction",
+        title="Accuracy of a linear probe of control labels",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    selectivity: Float64[Tensor, " residual"] = axes(
+        "residual", label="Selectivity (difference of fractions)", title="Selectivity of a linear probe", within=(-1, 1)
+    )
     majority: Float64[Tensor, ""] = axes(within=None)
     confusion: Float64[Tensor, "residual label prediction"] = axes(
         "residual", "label", "prediction", within=(0, math.inf), out_of="confusion"
     )
-    samples: Float64[Tensor, " label"] = axes("label", within=None)
-    test_samples: Float64[Tensor, " label"] = axes("label", within=None)
+    samples: Float64[Tensor, " label"] = axes(
+        "label", label="Training samples", title="Training samples of each class", within=None
+    )
+    test_samples: Float64[Tensor, " label"] = axes(
+        "label", label="Held-out samples", title="Held-out samples of each class", within=None
+    )
     labels: tuple[int, ...]
     method: str
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "accuracy",
-            "Accuracy of a linear probe at each site",
-            "Fraction of held-out samples that a linear classifier on the frozen activations of the site predicts (Alain and "
-            "Bengio 2016; Jiang, Zhou and Zhu 2024, appendix B.4, figure 17).",
-        ),
-    )
 
     @property
     def accuracy(self) -> Tensor:

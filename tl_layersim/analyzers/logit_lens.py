@@ -16,7 +16,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat, Probability
 from ..core.errors import LayersimError
 from ..core.findings import site_in_words, with_margin
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batch
@@ -57,56 +57,86 @@ class LogitLensResult(Result):
         unembedding: the map from the residual x to logits; with `norm="none"` or `heads`, the map below the last layer.
     """
 
+    file_kind: ClassVar[str] = "logit_lens"
     values_name: ClassVar[str] = "cross_entropy"
-    values: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    perplexity: Float64[Tensor, " layer"] = axes("layer", within=(1, math.inf))
-    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0, 1))
-    top_k_accuracy: Float64[Tensor, "k layer"] = axes("k", "layer", within=(0, 1), by_chance=(0, 1))
-    target_probability: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    agreement: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0,))
-    kl_to_final: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    entropy: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    values: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Cross-entropy",
+        unit="nats",
+        title="Cross-entropy of each layer's prediction",
+        caption="In nats, against the target, with the final norm and unembedding applied after that block "
+        + JIANG.format("figure 9 b"),
+        better="lower",
+        within=(0, math.inf),
+    )
+    perplexity: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Perplexity",
+        title="Perplexity of the lens at each layer",
+        better="lower",
+        scale="log",
+        within=(1, math.inf),
+    )
+    accuracy: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Accuracy",
+        unit="fraction",
+        title="Accuracy of the lens at each layer",
+        better="higher",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    top_k_accuracy: Float64[Tensor, "k layer"] = axes(
+        "k",
+        "layer",
+        label="Accuracy",
+        unit="fraction",
+        title="Accuracy of each layer's prediction",
+        caption="Fraction of positions whose target is among the layer's k most likely tokens "
+        + JIANG.format("equation 2 and figure 2 a-b"),
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    target_probability: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Probability",
+        title="Probability of the target",
+        caption="Theorem 2.2 predicts a rise at every layer " + JIANG.format("section 2.2"),
+        within=(0, 1),
+    )
+    agreement: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Agreement",
+        unit="fraction",
+        title="Agreement with the final prediction",
+        caption="Fraction of positions at which the layer's most likely token is the last layer's "
+        + JIANG.format("section 2.2"),
+        better="higher",
+        within=(0, 1),
+        by_chance=(0,),
+    )
+    kl_to_final: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="KL divergence",
+        unit="nats",
+        title="KL divergence from the last layer",
+        caption="KL(last layer || this layer) in nats. The logit lens is by nostalgebraist (2020), this measure by "
+        "Belrose et al. 2023.",
+        within=(0, math.inf),
+    )
+    entropy: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Entropy",
+        unit="nats",
+        title="Entropy of each layer's prediction",
+        caption="In nats; low where a layer is confident, whether it is right or wrong (Aubry et al. 2025, figure 24, row 4).",
+        within=(0, math.inf),
+    )
     monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
     ks: tuple[int, ...]
     positions: int
     targets: int
     unembedding: str
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "cross_entropy",
-            "Cross-entropy of each layer's prediction",
-            "In nats, against the target, with the final norm and unembedding applied after that block "
-            + JIANG.format("figure 9 b"),
-        ),
-        Picture(
-            "top_k_accuracy",
-            "Accuracy of each layer's prediction",
-            "Fraction of positions whose target is among the layer's k most likely tokens "
-            + JIANG.format("equation 2 and figure 2 a-b"),
-        ),
-        Picture(
-            "agreement",
-            "Agreement with the final prediction",
-            "Fraction of positions at which the layer's most likely token is the last layer's " + JIANG.format("section 2.2"),
-        ),
-        Picture(
-            "kl_to_final",
-            "KL divergence from the last layer",
-            "KL(last layer || this layer) in nats. The logit lens is by nostalgebraist (2020), this measure by "
-            "Belrose et al. 2023.",
-        ),
-        Picture(
-            "entropy",
-            "Entropy of each layer's prediction",
-            "In nats; low where a layer is confident, whether it is right or wrong (Aubry et al. 2025, figure 24, row 4).",
-        ),
-        Picture(
-            "target_probability",
-            "Probability of the target",
-            "Theorem 2.2 predicts a rise at every layer " + JIANG.format("section 2.2"),
-        ),
-    )
 
     @property
     def cross_entropy(self) -> Tensor:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
-from ..core.results import Picture, axes
+from ..core.results import axes
 from ..core.sums import Sums
 from ._dissimilarities import dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
-from ._permutation_null import null_pictures
 from .base import Run, Weight
 
 
@@ -37,21 +36,19 @@ class MutualKNNResult(MinibatchMatrix):
         rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    file_kind: ClassVar[str] = "mutual_knn"
+    values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Shared neighbours",
+        unit="fraction",
+        title="Mutual nearest neighbours of layers",
+        caption="Fraction of the k nearest neighbours of a token at one layer that are also among its k nearest at the other "
+        "(Huh et al. 2024). Tokens of one row are no neighbours; neighbours at random share the fraction `chance`.",
+        within=(0, 1),
+    )
     chance: Float64[Tensor, ""] = axes(within=(0, 1))
     k: int
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Mutual nearest neighbours of layers",
-            "Fraction of the k nearest neighbours of a token at one layer that are also among its k nearest at the other "
-            "(Huh et al. 2024). Tokens of one row are no neighbours; neighbours at random share the fraction `chance`.",
-        ),
-        *null_pictures("mutual nearest neighbours"),
-    )
-
-    similarity_name: ClassVar[str] = "Mutual nearest neighbours"
 
     def headline(self) -> dict[str, float]:
         about = {"expected for neighbours at random": float(self.chance), "samples in a minibatch": self.mean_minibatch}

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import Limit
 from ..core.errors import LayersimError, warn
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batch
@@ -46,21 +46,28 @@ class NeuralCollapseResult(Result):
         labels: the classes, most frequent first.
     """
 
+    file_kind: ClassVar[str] = "neural_collapse"
     values_name: ClassVar[str] = "nc1"
-    values: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
-    within: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
-    between: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
-    samples: Float64[Tensor, " label"] = axes("label", within=(0, math.inf), out_of="samples")
-    labels: tuple[int, ...]
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "nc1",
-            "Within-class variability collapse",
-            "NC1 of each layer: low where samples of a class are close together relative to the distances between classes "
-            "(Jiang, Zhou and Zhu 2024, appendix B.3, figure 16; Papyan, Han and Donoho 2020).",
-        ),
+    values: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="NC1 (variability within / between classes)",
+        title="Within-class variability collapse",
+        caption="NC1 of each layer: low where samples of a class are close together relative to the distances between classes "
+        "(Jiang, Zhou and Zhu 2024, appendix B.3, figure 16; Papyan, Han and Donoho 2020).",
+        better="lower",
+        scale="log",
+        within=(0, math.inf),
     )
+    within: Float64[Tensor, " residual"] = axes(
+        "residual", label="Variance within classes", title="Variance within classes at each layer", within=(0, math.inf)
+    )
+    between: Float64[Tensor, " residual"] = axes(
+        "residual", label="Variance between classes", title="Variance between classes at each layer", within=(0, math.inf)
+    )
+    samples: Float64[Tensor, " label"] = axes(
+        "label", label="Samples", title="Samples of each class", within=(0, math.inf), out_of="samples"
+    )
+    labels: tuple[int, ...]
 
     @property
     def nc1(self) -> Tensor:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import warn
-from ..core.results import Picture, axes
+from ..core.results import axes
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ._arccos_distance import arccos_distance
 from ._covariances import Covariances, are_defined, check_defined, cost_in_words, seconds_of_pairs
 from ._cross_product_analyzer import CrossProductAnalyzer
-from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
+from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
 from .base import Run, Weight, need_tokens
 
 
@@ -35,28 +35,32 @@ class ProcrustesResult(CalibratedMatrix):
         samples: number of tokens (or sequences).
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    squared_distance: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 2))
-    angle: Float64[Tensor, "row column"] = axes("row", "column", within=(0, math.pi / 2))
+    file_kind: ClassVar[str] = "procrustes"
+    values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Procrustes similarity",
+        title="Procrustes similarity of sites",
+        caption="Similarity of the samples at two sites after the best rotation: 1 for equal shapes, 0 for uncorrelated "
+        "dimensions (Williams et al. 2021). It is above 0 for unrelated sites too, by about sqrt(d / n) at width d with n "
+        "samples.",
+        within=(0, 1),
+    )
+    squared_distance: Float64[Tensor, "row column"] = axes(
+        "row", "column", label="Squared Procrustes distance", title="Squared Procrustes distance between layers", within=(0, 2)
+    )
+    angle: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Procrustes angle",
+        unit="radians",
+        title="Procrustes angle between sites",
+        caption="Angular distance arccos(similarity), which is a metric (Williams et al. 2021, Generalized Shape Metrics).",
+        within=(0, math.pi / 2),
+    )
     samples: int
 
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Procrustes similarity of sites",
-            "Similarity of the samples at two sites after the best rotation: 1 for equal shapes, 0 for uncorrelated dimensions "
-            "(Williams et al. 2021). It is above 0 for unrelated sites too, by about sqrt(d / n) at width d with n samples.",
-        ),
-        Picture(
-            "angle",
-            "Procrustes angle between sites",
-            "Angular distance arccos(similarity), which is a metric (Williams et al. 2021, Generalized Shape Metrics).",
-        ),
-        *null_pictures("Procrustes similarity"),
-    )
-
     distance_name: ClassVar[str] = "Procrustes distance (radians)"
-    similarity_name: ClassVar[str] = "Procrustes similarity"
 
     def distance(self) -> float:
         r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.

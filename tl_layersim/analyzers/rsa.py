@@ -14,12 +14,11 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
-from ..core.results import Picture, axes
+from ..core.results import axes
 from ..core.sums import Sums
 from ._dissimilarities import average_ranks, dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
-from ._permutation_null import null_pictures
 from .base import Run, Weight
 
 
@@ -38,19 +37,16 @@ class RSAResult(MinibatchMatrix):
         rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column", within=(-1, 1))
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Representational similarity between layers",
-            "Correlation of the dissimilarities between tokens at two layers: 1 where the same tokens are near and far, 0 for "
-            "unrelated layers (Kriegeskorte, Mur and Bandettini 2008).",
-        ),
-        *null_pictures("RSA"),
+    file_kind: ClassVar[str] = "rsa"
+    values: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Correlation of dissimilarities",
+        title="Representational similarity between layers",
+        caption="Correlation of the dissimilarities between tokens at two layers: 1 where the same tokens are near and far, "
+        "0 for unrelated layers (Kriegeskorte, Mur and Bandettini 2008).",
+        within=(-1, 1),
     )
-
-    similarity_name: ClassVar[str] = "RSA correlation"
 
     def headline(self) -> dict[str, float]:
         return self.to_last_headline("RSA") | self.null_headline() | {"samples in a minibatch": self.mean_minibatch}

@@ -16,7 +16,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat
 from ..core.errors import warn
 from ..core.findings import with_margin
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import read_vectors, saturation_layers
@@ -52,28 +52,42 @@ class SaturationResult(Result):
         unembedding: the map from the residual x to logits.
     """
 
+    file_kind: ClassVar[str] = "saturation"
     values_name: ClassVar[str] = "counts"
-    values: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf), out_of="values")
-    cumulative: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0,))
-    early_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
-    cosine_to_last: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
+    values: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Tokens that saturate",
+        title="Tokens that saturate at each block",
+        caption="Bars: number of tokens whose most likely next token is final from each block on. Line, right axis: fraction "
+        "of tokens that saturate at each block or before " + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
+        within=(0, math.inf),
+        out_of="values",
+    )
+    cumulative: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Tokens",
+        unit="fraction",
+        title="Tokens that have saturated by each layer",
+        within=(0, 1),
+        by_chance=(0,),
+    )
+    early_share: Float64[Tensor, ""] = axes(
+        label="Positions that saturate before the last layer",
+        unit="fraction",
+        title="Positions that saturate before the last layer",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    cosine_to_last: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Cosine similarity",
+        title="Cosine to the last layer, by saturation layer",
+        caption="Mean cosine to the residual at the last layer, of the tokens that saturate at each block "
+        + SATURATION_SOURCE.format("figures 3 and 6"),
+        within=(-1, 1),
+    )
     correlation: Float64[Tensor, ""] = axes(within=(-1, 1))
     unembedding: str
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "counts",
-            "Tokens that saturate at each block",
-            "Bars: number of tokens whose most likely next token is final from each block on. Line, right axis: fraction of "
-            "tokens that saturate at each block or before " + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
-        ),
-        Picture(
-            "cosine_to_last",
-            "Cosine to the last layer, by saturation layer",
-            "Mean cosine to the residual at the last layer, of the tokens that saturate at each block "
-            + SATURATION_SOURCE.format("figures 3 and 6"),
-        ),
-    )
 
     @property
     def counts(self) -> Tensor:
@@ -91,7 +105,7 @@ class SaturationResult(Result):
 
         if field not in ("counts", "values"):
             return super().plot(field)
-        return saturation_bars(self, self.pictures[0].title)
+        return saturation_bars(self, self.declared().title)
 
     def headline(self) -> dict[str, float]:
         blocks = torch.arange(len(self.values), dtype=torch.float64)

@@ -15,7 +15,7 @@ from ..core.argument_checks import typed
 from ..core.bounds import NonNegativeInt, PositiveFloat
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..models.model_info import Model
@@ -46,34 +46,64 @@ class SkipEffectResult(Result):
         later_probability_change_largest: `skipped`, as `probability_change_largest`, for `later`.
     """
 
-    values: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
-    largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
-    later: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
-    later_largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
-    probability_change: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
-    probability_change_largest: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
-    later_probability_change: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
-    later_probability_change_largest: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "values",
-            "Effect of a skipped block on later blocks",
-            "Relative change of each block's contribution to the residual stream when an earlier block is skipped, mean over "
-            "tokens. A dark row is a block on which no later block depends "
-            + CSORDAS.format("figure 3, with maxima instead of means"),
-        ),
-        Picture(
-            "later",
-            "Effect of a skipped block on later positions",
-            "The same where the block is skipped in the first part of each row only and the change is measured in the rest: "
-            "what later positions read from the block through attention " + CSORDAS.format("figure 3"),
-        ),
-        Picture(
-            "probability_change",
-            "Effect of a skipped block on the output probabilities",
-            "Norm of the change of the output probabilities, mean over tokens " + CSORDAS.format("figure 3"),
-        ),
+    file_kind: ClassVar[str] = "skip_effect"
+    values: Float64[Tensor, "layer layer"] = axes(
+        "skipped",
+        "affected",
+        label="Relative change",
+        title="Effect of a skipped block on later blocks",
+        caption="Relative change of each block's contribution to the residual stream when an earlier block is skipped, mean "
+        "over tokens. A dark row is a block on which no later block depends "
+        + CSORDAS.format("figure 3, with maxima instead of means"),
+        within=(0, math.inf),
+    )
+    largest: Float64[Tensor, "layer layer"] = axes(
+        "skipped",
+        "affected",
+        label="Relative change (largest in a row)",
+        title="Largest relative change in a row, when a block is skipped",
+        within=(0, math.inf),
+    )
+    later: Float64[Tensor, "layer layer"] = axes(
+        "skipped",
+        "affected",
+        label="Relative change",
+        title="Effect of a skipped block on later positions",
+        caption="The same where the block is skipped in the first part of each row only and the change is measured in the "
+        "rest: what later positions read from the block through attention " + CSORDAS.format("figure 3"),
+        within=(0, math.inf),
+    )
+    later_largest: Float64[Tensor, "layer layer"] = axes(
+        "skipped",
+        "affected",
+        label="Relative change (largest in a row)",
+        title="Largest relative change of later tokens in a row, when a block is skipped",
+        within=(0, math.inf),
+    )
+    probability_change: Float64[Tensor, " layer"] = axes(
+        "skipped",
+        label="Change of the probabilities (norm)",
+        title="Effect of a skipped block on the output probabilities",
+        caption="Norm of the change of the output probabilities, mean over tokens " + CSORDAS.format("figure 3"),
+        within=(0, math.sqrt(2)),
+    )
+    probability_change_largest: Float64[Tensor, " layer"] = axes(
+        "skipped",
+        label="Change of the probabilities (largest norm in a row)",
+        title="Largest change of the predictions in a row, when a block is skipped",
+        within=(0, math.sqrt(2)),
+    )
+    later_probability_change: Float64[Tensor, " layer"] = axes(
+        "skipped",
+        label="Change of the probabilities (norm)",
+        title="Change of later predictions when a block is skipped",
+        within=(0, math.sqrt(2)),
+    )
+    later_probability_change_largest: Float64[Tensor, " layer"] = axes(
+        "skipped",
+        label="Change of the probabilities (largest norm in a row)",
+        title="Largest change of later predictions in a row, when a block is skipped",
+        within=(0, math.sqrt(2)),
     )
 
     def headline(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.bounds import Limit, PositiveFloat
 from ..core.errors import LayersimError, warn
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..data.labels import as_labels, label_source, warn_of_unused
@@ -48,29 +48,41 @@ class TaskMetricsResult(Result):
         labels: the classes of the head, 0 and up.
     """
 
+    file_kind: ClassVar[str] = "task_metrics"
     values_name: ClassVar[str] = "f1"
-    values: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0, 1))
-    mcc: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
-    f1_by_class: Float64[Tensor, "label layer"] = axes("label", "layer", within=(0, 1))
+    values: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Macro F1 (0 to 1)",
+        title="Macro F1 of each layer's prediction",
+        caption="Mean over classes of the harmonic mean of precision and recall, with the model's head applied after that "
+        "block (Jiang, Zhou and Zhu 2024, figures 8 and 21, show the accuracy).",
+        better="higher",
+        within=(0, 1),
+    )
+    accuracy: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Accuracy",
+        unit="fraction",
+        title="Accuracy at each layer",
+        better="higher",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    mcc: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Matthews correlation",
+        title="Matthews correlation of each layer's prediction",
+        caption="1 where all predictions are right, 0 where they say nothing of the label (Matthews 1975; Gorodkin 2004).",
+        better="higher",
+        within=(-1, 1),
+    )
+    f1_by_class: Float64[Tensor, "label layer"] = axes(
+        "label", "layer", label="F1 (0 to 1)", title="F1 of each class, by layer", within=(0, 1)
+    )
     confusion: Float64[Tensor, "layer label prediction"] = axes(
         "layer", "label", "prediction", within=(0, math.inf), out_of="confusion"
     )
     labels: tuple[int, ...]
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "f1",
-            "Macro F1 of each layer's prediction",
-            "Mean over classes of the harmonic mean of precision and recall, with the model's head applied after that block "
-            "(Jiang, Zhou and Zhu 2024, figures 8 and 21, show the accuracy).",
-        ),
-        Picture(
-            "mcc",
-            "Matthews correlation of each layer's prediction",
-            "1 where all predictions are right, 0 where they say nothing of the label (Matthews 1975; Gorodkin 2004).",
-        ),
-    )
 
     @property
     def f1(self) -> Tensor:
@@ -105,23 +117,23 @@ class RegressionMetricsResult(Result):
         rows: number of rows with a score.
     """
 
+    file_kind: ClassVar[str] = "regression_metrics"
     values_name: ClassVar[str] = "spearman"
-    values: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
-    pearson: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
-    rows: int
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "spearman",
-            "Rank correlation of each layer's prediction",
-            "Spearman correlation with the scores, with the model's own head applied after that block (Spearman 1904).",
-        ),
-        Picture(
-            "pearson",
-            "Linear correlation of each layer's prediction",
-            "Pearson correlation with the scores, with the model's own head applied after that block (Pearson 1895).",
-        ),
+    values: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Spearman correlation",
+        title="Rank correlation of each layer's prediction",
+        caption="Spearman correlation with the scores, with the model's own head applied after that block (Spearman 1904).",
+        within=(-1, 1),
     )
+    pearson: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Pearson correlation",
+        title="Linear correlation of each layer's prediction",
+        caption="Pearson correlation with the scores, with the model's own head applied after that block (Pearson 1895).",
+        within=(-1, 1),
+    )
+    rows: int
 
     @property
     def spearman(self) -> Tensor:

@@ -16,7 +16,7 @@ from ..core.bounds import TwoOrMore
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.site_map import site_name
@@ -88,65 +88,111 @@ class TrajectoryResult(Result):
             1e-6 are given as 0.
     """
 
+    file_kind: ClassVar[str] = "trajectory"
     values_name: ClassVar[str] = "norm"
-    values: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
-    norm_std: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
-    norm_quantiles: Float64[Tensor, "quantile residual"] = axes("quantile", "residual", within=(0, math.inf))
-    update_norm: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    update_norm_std: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    update_norm_quantiles: Float64[Tensor, "quantile layer"] = axes("quantile", "layer", within=(0, math.inf))
-    growth: Float64[Tensor, " layer"] = axes("layer")
-    lss_mean: Float64[Tensor, ""] = axes(within=(1, math.inf))
+    values: Float64[Tensor, " residual"] = axes(
+        "residual", label="Norm of the residual", title="Norm of the residual stream at each layer", within=(0, math.inf)
+    )
+    norm_std: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Standard deviation of the norm",
+        title="Spread of the residual stream's norm over tokens",
+        within=(0, math.inf),
+    )
+    norm_quantiles: Float64[Tensor, "quantile residual"] = axes(
+        "quantile",
+        "residual",
+        label="Norm of the residual",
+        title="Norm of the residual stream over tokens",
+        within=(0, math.inf),
+    )
+    update_norm: Float64[Tensor, " layer"] = axes(
+        "layer", label="Norm of the update", title="Norm of the update of each block", within=(0, math.inf)
+    )
+    update_norm_std: Float64[Tensor, " layer"] = axes(
+        "layer", label="Standard deviation of the norm", title="Spread of the update's norm over tokens", within=(0, math.inf)
+    )
+    update_norm_quantiles: Float64[Tensor, "quantile layer"] = axes(
+        "quantile",
+        "layer",
+        label="Norm of the update",
+        title="Norm of the update of each block over tokens",
+        within=(0, math.inf),
+    )
+    growth: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Growth of the norm, ln(after / before)",
+        title="Growth of the residual stream's norm in each block",
+        caption="ln(|x| after / |x| before) of each block; equal at every block if norms grow exponentially "
+        + AUBRY.format("section 3.3"),
+    )
+    lss_mean: Float64[Tensor, ""] = axes(label="Line-shape score", within=(1, math.inf))
     lss_std: Float64[Tensor, ""] = axes(within=(0, math.inf))
-    lss_quantiles: Float64[Tensor, " quantile"] = axes("quantile", within=(1, math.inf))
-    expodistance_mean: Float64[Tensor, ""] = axes(within=(0, math.inf))
+    lss_quantiles: Float64[Tensor, " quantile"] = axes(
+        "quantile",
+        label="Line-shape score",
+        title="Line-shape score, and norms by layer",
+        caption="Left: the line-shape score of tokens, median and quantiles; 1 is a straight path through the layers; points "
+        "are the means of the rows of the data. Right: norms of the residual stream and of the update of each block, as "
+        "quantiles over tokens. Updates are equally long if layers are equidistant, which they are not in trained language "
+        "models " + AUBRY.format("figures 23 and 24, rows 1 and 3"),
+        within=(1, math.inf),
+    )
+    expodistance_mean: Float64[Tensor, ""] = axes(label="Expodistance", within=(0, math.inf))
     expodistance_std: Float64[Tensor, ""] = axes(within=(0, math.inf))
-    expodistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile", within=(0, math.inf))
-    equidistance_mean: Float64[Tensor, ""] = axes(within=(0, math.inf))
+    expodistance_quantiles: Float64[Tensor, " quantile"] = axes(
+        "quantile", label="Expodistance", title="Expodistance over tokens", within=(0, math.inf)
+    )
+    equidistance_mean: Float64[Tensor, ""] = axes(label="Equidistance", within=(0, math.inf))
     equidistance_std: Float64[Tensor, ""] = axes(within=(0, math.inf))
-    equidistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile", within=(0, math.inf))
-    windowed_lss: Float64[Tensor, " centre"] = axes("centre", within=(1, math.inf))
-    windowed_lss_std: Float64[Tensor, " centre"] = axes("centre", within=(0, math.inf))
+    equidistance_quantiles: Float64[Tensor, " quantile"] = axes(
+        "quantile", label="Equidistance", title="Equidistance of updates over tokens", within=(0, math.inf)
+    )
+    windowed_lss: Float64[Tensor, " centre"] = axes(
+        "centre",
+        label="Line-shape score",
+        title="Line-shape score around each layer",
+        caption="1 for a straight line, about the square root of the number of steps for independent steps; needs "
+        "Trajectory(window=...) " + AUBRY.format("figures 24 and 25"),
+        within=(1, math.inf),
+    )
+    windowed_lss_std: Float64[Tensor, " centre"] = axes(
+        "centre",
+        label="Standard deviation of the line-shape score",
+        title="Spread of the line-shape score over tokens",
+        within=(0, math.inf),
+    )
     # Files of earlier versions lack the next fields.
-    curvature: Float64[Tensor, " residual"] = axes("residual", default=None, within=(0, math.pi))
-    curvature_std: Float64[Tensor, " residual"] = axes("residual", default=None, within=(0, math.pi / 2))
-    prompt_lss: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
-    prompt_tokens: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
+    curvature: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Angle between steps",
+        unit="radians",
+        title="Curvature from token to token",
+        scale="free",
+        caption="Mean angle between consecutive steps from token to token at each layer: lower where a row's tokens move "
+        "along a straighter path (Hosseini and Fedorenko 2023; Skean et al. 2025, section 3). Independent positions have 2 "
+        "pi / 3.",
+        within=(0, math.pi),
+    )
+    curvature_std: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Standard deviation of the angle",
+        unit="radians",
+        title="Spread of the curvature over tokens",
+        within=(0, math.pi / 2),
+    )
+    prompt_lss: Float64[Tensor, " prompt_row"] = axes(
+        "prompt_row", label="Line-shape score", title="Line-shape score of each row of the data", within=None
+    )
+    prompt_tokens: Float64[Tensor, " prompt_row"] = axes(
+        "prompt_row", label="Tokens", title="Tokens of each row of the data", within=None
+    )
     prompt_rows: tuple[int, ...] = ()
     turns: int = 0
     window: int
     # Files of earlier versions lack it.
     final_norm: bool = False
     quantiles: tuple[float, ...] = QUANTILES
-
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
-            "lss_quantiles",
-            "Line-shape score, and norms by layer",
-            "Left: the line-shape score of tokens, median and quantiles; 1 is a straight path through the layers; points are "
-            "the means of the rows of the data. Right: norms of the residual stream and of the update of each block, as "
-            "quantiles over tokens. Updates are equally long if layers are equidistant, which they are not in trained "
-            "language models " + AUBRY.format("figures 23 and 24, rows 1 and 3"),
-        ),
-        Picture(
-            "growth",
-            "Growth of the residual stream's norm in each block",
-            "ln(|x| after / |x| before) of each block; equal at every block if norms grow exponentially "
-            + AUBRY.format("section 3.3"),
-        ),
-        Picture(
-            "windowed_lss",
-            "Line-shape score around each layer",
-            "1 for a straight line, about the square root of the number of steps for independent steps; needs "
-            "Trajectory(window=...) " + AUBRY.format("figures 24 and 25"),
-        ),
-        Picture(
-            "curvature",
-            "Curvature from token to token",
-            "Mean angle between consecutive steps from token to token at each layer: lower where a row's tokens move along a "
-            "straighter path (Hosseini and Fedorenko 2023; Skean et al. 2025, section 3). Independent positions have 2 pi / 3.",
-        ),
-    )
 
     @property
     def norm(self) -> Tensor:
@@ -184,7 +230,7 @@ class TrajectoryResult(Result):
             return with_subtitle(fig, f"Window of {self.window} steps; a step is the update of a block")
         if field != "lss_quantiles":
             return super().plot(field)
-        return shape_and_norms(self, self.pictures[0].title)
+        return shape_and_norms(self, self.declared("lss_quantiles").title)
 
     def by_prompt(self) -> dict[str, float]:
         """Mean line-shape score of each row of the data, by names such as "row 3", as `relate` takes them; without NaN.

@@ -14,7 +14,7 @@ Other packages may import:
   `refuse_no_blocks`
 * `findings`: `site_in_words`, `with_margin`, parts of sentences about results
 * `result_differences`: `Estimate`, `difference_estimate`, `same_blocks`; `label_table`: `label_table`, `BLOCK_AXES`, `COLUMNS`
-* `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `axes`, `load`
+* `fields`: `axes`, `Declaration`, `declarations`; `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `load`
 * `provenance`: `Provenance`, `JOINT`; `field_types`: `refuse_other_types`; `function_code`: names and digests of
   functions
 * `result_files`: `pack_report`

@@ -2,6 +2,7 @@
 
 from .errors import LayersimError as LayersimError
 from .errors import LayersimWarning as LayersimWarning
+from .fields import axes as axes
 from .histogram_quantiles import quantiles_from_histogram as quantiles_from_histogram
 from .provenance import Provenance as Provenance
 from .results import LayerCurve as LayerCurve
@@ -9,5 +10,4 @@ from .results import LayerMatrix as LayerMatrix
 from .results import Picture as Picture
 from .results import Report as Report
 from .results import Result as Result
-from .results import axes as axes
 from .sums import Sums as Sums

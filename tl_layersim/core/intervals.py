@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayersimError
+from .fields import declarations
 from .jackknife import ROUNDING_ERROR, UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
 from .wording import equation, number_text, p_value_text, rounded_to_margin
 
@@ -50,7 +51,7 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     if isinstance(what, str):
         field, within = bounded_field(result, what)
         parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), total_of(result, field))
-        by_chance, rows = _declared(result, field)["by_chance"], result.provenance.sequences
+        by_chance, rows = result.declared(field).by_chance, result.provenance.sequences
         low, high = (rows if bound in by_chance else math.inf for bound in within)
         return _interval(*parts, level, within, (low, high))
     found = function_interval(result, what, level)
@@ -105,8 +106,8 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
     if not places:
         return None if jumps else _interval(value, replicates, level)
     # A number at a bound may be in several fields; the interval of one in which it is there by chance has a width.
-    field, place = min(places, key=lambda one: float(value) not in _declared(result, one[0])["by_chance"])
-    if _declared(result, field)["within"] is None:
+    field, place = min(places, key=lambda one: float(value) not in result.declared(one[0]).by_chance)
+    if result.declared(field).within is None:
         return _interval(value, replicates, level)
     return ConfidenceInterval(*(part.reshape(-1)[place] for part in interval_of(result, field, level)))
 
@@ -173,17 +174,12 @@ def total_of(result: Any, field: str) -> str:
         result: any.
         field: name of the attribute that holds the field.
     """
-    return str(_declared(result, field)["out_of"])
-
-
-def _declared(result: Any, field: str) -> Mapping[str, Any]:
-    """What `axes` declares of a tensor field."""
-    return next(one.metadata for one in fields(result) if one.name == field)
+    return str(result.declared(field).out_of)
 
 
 def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
     """The bounds of each tensor field of a result, None for a field without interval."""
-    return {f.name: f.metadata["within"] for f in fields(result) if "within" in f.metadata}
+    return {name: own.within for name, own in declarations(result).items()}
 
 
 def _interval(

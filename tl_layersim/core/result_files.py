@@ -88,7 +88,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
 
     Raises:
         FileNotFoundError: the file does not exist.
-        LayersimError: the file is damaged, of another kind, or of a newer version.
+        LayersimError: the file is damaged, of another kind, or of another version.
     """
     if is_hub_address(path):
         path = downloaded(str(path))
@@ -111,8 +111,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
 def _unpack(
     path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], base: type[Any], report: type[Any]
 ) -> Any:
-    # Format 1 names the module and the class.
-    kind = f"{header['module']}:{header['class']}" if "module" in header else str(header["class"])
+    kind = str(header["class"])
     cls = class_of(kind, base)
     if cls is None:
         # A class is never imported because a file names it.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from .argument_checks import typed
 from .bounds import OpenFraction
 from .errors import LayersimError
-from .findings import in_depth_order
+from .fields import Declaration, axes, declarations
+from .findings import in_depth_order, site_in_words
 from .intervals import bounds_of, field_named, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .label_table import BLOCK_AXES, label_table
@@ -37,39 +37,11 @@ from .report_exports import ReportExports
 UNTRAINED = "untrained "
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
-    *("baseline", "coordinates", "distance_name", "finding", "first_layer"),
+    *("baseline", "coordinates", "declared", "distance_name", "finding", "first_layer"),
     *("in_depth_order", "measured_on", "null_headline", "of_untrained", "pictures"),
-    *("refuse_other_shapes", "similarity_name", "sites_headline", "tensor_fields", "to_last_headline"),
+    *("refuse_other_shapes", "sites_headline", "tensor_fields", "to_last_headline"),
     *("transposed", "values_name", "with_halves"),
 }
-
-
-def axes(
-    *names: str,
-    default: Any = MISSING,
-    within: tuple[float, float] | None = (-math.inf, math.inf),
-    by_chance: tuple[float, ...] = (),
-    out_of: str = "",
-) -> Any:
-    """Declare a dataclass field that holds a float64 tensor over the named axes.
-
-    The axes `row` and `column` are the residual layers of the first and second model, `residual` those of the first model.
-    The axes `layer`, `row_block`, `column_block`, `skipped` and `affected` are its blocks, one fewer than residual layers. Any
-    other axis `x` takes its labels from the result's field `xs` (`batches` for `batch`).
-
-    Args:
-        *names: of the axes, in order.
-        default: of the field; none by default. None is read as NaN, for fields that files of earlier versions lack.
-        within: the bounds that no value of the field can exceed, such as (0, 1) for fractions; intervals keep to them.
-            None for a field without interval: what a first pass over the data determines, values of single prompts, draws of
-            a null, and p-values.
-        by_chance: the bounds at which a fraction may be because of few samples, not by definition, such as (0, 1) for an
-            accuracy. Its interval there has a width.
-        out_of: for counts, which grow with the data, the attribute whose sum they are counted out of, such as the field
-            itself. The interval of a count is that of its fraction.
-    """
-    metadata = {"axes": names, "within": within, "by_chance": by_chance, "out_of": out_of}
-    return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -90,7 +62,7 @@ class Result(ABC):
 
     Class attributes:
         - `values_name`: name of `values` in tables and figures.
-        - `pictures`: figures that a report shows.
+        - `file_kind`: name of the class in files, which stays when the class is renamed; its module and name by default.
     """
 
     layers: tuple[str, ...]
@@ -100,16 +72,10 @@ class Result(ABC):
     block_tokens: tuple[int, ...] = ()
     untrained: tuple[Any, ...] = ()
     values_name: ClassVar[str] = "values"
-    pictures: ClassVar[tuple[Picture, ...]] = ()
+    file_kind: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         self.refuse_other_shapes()
-        for name, axis_names in self.tensor_fields().items():
-            if getattr(self, name) is None:
-                # A field with default=None is NaN in files that were written before the field existed. One NaN for all
-                # entries: the labels in a file must not decide how much memory is allocated.
-                nan = torch.tensor(math.nan, dtype=torch.float64)
-                object.__setattr__(self, name, nan.expand([len(self.coordinates(axis)) for axis in axis_names]))
 
     def refuse_other_shapes(self) -> None:
         """Refuse tensors that do not have one number for each label of their axes.
@@ -119,7 +85,7 @@ class Result(ABC):
         """
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
-            if getattr(self, name) is not None and tuple(getattr(self, name).shape) != sizes:
+            if tuple(getattr(self, name).shape) != sizes:
                 raise LayersimError(
                     f"{type(self).__name__}.{name} has shape {tuple(getattr(self, name).shape)}; its axes "
                     f"{' x '.join(axis_names)} have {sizes} labels."
@@ -142,7 +108,30 @@ class Result(ABC):
     @classmethod
     def tensor_fields(cls) -> dict[str, tuple[str, ...]]:
         """Name and axes of each tensor field."""
-        return {f.name: f.metadata["axes"] for f in fields(cls) if "axes" in f.metadata}
+        return {name: own.axes for name, own in declarations(cls).items()}
+
+    def declared(self, field: str = "values") -> Declaration:
+        """What `axes` declares of a field: its words, unit, title, caption and bounds.
+
+        Args:
+            field: name of a tensor field, or that of `values` in tables.
+
+        Raises:
+            LayersimError: the result has no such field.
+        """
+        return declarations(self)[field_named(self, field)]
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The figures that a report shows: of the fields with a caption, else of `values`."""
+        declared = declarations(self)
+        shown = [name for name, own in declared.items() if own.caption] or ["values"]
+        return tuple(
+            Picture(self.values_name if name == "values" else name, declared[name].title, declared[name].caption)
+            for name in shown
+            # A report shows no empty figures.
+            if len(declared[name].axes) in (1, 2) and not bool(getattr(self, name).isnan().all())
+        )
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
         """The labels along an axis.
@@ -264,8 +253,18 @@ class Result(ABC):
         return in_depth_order(self.layers) and in_depth_order(self.coordinates("column"))
 
     def headline(self) -> dict[str, float]:
-        """The numbers that a summary table shows, by description."""
-        return {}
+        """The numbers that a summary shows, by description: `values` at its ends, or their mean, and all single numbers."""
+        declared = declarations(self)
+        own, label = self.values, declared["values"].label
+        labels = self.coordinates(declared["values"].axes[0]) if own.dim() == 1 else ()
+        if own.dim() == 1 and len(labels) > 1 and in_depth_order(labels):
+            numbers = {f"{label} at {site_in_words(labels[0])}": own[0], f"{label} at the last site": own[-1]}
+        elif own.dim():
+            numbers = {f"{label}, mean": own.nanmean()}
+        else:
+            numbers = {}
+        numbers |= {one.label: getattr(self, name) for name, one in declared.items() if not one.axes}
+        return {name: float(value) for name, value in numbers.items() if not bool(value.isnan())}
 
     def finding(self) -> str:
         """One sentence with the main numbers, for the top of a report; empty for that of the matrix or the headline."""
@@ -313,8 +312,18 @@ class LayerMatrix(Result):
         column_layers: residual layers of the second model, or of the first again.
     """
 
-    values: Float64[Tensor, "row column"] = axes("row", "column")
+    file_kind: ClassVar[str] = "layer_matrix"
+    values: Float64[Tensor, "row column"] = axes("row", "column", label="Value", title="Values between layers")
     column_layers: tuple[str, ...]
+
+    def headline(self) -> dict[str, float]:
+        label = self.declared().label
+        if not self.in_depth_order or self.layers != self.column_layers or " | " in self.provenance.model:
+            return self.sites_headline(label) or super().headline()
+        if len(self.layers) < 2:
+            return super().headline()
+        ends = {f"{label}({self.first_layer()}, last)": self.values[0, -1], f"{label}(last but one, last)": self.values[-2, -1]}
+        return {name: float(value) for name, value in ends.items() if not bool(value.isnan())}
 
     def sites_headline(self, measure: str) -> dict[str, float]:
         """The mean over pairs of different sites of one model, for the headline of sites that are not in order of depth.
@@ -337,7 +346,8 @@ class LayerCurve(Result):
         values: `residual`.
     """
 
-    values: Float64[Tensor, " residual"] = axes("residual")
+    file_kind: ClassVar[str] = "layer_curve"
+    values: Float64[Tensor, " residual"] = axes("residual", label="Value", title="Values at each layer")
 
 
 class Report(ReportExports):

@@ -18,10 +18,9 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import LayersimError, warn
+from .errors import LayersimError
 from .wording import brief
 
-# Format 1 had no checksum, and named the modules of result classes.
 FORMAT = 2
 # Name of the file of a report in the folder that the command line or the hub makes.
 REPORT_FILE = "report.safetensors"
@@ -277,10 +276,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
 
     Raises:
         FileNotFoundError: the file does not exist.
-        LayersimError: the file is truncated, changed since it was written, of another program or kind, or of a newer format.
-
-    Warns:
-        LayersimWarning: the file is of format 1, which has no checksum.
+        LayersimError: the file is truncated, changed since it was written, of another program or kind, or of another format.
     """
     path = Path(path)
     if path.is_dir() and (path / REPORT_FILE).is_file():
@@ -304,12 +300,12 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
         raise LayersimError(f"{path} is a safetensors file, but not one of tl_layersim: it holds {brief(list(tensors))}.")
-    if header["format"] > FORMAT:
+    if header["format"] != FORMAT:
+        other = "a newer" if header["format"] > FORMAT else "an older"
         raise LayersimError(
-            f"{path} was written by a newer tl_layersim, in format {header['format']}; this one reads up to {FORMAT}."
+            f"{path} was written by {other} tl_layersim, in format {header['format']}; this one reads {FORMAT}."
         )
-    old = header["format"] == 1 and CHECKSUM not in metadata
-    if not old and metadata.get(CHECKSUM) != checksum(text, tensors):
+    if metadata.get(CHECKSUM) != checksum(text, tensors):
         raise LayersimError(
             f"{path} has changed since it was written: its checksum differs. "
             "Copy the file again, or run the analysis again; delete it if it is a checkpoint."
@@ -319,11 +315,6 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             f"{path} holds another kind of data, a {header['kind']} and not a {' or a '.join(kinds)}. Read it with "
             + READERS.get(header["kind"], "`lsim.load` if it is a result or a report, or with `checkpoint=`")
             + "."
-        )
-    if old:
-        warn(
-            f"{path} was written by tl_layersim 0.1, without a checksum, so a change of the file cannot be detected. "
-            "Files written now have one."
         )
     return header, tensors
 

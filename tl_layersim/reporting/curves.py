@@ -27,9 +27,8 @@ from .style import (
 
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer")
-# Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one; and fields that do.
+# Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one.
 LOG_FACTOR = 20
-LOGARITHMIC = ("nc1", "perplexity")
 # Most points of a curve that have markers.
 MOST_MARKERS = 60
 # Most ticks along numbers of singular values, beside the first; and their distances.

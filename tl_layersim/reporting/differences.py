@@ -14,7 +14,7 @@ from ..core.results import Result
 from .colour_scales import about_zero, on_cells
 from .curves import LAYER_AXES
 from .figures import LAYER_MATRICES
-from .labels import axis_title, quantity
+from .labels import axis_title
 from .matrix import square_cells
 from .site_labels import short_names
 from .style import PALETTE, colour_bar, layer_axis, styled, turn_labels, with_subtitle
@@ -44,7 +44,7 @@ def difference_figure(
         relative_depth: whether sites stand at their relative depths.
         names: of the two runs.
     """
-    words = quantity(type(result).__name__, result.values_name if field == "values" else field)
+    words = result.declared(field).words
     unit = f"Difference: {words}"
     title = f"Difference: {words.partition(' (')[0]}"
     of_runs = f"{names[1]} minus {names[0]}"

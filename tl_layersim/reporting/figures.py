@@ -15,7 +15,6 @@ from ..core.provenance import JOINT
 from ..core.results import Result
 from .curves import (
     LOG_FACTOR,
-    LOGARITHMIC,
     Series,
     from_lower_bound,
     lines,
@@ -25,7 +24,7 @@ from .curves import (
     with_least_span,
 )
 from .interval_bands import Ends, interval_ends
-from .labels import field_title, quantity, series_label
+from .labels import series_label
 from .matrix import layer_heatmap, series_heatmap
 from .names_of_models import names_of_models
 from .site_labels import site_words
@@ -41,8 +40,6 @@ LAYER_MATRICES = (
     ("vision_layer", "other_vision_layer"),
     ("text_layer", "other_text_layer"),
 )
-# Curves that are compared with a reference line, far from 0: their axis shows both, and not 0.
-FAR_FROM_ZERO = ("curvature",)
 # Axes along which a few series have an order.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
@@ -91,13 +88,12 @@ def title_of(result: Result, field: str) -> str:
         result: whose field.
         field: its name.
     """
-    picture = next((picture for picture in result.pictures if picture.field == field), None)
-    return site_words(result.layers, picture.title if picture else field_title(type(result).__name__, field))
+    return site_words(result.layers, result.declared(field).title)
 
 
 def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
-    unit, title, ends = quantity(type(result).__name__, field), title_of(result, field), interval_ends(result, field)
+    unit, title, ends = result.declared(field).words, title_of(result, field), interval_ends(result, field)
     if axes in LAYER_MATRICES:
         return layer_heatmap(result, field, axes, title, unit, ends)
     if len(axes) == 1:
@@ -116,7 +112,7 @@ def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figur
     if axes[0] == "quantile":
         return quantile_lines(labels, names, values, (title, unit), axes[1], ends)
     if axes[0] in ("model", "stage"):
-        return model_lines((labels, names), values, field, (title, unit), axes[1], ends)
+        return model_lines((labels, names), values, (title, unit), axes[1], ends, result.declared(field))
     if len(labels) <= MOST_LINES:
         looks = series_look(len(labels), ordered=axes[0] in ORDERED_AXES)
         series = [
@@ -161,13 +157,14 @@ def _padded(values: Any, names: tuple[Any, ...]) -> Any:
 
 def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None) -> go.Figure:
     """The figure of a field over one axis."""
-    unit, title, names = quantity(type(result).__name__, field), title_of(result, field), result.coordinates(axis)
+    unit, title, names = result.declared(field).words, title_of(result, field), result.coordinates(axis)
     if axis == "sublayer":
         return sublayer_lines(names, values, title, unit, ends)
     if axis == "step" and len(values):
         return step_curve(values, title, unit, ends)
     known = values[np.isfinite(values)]
-    log = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
+    declared = result.declared(field)
+    log = declared.scale == "log" and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
     reference = result.baseline(field)
     # Beside a reference line, the legend has no room for the unit, which stands on the axis.
     own = Series(unit if reference is None else unit.partition(" (")[0], values, ends)
@@ -178,6 +175,6 @@ def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None
         label = f"untrained, mean of {len(twins)} seeds"
         series = [own._replace(label="trained"), Series(label, twins.mean(0).numpy(), None, GREY, "square", "dash")]
     fig = lines(names, series, title, unit, axis, log)
-    if field in FAR_FROM_ZERO:
+    if declared.scale == "free":
         fig.update_yaxes(rangemode="normal")
     return fig if reference is None else with_baseline(fig, *reference)

@@ -13,7 +13,6 @@ from ..core.intervals import headline_texts
 from ..core.provenance import JOINT
 from ..core.results import LayerMatrix, Result
 from ..core.wording import number_text
-from .labels import quantity
 
 # Headline numbers in a sentence of a result that has no words of its own.
 MOST_HEADLINES = 2
@@ -84,7 +83,7 @@ def _extremes(result: LayerMatrix) -> str:
         return ""
     high_text = _pair(result, values.where(compared, -math.inf).argmax(), two_models)
     low_text = _pair(result, values.where(compared, math.inf).argmin(), two_models)
-    name = quantity(type(result).__name__, result.values_name)
+    name = result.declared().words
     return f"{name} is highest between {high_text} and lowest between {low_text}."
 
 

@@ -19,7 +19,6 @@ from ..core.results import UNTRAINED, Result
 from ..core.storage import replacing
 from .figure_json import figure_json
 from .findings import finding, side_by_side
-from .labels import quantity
 from .names_of_models import names_of_models
 from .number_tables import number_table
 from .plotly_bundle import plotly_bundle
@@ -131,7 +130,7 @@ def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[s
     models, lines = side_by_side(result)
     return {
         "name": name,
-        "words": quantity(type(result).__name__, result.values_name),
+        "words": result.declared().words,
         "finding": finding(result),
         "headline": list(headline_texts(result).items()),
         "models": models,

@@ -11,7 +11,7 @@ from ..core.intervals import margin_text
 from ..core.label_table import COLUMNS
 from ..core.results import Result
 from .interval_bands import interval_ends
-from .labels import axis_title, quantity
+from .labels import axis_title
 from .site_labels import short_names, site_axis_title
 
 # Larger tables are left to `to_frame`.
@@ -44,7 +44,7 @@ def number_table(result: Result, field: str) -> NumberTable | None:
     axes = result.tensor_fields().get(own)
     if axes is None or not axes or len(axes) > 2:
         return None
-    series = result.coordinates(axes[0]) if len(axes) == 2 else (quantity(type(result).__name__, field),)
+    series = result.coordinates(axes[0]) if len(axes) == 2 else (result.declared(field).words,)
     labels = result.coordinates(axes[-1])
     if len(series) > MOST_COLUMNS or len(labels) > MOST_LINES or (len(axes) == 2 and axes[0] in COLUMNS):
         return None

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 from .colour_scales import MOST_NUMBERS, ColourScale, on_cells
 from .curves import LOG_FACTOR, add_fan, label_axis
 from .interval_bands import Ends, hover_texts, interval_ends, whiskers
-from .labels import axis_title, quantity
+from .labels import axis_title
 from .style import (
     BLUE,
     DARK,
@@ -201,7 +201,7 @@ def saturation_bars(result: Any, title: str) -> go.Figure:
         else:
             fig.add_trace(go.Scatter(common | {"mode": "lines+markers", "line": {"color": colour}}), secondary_y=True)
     label_axis(fig, names, "layer")
-    fig.update_yaxes(title=quantity("SaturationResult", "counts"), secondary_y=False, rangemode="tozero")
+    fig.update_yaxes(title=result.declared().words, secondary_y=False, rangemode="tozero")
     right = {"range": [0, 1.04], "showgrid": False, "title": "Tokens that have saturated (fraction)", "tickcolor": ORANGE}
     right |= {"tickmode": "array", "tickvals": [0, 0.25, 0.5, 0.75, 1]}
     fig.update_yaxes(secondary_y=True, tickfont={"color": ORANGE}, title_font_color=ORANGE, linecolor=ORANGE, **right)
@@ -275,4 +275,4 @@ def _add_score(fig: go.Figure, result: Any) -> None:
     hover = {"customdata": [text], "hovertemplate": "%{customdata}<extra></extra>"}
     fig.add_scatter(x=[0], y=values[[middle]], mode="markers", marker=marker, **bar, **hover, **place)
     fig.update_xaxes(range=[-0.5, 0.8], showgrid=False, row=1, col=1)
-    fig.update_yaxes(title=f"{quantity('TrajectoryResult', 'lss_quantiles')} (1: straight)", row=1, col=1)
+    fig.update_yaxes(title=f"{result.declared('lss_quantiles').words} (1: straight)", row=1, col=1)

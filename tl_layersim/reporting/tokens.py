@@ -31,14 +31,14 @@ class Predictions(NamedTuple):
         probability: `token layer`, of the first choices.
         saturation: `token`, index of the saturation layer.
         entropy: `token layer`, in nats; NaN where it is not known.
-        top: for each token and layer, the likeliest words and their probabilities; empty where they are not known.
+        top: for each token and layer, the likeliest words and their probabilities.
     """
 
     words: tuple[tuple[str, ...], ...]
     probability: Any
     saturation: list[int]
     entropy: Any
-    top: tuple[Any, ...] = ()
+    top: tuple[Any, ...]
 
 
 def visible_token(token: str, letters: int | None = None) -> str:

@@ -8,40 +8,40 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines
+from ..core.fields import Declaration
+from .curves import LOG_FACTOR, Series, lines
 from .interval_bands import Ends
-from .labels import BETTER
 from .style import series_look, with_subtitle
 
 
 def model_lines(
     labels: tuple[tuple[str, ...], tuple[str, ...]],
     values: Any,
-    field: str,
     titles: tuple[str, str],
     axis: str,
     ends: Ends | None,
+    declared: Declaration,
 ) -> go.Figure:
     """Line plot over layers of one value of each of two models; below the title, at how many layers each is better.
 
     Args:
         labels: names of the models, and of the layers.
         values: `model layer`.
-        field: name of the field, which tells whether lower or higher values are better.
         titles: of the figure, and of the vertical axis.
         axis: name of the horizontal axis.
         ends: of the intervals of the values; None without intervals.
+        declared: of the field.
     """
     models, names = labels
     known = values[np.isfinite(values)]
-    wide = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
+    wide = declared.scale == "log" and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
     looks = series_look(len(models), ordered=False)
     series = [
         Series(html.escape(model), values[n], ends and ends.at(n), **look)
         for n, (model, look) in enumerate(zip(models, looks, strict=True))
     ]
     fig = lines(names, series, titles[0], titles[1], axis, log=wide)
-    return with_subtitle(fig, html.escape(better_in_words(models, values, BETTER.get(field, ""))))
+    return with_subtitle(fig, html.escape(better_in_words(models, values, declared.better)))
 
 
 def better_in_words(models: tuple[str, ...], values: Any, direction: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -32,6 +32,7 @@ class Penalties(ModelMatrix):
         fit: how adapters were fitted; "" where nothing was.
     """
 
+    file_kind: ClassVar[str] = "stitch_penalties"
     values_name = "penalty"
     seam: str
     kind: str

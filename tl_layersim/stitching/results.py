@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -17,7 +17,7 @@ from ..analysis.model_groups import chosen_groups
 from ..core.argument_checks import typed
 from ..core.bounds import OpenFraction
 from ..core.errors import LayersimError
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from .adapter import Adapter
 from .intervals import Interval, over_batches
 from .penalties import Penalties, PenaltyField, adapter_words, penalties_between, penalty_words
@@ -56,31 +56,59 @@ class StitchResult(Result):
         unit: the unit of a target: "token", or "row" of a classifier.
     """
 
+    file_kind: ClassVar[str] = "stitch"
     values_name = "curve"
-    values: Float64[Tensor, " step"] = axes("step", within=(0, math.inf))
-    batch_tokens: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
-    batch_loss: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
-    batch_back_loss: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
-    batch_correct: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
-    batch_back_correct: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
-    weight: Float64[Tensor, "back_dim front_dim"] = axes("back_dim", "front_dim")
-    bias: Float64[Tensor, " back_bias"] = axes("back_bias")
+    values: Float64[Tensor, " step"] = axes(
+        "step",
+        label="Loss",
+        unit="nats",
+        title="Learning curve of the adapter",
+        caption="Cross-entropy of the stitched model on the training batch of each step. Horizontal lines: cross-entropy of "
+        "the stitched model, and of the back alone, on texts kept out of the training (Brown et al. 2023, figure 6). "
+        "Training batches are other texts, so compare the two lines with each other.",
+        within=(0, math.inf),
+    )
+    batch_tokens: Float64[Tensor, " batch"] = axes(
+        "batch", label="Targets", title="Targets of each batch", within=(0, math.inf)
+    )
+    batch_loss: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Summed cross-entropy of the stitched model",
+        unit="nats",
+        title="Cross-entropy of the stitched model, by batch",
+        within=(0, math.inf),
+    )
+    batch_back_loss: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Summed cross-entropy of the back alone",
+        unit="nats",
+        title="Cross-entropy of the back alone, by batch",
+        within=(0, math.inf),
+    )
+    batch_correct: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Right predictions of the stitched model",
+        title="Right predictions of the stitched model, by batch",
+        within=(0, math.inf),
+    )
+    batch_back_correct: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Right predictions of the back alone",
+        title="Right predictions of the back alone, by batch",
+        within=(0, math.inf),
+    )
+    weight: Float64[Tensor, "back_dim front_dim"] = axes(
+        "back_dim", "front_dim", label="Weight of the adapter", title="Weight of the adapter by dimension"
+    )
+    bias: Float64[Tensor, " back_bias"] = axes(
+        "back_bias", label="Bias of the adapter", title="Bias of the adapter by dimension"
+    )
     kind: str
     fit: str
     explained: float
     stopped: int
     unit: str
     join: InitVar[Callable[[Adapter], Any] | None] = None
-
-    pictures = (
-        Picture(
-            "curve",
-            "Learning curve of the adapter",
-            "Cross-entropy of the stitched model on the training batch of each step. Horizontal lines: cross-entropy of the "
-            "stitched model, and of the back alone, on texts kept out of the training (Brown et al. 2023, figure 6). Training "
-            "batches are other texts, so compare the two lines with each other.",
-        ),
-    )
 
     def __post_init__(self, join: Callable[[Adapter], Any] | None) -> None:
         super().__post_init__()
@@ -242,18 +270,58 @@ class StitchGrid(Result):
         groups: the group of each model; empty where no groups were given.
     """
 
+    file_kind: ClassVar[str] = "stitch_grid"
     values_name = "penalty"
-    values: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, math.inf))
-    back_loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, math.inf))
-    accuracy: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, 1))
-    accuracy_penalty: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(-1, 1))
-    accuracy_low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    accuracy_high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    stopped: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, math.inf))
-    batch_tokens: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
+    values: Float64[Tensor, "front back seam"] = axes(
+        "front",
+        "back",
+        "seam",
+        label="Stitching penalty",
+        unit="nats",
+        title="Stitching penalty of each direction by layer",
+        caption="How many nats per token the back loses when it reads the front's layer through an adapter, with 95 % "
+        "intervals over batches; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
+    )
+    low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Lower end of the penalty", unit="nats")
+    high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Upper end of the penalty", unit="nats")
+    loss: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Cross-entropy of the stitched model", unit="nats", within=(0, math.inf)
+    )
+    back_loss: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Cross-entropy of the back alone", unit="nats", within=(0, math.inf)
+    )
+    accuracy: Float64[Tensor, "front back seam"] = axes(
+        "front",
+        "back",
+        "seam",
+        label="Accuracy of the stitched model",
+        unit="fraction of targets",
+        title="Accuracy at each layer",
+        better="higher",
+        within=(0, 1),
+    )
+    accuracy_penalty: Float64[Tensor, "front back seam"] = axes(
+        "front",
+        "back",
+        "seam",
+        label="Accuracy penalty",
+        unit="fraction of targets",
+        title="Loss of accuracy by stitching, by layer",
+        caption="The accuracy that the back loses in the same stitches (Brown et al. 2023, figure 2).",
+        within=(-1, 1),
+    )
+    accuracy_low: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Lower end of the accuracy penalty", unit="fraction of targets"
+    )
+    accuracy_high: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Upper end of the accuracy penalty", unit="fraction of targets"
+    )
+    stopped: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Step at which the training was stopped (0: none)", within=(0, math.inf)
+    )
+    batch_tokens: Float64[Tensor, " batch"] = axes(
+        "batch", label="Targets", title="Targets of each batch", within=(0, math.inf)
+    )
     batch_penalty: Float64[Tensor, "front back seam batch"] = axes("front", "back", "seam", "batch")
     fronts: tuple[str, ...]
     seams: tuple[str, ...]
@@ -261,20 +329,6 @@ class StitchGrid(Result):
     fit: str
     unit: str
     groups: tuple[str, ...] = ()
-
-    pictures = (
-        Picture(
-            "penalty",
-            "Stitching penalty of each direction by layer",
-            "How many nats per token the back loses when it reads the front's layer through an adapter, with 95 % "
-            "intervals over batches; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
-        ),
-        Picture(
-            "accuracy_penalty",
-            "Loss of accuracy by stitching, by layer",
-            "The accuracy that the back loses in the same stitches (Brown et al. 2023, figure 2).",
-        ),
-    )
 
     @property
     def backs(self) -> tuple[str, ...]:
@@ -356,7 +410,6 @@ class StitchGrid(Result):
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
         from ..reporting.interval_bands import intervals_in_words
-        from ..reporting.labels import quantity
         from ..reporting.stitches import directions
         from ..reporting.style import with_subtitle
 
@@ -366,10 +419,9 @@ class StitchGrid(Result):
         intervals = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
         values = self.values if field == "penalty" else getattr(self, field)
         low, high = intervals.get(field, (values, values))
-        titles = {picture.field: picture.title for picture in self.pictures}
-        words = quantity("StitchGrid", field)
-        axis = words.replace("(nats)", f"(nats per {self.unit})").replace("of targets", f"of {self.unit}s")
-        words_of_figure = (titles.get(field, words.partition(" (")[0]), axis)
+        declared = self.declared(field)
+        axis = declared.words.replace("(nats)", f"(nats per {self.unit})").replace("of targets", f"of {self.unit}s")
+        words_of_figure = (declared.title, axis)
         fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words_of_figure)
         how = adapter_words(self.kind, self.fit)
         evaluation = f"{int(self.batch_tokens.sum()):,} {self.unit}s of evaluation"

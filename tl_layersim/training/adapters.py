@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..remote.adapter_training import Patch
 from .results import rows_in_words
 
@@ -38,25 +38,40 @@ class AlignedAdapters(Result):
         paths: of these blocks in the model.
     """
 
+    file_kind: ClassVar[str] = "aligned_adapters"
     values_name = "losses"
-    values: Float64[Tensor, "stage layer"] = axes("stage", "layer", within=(0, math.inf))
-    curve: Float64[Tensor, " step"] = axes("step", within=(0, math.inf))
-    curves: Float64[Tensor, "step layer"] = axes("step", "layer", within=(0, math.inf))
+    values: Float64[Tensor, "stage layer"] = axes(
+        "stage",
+        "layer",
+        label="Held-out cross-entropy",
+        unit="nats",
+        title="Held-out loss by layer, before and after",
+        caption="Cross-entropy of each layer under the model's head, without the adapters and with them (Jiang et al. 2024, "
+        "equation 5, for each layer).",
+        better="lower",
+        within=(0, math.inf),
+    )
+    curve: Float64[Tensor, " step"] = axes(
+        "step",
+        label="Aligned loss",
+        unit="nats",
+        title="Aligned loss while training",
+        caption="The aligned loss of each step's batch.",
+        within=(0, math.inf),
+    )
+    curves: Float64[Tensor, "step layer"] = axes(
+        "step",
+        "layer",
+        label="Cross-entropy of the batch",
+        unit="nats",
+        title="Cross-entropy while training, of each layer",
+        within=(0, math.inf),
+    )
     down: Float[Tensor, "adapter direction dim"] = axes("adapter", "direction", "dim")
     up: Float[Tensor, "adapter dim direction"] = axes("adapter", "dim", "direction")
     weights: tuple[float, ...]
     blocks: tuple[int, ...]
     paths: tuple[str, ...]
-
-    pictures = (
-        Picture(
-            "losses",
-            "Held-out loss by layer, before and after",
-            "Cross-entropy of each layer under the model's head, without the adapters and with them (Jiang et al. 2024, "
-            "equation 5, for each layer).",
-        ),
-        Picture("curve", "Aligned loss while training", "The aligned loss of each step's batch."),
-    )
 
     def measured_on(self, field: str) -> str:
         return rows_in_words(self.provenance, field in ("curve", "curves"))

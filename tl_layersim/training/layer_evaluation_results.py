@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -49,47 +49,126 @@ class LayerChange(Result):
         center: the centring of cosines, see `Cosine`.
     """
 
+    file_kind: ClassVar[str] = "layer_change"
     values_name = "cross_entropy"
-    values: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, math.inf))
-    perplexity: Float64[Tensor, "model layer"] = axes("model", "layer", within=(1, math.inf))
-    accuracy: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1), by_chance=(0, 1))
-    agreement: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1), by_chance=(0,))
-    saturated: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1), by_chance=(0,))
-    cosine_to_last: Float64[Tensor, "model residual"] = axes("model", "residual", within=(-1, 1))
-    exits: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
-    nc1: Float64[Tensor, "model residual"] = axes("model", "residual", within=(0, math.inf))
-    early_share: Float64[Tensor, " model"] = axes("model", within=(0, 1), by_chance=(0, 1))
-    exit_accuracy: Float64[Tensor, " model"] = axes("model", within=(0, 1), by_chance=(0, 1))
-    exit_agreement: Float64[Tensor, " model"] = axes("model", within=(0, 1), by_chance=(0,))
-    speedup: Float64[Tensor, " model"] = axes("model", within=(1, math.inf))
-    speedup_at_agreement: Float64[Tensor, " model"] = axes("model", within=None)
-    effective_depth: Float64[Tensor, " model"] = axes("model", within=None)
+    values: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Cross-entropy",
+        unit="nats",
+        title="Cross-entropy of each layer",
+        caption="Cross-entropy of the lens at each layer (nats)" + SOURCE.format("figure 9"),
+        better="lower",
+        within=(0, math.inf),
+    )
+    perplexity: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Perplexity",
+        title="Perplexity at each layer",
+        better="lower",
+        scale="log",
+        within=(1, math.inf),
+    )
+    accuracy: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Accuracy",
+        unit="fraction",
+        title="Accuracy of each layer",
+        caption="Fraction of targets that the lens predicts" + SOURCE.format("equation 2, figure 5"),
+        better="higher",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    agreement: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Agreement",
+        unit="fraction",
+        title="Agreement with the last layer",
+        caption="Fraction of positions at which the lens predicts the same as at the last layer.",
+        better="higher",
+        within=(0, 1),
+        by_chance=(0,),
+    )
+    saturated: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Positions",
+        unit="fraction",
+        title="Positions that have saturated",
+        caption="By layer, cumulative" + SOURCE.format("figure 6"),
+        within=(0, 1),
+        by_chance=(0,),
+    )
+    cosine_to_last: Float64[Tensor, "model residual"] = axes(
+        "model",
+        "residual",
+        label="Cosine similarity to the last layer",
+        title="Cosine to the last layer",
+        caption="Mean over positions" + SOURCE.format("figure 5"),
+        within=(-1, 1),
+    )
+    exits: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Positions",
+        unit="fraction",
+        title="Where positions exit",
+        caption="Fraction of positions, at one threshold" + SOURCE.format("figure 7"),
+        within=(0, 1),
+    )
+    nc1: Float64[Tensor, "model residual"] = axes(
+        "model",
+        "residual",
+        label="NC1 (variability within / between classes)",
+        title="Collapse within classes",
+        caption="NC1, lower is more collapsed" + SOURCE.format("figure 16"),
+        better="lower",
+        scale="log",
+        within=(0, math.inf),
+    )
+    early_share: Float64[Tensor, " model"] = axes(
+        "model",
+        label="Positions that saturate before the last layer",
+        unit="fraction",
+        title="Positions that saturate before the last layer",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    exit_accuracy: Float64[Tensor, " model"] = axes(
+        "model",
+        label="Accuracy at the exits",
+        unit="fraction",
+        title="Accuracy at the exits of each model",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    exit_agreement: Float64[Tensor, " model"] = axes(
+        "model",
+        label="Agreement at the exits",
+        unit="fraction",
+        title="Agreement of the exits with the last layer",
+        within=(0, 1),
+        by_chance=(0,),
+    )
+    speedup: Float64[Tensor, " model"] = axes(
+        "model", label="All blocks / blocks run", title="Speed-up of each model", within=(1, math.inf)
+    )
+    speedup_at_agreement: Float64[Tensor, " model"] = axes(
+        "model",
+        label="Speed-up at 95 % agreement (all blocks / blocks run)",
+        title="Speed-up at 95 % agreement of each model",
+        within=None,
+    )
+    effective_depth: Float64[Tensor, " model"] = axes(
+        "model", label="Effective depth", unit="blocks", title="Effective depth of each model", within=None
+    )
     models: tuple[str, ...]
     threshold: float
     eps: float
     center: str
-
-    pictures = (
-        Picture(
-            "cross_entropy",
-            "Cross-entropy of each layer",
-            "Cross-entropy of the lens at each layer (nats)" + SOURCE.format("figure 9"),
-        ),
-        Picture(
-            "accuracy",
-            "Accuracy of each layer",
-            "Fraction of targets that the lens predicts" + SOURCE.format("equation 2, figure 5"),
-        ),
-        Picture(
-            "agreement",
-            "Agreement with the last layer",
-            "Fraction of positions at which the lens predicts the same as at the last layer.",
-        ),
-        Picture("saturated", "Positions that have saturated", "By layer, cumulative" + SOURCE.format("figure 6")),
-        Picture("cosine_to_last", "Cosine to the last layer", "Mean over positions" + SOURCE.format("figure 5")),
-        Picture("exits", "Where positions exit", "Fraction of positions, at one threshold" + SOURCE.format("figure 7")),
-        Picture("nc1", "Collapse within classes", "NC1, lower is more collapsed" + SOURCE.format("figure 16")),
-    )
 
     @property
     def cross_entropy(self) -> Tensor:
@@ -132,17 +211,27 @@ class MetricChange(Result):
         models: names of the two models.
     """
 
+    file_kind: ClassVar[str] = "metric_change"
     values_name = "f1"
-    values: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
-    mcc: Float64[Tensor, "model layer"] = axes("model", "layer", within=(-1, 1))
-    models: tuple[str, ...]
-
-    pictures = (
-        Picture(
-            "f1", "Macro F1 of each layer", "Mean over classes of the F1 of the lens predictions" + SOURCE.format("figure 8")
-        ),
-        Picture("mcc", "Matthews correlation of each layer", "Of the lens predictions with the labels (Matthews 1975)."),
+    values: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Macro F1 (0 to 1)",
+        title="Macro F1 of each layer",
+        caption="Mean over classes of the F1 of the lens predictions" + SOURCE.format("figure 8"),
+        better="higher",
+        within=(0, 1),
     )
+    mcc: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Matthews correlation",
+        title="Matthews correlation of each layer",
+        caption="Of the lens predictions with the labels (Matthews 1975).",
+        better="higher",
+        within=(-1, 1),
+    )
+    models: tuple[str, ...]
 
     @property
     def f1(self) -> Tensor:
@@ -170,16 +259,30 @@ class GenerationQuality(Result):
         models: names of the two models.
     """
 
+    file_kind: ClassVar[str] = "generation_quality"
     values_name = "diversity"
-    values: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
-    coherence: Float64[Tensor, "model layer"] = axes("model", "layer", within=(-1, 1))
-    texts: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, math.inf))
-    models: tuple[str, ...]
-
-    pictures = (
-        Picture("diversity", "Diversity of text from each layer", "1 where no n-gram is repeated" + SOURCE.format("C.2")),
-        Picture("coherence", "Coherence with the prompt", "Cosine of sentence embeddings" + SOURCE.format("C.2, figure 9")),
+    values: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Diversity (0 to 1)",
+        title="Diversity of text from each layer",
+        caption="1 where no n-gram is repeated" + SOURCE.format("C.2"),
+        better="higher",
+        within=(0, 1),
     )
+    coherence: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Cosine similarity",
+        title="Coherence with the prompt",
+        caption="Cosine of sentence embeddings" + SOURCE.format("C.2, figure 9"),
+        better="higher",
+        within=(-1, 1),
+    )
+    texts: Float64[Tensor, "model layer"] = axes(
+        "model", "layer", label="Texts that count", title="Texts that count, at each layer", within=(0, math.inf)
+    )
+    models: tuple[str, ...]
 
     def headline(self) -> dict[str, float]:
         middle = self.values.shape[1] // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import InitVar, dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
-from ..core.results import Picture, Result, axes
+from ..core.results import Result, axes
 from ..core.wording import amount
 from ..models.exit_heads import ExitHeads
 from .state import State
@@ -50,24 +51,39 @@ class AlignedResult(Result):
         unit: of a target: "token", or "row" of a classifier.
     """
 
+    file_kind: ClassVar[str] = "aligned_training"
     values_name = "held_out_loss"
-    values: Float64[Tensor, "look layer"] = axes("look", "layer", within=(0, math.inf))
-    accuracy: Float64[Tensor, "look layer"] = axes("look", "layer", within=(0, 1))
-    loss: Float64[Tensor, " step"] = axes("step")
+    values: Float64[Tensor, "look layer"] = axes(
+        "look",
+        "layer",
+        label="Held-out cross-entropy",
+        unit="nats",
+        title="Held-out loss of each layer",
+        caption="Before, during and after training.",
+        better="lower",
+        within=(0, math.inf),
+    )
+    accuracy: Float64[Tensor, "look layer"] = axes(
+        "look",
+        "layer",
+        label="Held-out accuracy",
+        unit="fraction of targets",
+        title="Held-out accuracy of each layer",
+        caption="Before, during and after training.",
+        better="higher",
+        within=(0, 1),
+    )
+    loss: Float64[Tensor, " step"] = axes(
+        "step",
+        label="Training loss",
+        unit="nats",
+        title="Training loss",
+        caption="At each step of the optimiser (Jiang, Zhou and Zhu 2024, equation 5); with the alternating schedule every "
+        "other step trains the last layer alone.",
+    )
     looks: tuple[int, ...]
     unit: str
     exit_heads: InitVar[ExitHeads | None] = None
-
-    pictures = (
-        Picture("held_out_loss", "Held-out loss of each layer", "Before, during and after training."),
-        Picture("accuracy", "Held-out accuracy of each layer", "Before, during and after training."),
-        Picture(
-            "loss",
-            "Training loss",
-            "At each step of the optimiser (Jiang, Zhou and Zhu 2024, equation 5); with the alternating schedule every other "
-            "step trains the last layer alone.",
-        ),
-    )
 
     def __post_init__(self, exit_heads: ExitHeads | None) -> None:
         super().__post_init__()
