@@ -276,7 +276,7 @@ def test_hooked_transformer_is_verified_unless_its_weights_are_centred(tmp_path)
     model = hooked_transformer(module)
     data = random_tokens()
     lsim.analyze(lsim.open_model(model, verify=module), data, COSINE)
-    with pytest.raises(lsim.LayersimError, match=r"`verify` is 'hf'.*'external'"):
+    with pytest.raises(lsim.LayersimError, match=r"`verify` is 'hf'.*'custom'"):
         lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)
     # As from_pretrained leaves the configuration.
     model.cfg.model_name, model.cfg.tokenizer_name = "model", folder(tmp_path, module)
