@@ -72,7 +72,7 @@ def row(
         lsim.analyze(model, lsim.Data(tokens, batch_size=ROWS), analyzers)
         taken.append(clock() - start)
     peak = measured_peak(model, tokens[:ROWS], analyzers)
-    flops = sum(cost.scaled(tokens=ROWS * LENGTH).flops.values())
+    flops = sum(cost.flops.values()) * ROWS * LENGTH / cost.tokens
     counted = measured_flops(model, tokens[:ROWS], analyzers)
     middle, before = statistics.median(taken), statistics.median(expected)
     return " | ".join(

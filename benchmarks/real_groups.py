@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xarray
 from real_classifier import sentences_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -84,15 +85,15 @@ def train(options: argparse.Namespace) -> None:
             print(group, seed, scores, f"{time.perf_counter() - start:.0f} s", flush=True)
 
 
-def compared(name: str, found: lsim.GroupComparison, digits: int = 3) -> None:
+def compared(name: str, found: xarray.Dataset) -> None:
     """Print means within and between groups (sd over pairs of models), and the permutation test."""
-    cells = [f"{m:.{digits}f} ({s:.{digits}f})" for m, s in zip(found.values.tolist(), found.sd.tolist(), strict=True)]
-    print(f"| {name} | {' | '.join(cells)} | {found.p_value:.3f} |", flush=True)
+    cells = [f"{m:.3f} ({s:.3f})" for m, s in zip(found["mean"].values, found["sd"].values, strict=True)]
+    print(f"| {name} | {' | '.join(cells)} | {float(found['p_value']):.3f} |", flush=True)
 
 
-def header(name: str, found: lsim.GroupComparison) -> None:
+def header(name: str, found: xarray.Dataset) -> None:
     """Print the head of a table of comparisons."""
-    columns = [*found.comparisons, "p"]
+    columns = [*found["comparison"].values, "p"]
     print(f"\n| {name}, mean (sd of pairs) | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
 
 
@@ -111,31 +112,29 @@ def tables(options: argparse.Namespace) -> None:
     rows = with_cues(test, CONDITIONS[options.cue], 10_000)
     data = lsim.Data(rows, tokenizer=tokenizer, batch_size=50, seq_len=options.seq_len)
     grid = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at="resid_post")
-    found = grid.compare_groups()
+    found = lsim.compare_groups(grid)
     header("CKA distance", found)
     compared("all layers", found)
-    curves = grid.groups_by_layer()
-    print(f"\n| CKA, mean (sd of pairs) | {' | '.join(curves.comparisons)} |\n|---|{'---|' * len(curves.comparisons)}")
-    for layer, (means, deviations) in enumerate(zip(curves.values.T.tolist(), curves.sd.T.tolist(), strict=True)):
-        # Layer 0 is [CLS] itself, the same for all sentences.
-        if layer:
-            cells = [f"{m:.3f} ({s:.3f})" for m, s in zip(means, deviations, strict=True)]
-            print(f"| layer {layer} | {' | '.join(cells)} |", flush=True)
+    by_site = lsim.compare_groups(grid, field="by_site")
+    header("CKA", by_site)
+    # Layer 0 is [CLS] itself, the same for all sentences.
+    for layer in range(1, by_site.sizes["site"]):
+        compared(f"layer {layer}", by_site.isel(site=layer))
     few = data.like(rows[: options.stitch_rows])
     stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data")
-    for of, title in (("penalty", "identity stitching: penalty in nats"), ("accuracy_penalty", "loss of accuracy")):
-        for number, seam in enumerate(stitched.seams):
-            found = stitched.between_models(seam, of).compare_groups()
-            if not number:
-                header(title, found)
-            compared(f"layer {number + 1}", found)
+    fields = {"penalty": "identity stitching: penalty in nats", "accuracy_penalty": "loss of accuracy"}
+    of_fields = {field: lsim.compare_groups(stitched, field=field) for field in fields}
+    for field, title in fields.items():
+        header(title, of_fields[field])
+        for number in range(len(stitched.seams)):
+            compared(f"layer {number + 1}", of_fields[field].isel(seam=number))
     if options.figures:
         folder = Path(options.figures)
-        grid.plot("groups").write_html(folder / "groups_cka.html")
-        grid.plot("dendrogram").write_html(folder / "groups_dendrogram.html")
+        lsim.plot(found).write_html(folder / "groups_cka.html")
+        lsim.dendrogram(grid).write_html(folder / "groups_dendrogram.html")
         grid.plot().write_html(folder / "groups_matrix.html")
-        curves.plot().write_html(folder / "groups_cka_by_layer.html")
-        stitched.between_models(stitched.seams[-1]).plot("groups").write_html(folder / "groups_stitching.html")
+        lsim.plot(by_site).write_html(folder / "groups_cka_by_layer.html")
+        lsim.plot(of_fields["penalty"]).write_html(folder / "groups_stitching.html")
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ def show(grid: StitchGrid) -> None:
             print(f"| {a} into {b} | " + " | ".join(cells) + " |")
     for i, a in enumerate(grid.fronts):
         for b in grid.fronts[i + 1 :]:
-            table = grid.asymmetry(a, b)
-            cells = [cell(*row) for row in table[["difference", "low", "high"]].itertuples(index=False)]
+            table = grid.penalty_difference((a, b), (b, a)).to_dataframe()
+            cells = [cell(*row) for row in table.itertuples(index=False)]
             print(f"| difference of {a} into {b} and {b} into {a} | " + " | ".join(cells) + " |")
     own = ", ".join(f"{name} {float(grid.back_loss[0, j, 0]):.3f}" for j, name in enumerate(grid.fronts))
     run = grid.provenance

@@ -94,8 +94,6 @@ def measure(checkpoints: Path, text: Path, rows: int, out: Path) -> None:
     coupling = lsim.sweep(
         models, lsim.Data(data[:, :32], batch_size=2), lsim.BlockCoupling(), intervals=True, checkpoint=out / "coupling"
     )
-    found.save(out / "sweep.safetensors")
-    coupling.save(out / "coupling.safetensors")
 
     def column(one: lsim.Result, what: object) -> str:
         value, low, high, _ = one.interval(what)
@@ -124,23 +122,24 @@ def measure(checkpoints: Path, text: Path, rows: int, out: Path) -> None:
     print("| --- | --- | --- | --- |")
     for step in found:
         fit = lsim.exponential_fit(found[step]["trajectory"], "norm")
-        print(
-            f"| {step} | {fit.rate[0]:.3f} ({fit.rate_error[0]:.3f}) | {fit.r_squared[0]:.3f} | {fit.linear_r_squared[0]:.3f} |"
-        )
+        rate, error, r_squared, linear = (fit[name].item() for name in ("rate", "rate_se", "r_squared", "linear_r_squared"))
+        print(f"| {step} | {rate:.3f} ({error:.3f}) | {r_squared:.3f} | {linear:.3f} |")
     print()
-    accuracy = found.numbers("logit_lens", "accuracy", layer=-1)
-    for own in (coupling.numbers("block_coupling", "coupling"), found.numbers("trajectory", "lss_mean")):
+    table, blocks = lsim.stack(found, "step"), lsim.stack(coupling, "step")["block_coupling"]
+    accuracy, mean = table["logit_lens"]["accuracy"].isel(layer=-1), blocks["mean_coupling"].sel(pair_kind="all pairs")
+    for own in (mean, table["trajectory"]["lss_mean"]):
         for shape in ("line", "exponential"):
             print(f"- {lsim.relate(own, accuracy, shape=shape)}")
+    cka = table["cka"].isel(column=-1)
     figures = {
-        "coupling": lsim.plot_sweep(coupling, "block_coupling"),
-        "lss": lsim.plot_sweep(found, "trajectory", "lss_mean"),
-        "cka": lsim.plot_sweep(found, "cka"),
-        "cosine": lsim.plot_sweep(found, "cosine", "to_last"),
-        "lens": lsim.plot_sweep(found, "logit_lens", over="depth"),
-        "heat": lsim.plot_sweep(found, "cka", over="both"),
-        "norm": lsim.exponential_fit(found[max(found)]["trajectory"], "norm").plot(),
-        "relation": lsim.relate(coupling.numbers("block_coupling", "coupling"), accuracy).plot(),
+        "coupling": lsim.plot(blocks, "mean_coupling"),
+        "lss": lsim.plot(table["trajectory"], "lss_mean"),
+        "cka": lsim.plot(cka),
+        "cosine": lsim.plot(table["cosine"].sel(quantile=0.5), "to_last"),
+        "lens": lsim.plot(table["logit_lens"], over="layer"),
+        "heat": lsim.plot(cka, over=("step", "row")),
+        "norm": lsim.plot(lsim.exponential_fit(found[max(found)]["trajectory"], "norm")),
+        "relation": lsim.relate(mean, accuracy).plot(),
     }
     for name, figure in figures.items():
         figure.write_html(out / f"{name}.html")

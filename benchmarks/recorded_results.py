@@ -118,10 +118,10 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "grid", lambda: lsim.compare_grid(pair, texts[:16], lsim.CKA(minibatch=64))
     lenses = [lsim.LogitLens(), lsim.CKA(minibatch=64)]
     swept = partial(lsim.sweep, pair, texts[:16], lenses)
-    yield "sweep", lambda: swept().numbers("logit_lens", "cross_entropy", layer=0).to_frame()
+    yield "sweep", lambda: lsim.stack(swept())["logit_lens"]["cross_entropy"].isel(layer=0, drop=True).to_pandas().to_frame()
     yield "difference", lambda: differences(pair, texts[:16])
-    yield "fit", lambda: lsim.exponential_fit(lsim.analyze(demo, texts[:8], lsim.Trajectory())["trajectory"], "norm").to_frame()
-    yield "relate", lambda: vars(lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60}))
+    yield "fit", lambda: fit(lsim.analyze(demo, texts[:8], lsim.Trajectory())["trajectory"])
+    yield "relate", lambda: relation({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
     quick = {"training": lsim.StitchTraining(steps=3)}
     yield "stitch", lambda: lsim.stitch(demo, other, texts[:64], at=(2, 3), **quick)
     yield "stitch sgd", lambda: lsim.stitch(demo, other, texts[:32], at=(2, 3), fit="sgd", **quick)
@@ -148,10 +148,33 @@ def intervals(source: Any) -> Iterator[Any]:
         yield result.interval("values")
 
 
-def differences(pair: Mapping[str, Any], texts: list[str]) -> list[Any]:
+def differences(pair: Mapping[str, Any], texts: list[str]) -> list[torch.Tensor]:
     data = lsim.Data(texts, seq_len=32, max_tokens=500)
     reports = [lsim.analyze(one, data, lsim.LogitLens(), intervals=True) for one in pair.values()]
-    return [lsim.difference(*reports)["logit_lens"].to_frame(field) for field in ("values", "accuracy")]
+    found = lsim.difference(*reports)["logit_lens"]
+    return [torch.tensor(found[field].drop_sel(statistic="se").values) for field in ("cross_entropy", "accuracy")]
+
+
+def fit(result: Any) -> torch.Tensor:
+    found = lsim.exponential_fit(result, "norm")
+    names = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercept", "slope", "linear_r_squared")
+    return torch.tensor([[found[name].item() for name in names]], dtype=torch.float64)
+
+
+def relation(values: Mapping[str, float], scores: Mapping[str, float]) -> dict[str, Any]:
+    found = lsim.relate(values, scores)
+    line = found.to_frame().iloc[0]
+    same = ("p_value", "pearson", "pearson_p", "spearman", "spearman_p")
+    columns = {"values": found.predictors.iloc[:, 0], "scores": found.scores}
+    return {
+        **{name: torch.tensor(column.to_numpy()) for name, column in columns.items()},
+        **{name: float(line[name]) for name in same},
+        "slope": float(line["coefficient"]),
+        "intercept": found.intercept,
+        "r_squared": found.r_squared,
+        "confidence": found.confidence,
+        "band": torch.tensor(found.band().to_numpy()),
+    }
 
 
 def shards(source: Any) -> Any:

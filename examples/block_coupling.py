@@ -56,12 +56,12 @@ for step, found in coupling.items():
     print(f"{step:4}  {found.mean():8.3f}  {found.mean('null_coupling'):14.3f}  {accuracy[step]:8.3f}")
 
 # Figure 1 b: over training; 1 c to e: who is coupled with whom; 1 a: against a score, here over the steps of one model.
-lsim.plot_sweep(coupling, key_title="Training step").write_html(OUT / "coupling_training.html")
+lsim.plot(lsim.stack(coupling, "step"), "mean_coupling").write_html(OUT / "coupling_training.html")
 for step in (STEPS[0], STEPS[-1]):
     plot_adjacency(coupling[step], title=f"After {step} steps").write_html(OUT / f"coupling_adjacency_{step}.html")
-relation = lsim.relate({f"step {s}": r for s, r in coupling.items()}, {f"step {s}": a for s, a in accuracy.items()})
+relation = lsim.relate({step: one.mean() for step, one in coupling.items()}, accuracy)
 relation.plot().write_html(OUT / "coupling_accuracy.html")
-print(f"accuracy over coupling: R2 = {relation.r_squared:.2f}, p = {relation.p_value:.2g}; steps of a run are not independent")
+print(relation, "Steps of one run are not independent.", sep="\n")
 
 # Figures 2 to 4: the matrices themselves.
 torch.manual_seed(0)

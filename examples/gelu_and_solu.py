@@ -135,7 +135,7 @@ def main() -> None:
     for a in ("gelu-0", "gelu-1"):
         for b in ("solu-0", "solu-1"):
             print(f"\n{b} into {a}, minus {a} into {b}")
-            print(grid.asymmetry(b, a).round(3).to_string(index=False))
+            print(grid.penalty_difference((b, a), (a, b)).to_dataframe().round(3).to_string())
 
 
 if __name__ == "__main__":

@@ -24,4 +24,4 @@ figure.update_layout(title="Saturation events by block", xaxis_title="block").wr
 
 print(found.to_frame())
 print(f"{float(found.early_share):.1%} of tokens have their final answer before the last block")
-print(f"correlation of events with the cosine to the last layer: {float(found.correlation):.2f}")
+print(f"correlation with the cosine to the last layer: {float(found.correlation):.2f}")

@@ -54,30 +54,32 @@ def load(step):
 
 analyzers = [lsim.BlockCoupling(), lsim.Trajectory(), lsim.CKA(), lsim.Cosine(center="none"), lsim.LogitLens()]
 # One row in a batch, so that 16 rows make the 16 blocks from which intervals are computed.
-found = lsim.sweep(
+reports = lsim.sweep(
     {step: partial(load, step) for step in STEPS},
     lsim.Data(held_out, batch_size=1),
     analyzers,
     intervals=True,
     checkpoint=folder / "reports",
 )
-found.save(OUT / "sweep.safetensors")
+table = lsim.stack(reports, "step")
+lens, coupling = table["logit_lens"], table["block_coupling"]["mean_coupling"]
+lens.to_dataset().to_netcdf(OUT / "sweep_lens.nc")
 
-accuracy = found.numbers("logit_lens", "accuracy", layer=-1)
-coupling = found.numbers("block_coupling", "coupling")
-straight = found.numbers("trajectory", "lss_mean")
+accuracy, straight = lens["accuracy"].isel(layer=-1), table["trajectory"]["lss_mean"]
 print("step  coupling  line-shape score  accuracy on held-out text")
-for step in found:
-    print(f"{step:4}  {coupling[step]:8.3f}  {straight[step]:16.3f}  {accuracy[step]:8.3f}")
-lsim.plot_sweep(found, "block_coupling", key_title="Training step").write_html(OUT / "sweep_coupling.html")
-lsim.plot_sweep(found, "cosine", "to_last", key_title="Training step").write_html(OUT / "sweep_cosine.html")
-lsim.plot_sweep(found, "logit_lens", over="depth", key_title="Training step").write_html(OUT / "sweep_lens.html")
-lsim.plot_sweep(found, "cka", over="both", key_title="Training step").write_html(OUT / "sweep_cka.html")
+for step in reports:
+    numbers = (coupling.sel(pair_kind="all pairs"), straight, accuracy)
+    print("{:4}  {:8.3f}  {:16.3f}  {:8.3f}".format(step, *(float(one.sel(step=step)) for one in numbers)))
+last = table["cka"].isel(column=-1)
+lsim.plot(table["block_coupling"], "mean_coupling").write_html(OUT / "sweep_coupling.html")
+lsim.plot(table["cosine"].sel(quantile=0.5), "to_last").write_html(OUT / "sweep_cosine.html")
+lsim.plot(lens, "cross_entropy", over="layer").write_html(OUT / "sweep_lens.html")
+lsim.plot(last, over=("step", "row")).write_html(OUT / "sweep_cka.html")
 
-relation = lsim.relate(straight, accuracy, score="Accuracy on held-out text")
+relation = lsim.relate(straight, accuracy)
 relation.plot().write_html(OUT / "sweep_relation.html")
-print(relation, "; steps of one run are not independent", sep="")
+print(relation, "Steps of one run are not independent.", sep="\n")
+fit = lsim.exponential_fit(table["trajectory"]["norm"])
 for step in (STEPS[0], STEPS[-1]):
-    fit = lsim.exponential_fit(found[step]["trajectory"], "norm")
-    fit.plot().write_html(OUT / f"sweep_norm_{step}.html")
-    print(f"norm by depth after {step} steps: {fit}")
+    lsim.plot(fit.sel(step=step)).write_html(OUT / f"sweep_norm_{step}.html")
+print(fit[["rate", "r_squared", "linear_r_squared"]].to_dataframe())

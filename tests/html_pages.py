@@ -1,4 +1,4 @@
-"""What an HTML report holds, as a test reads it: its packed figures, and the page as a browser draws it."""
+"""What an HTML report holds, as a test reads it: its figures, and the page as a browser draws it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import re
 import shutil
 import subprocess
-import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 needs_chromium = pytest.mark.skipif(
@@ -24,15 +24,18 @@ FLAGS = (
 )  # fmt: skip
 
 
-def unpacked(page: str, name: str) -> str:
-    """A compressed script of a page: "figures" or "plotly"."""
-    text = re.search(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page)[1]
-    return zlib.decompress(base64.b64decode(text)).decode()
-
-
 def figures(page: str) -> list[dict[str, Any]]:
-    """The figures of a page, in the order of the page."""
-    return json.loads(unpacked(page, "figures"))
+    """The figures of a page, in the order of the page, with the arrays that plotly wrote in base 64."""
+    [text] = re.findall(r'<script type="application/json" id="figures">([^<]*)</script>', page)
+    return json.loads(text, object_hook=_array)
+
+
+def _array(value: dict[str, Any]) -> Any:
+    if "bdata" not in value:
+        return value
+    array = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(value["dtype"]))
+    shape = value.get("shape")
+    return array.reshape([int(size) for size in str(shape).split(",")]) if shape else array
 
 
 def drawn(path: Path, profile: Path) -> str:

@@ -10,16 +10,17 @@ from .analysis.grid_api import compare_grid as compare_grid
 from .analysis.linear_probes import linear_probe as linear_probe
 from .analysis.logistic_probe import LogisticProbe as LogisticProbe
 from .analysis.merging import merge as merge
+from .analysis.model_groups import compare_groups as compare_groups
+from .analysis.model_groups import dendrogram as dendrogram
 from .analysis.one_prompt_figures import prediction_grid as prediction_grid
 from .analysis.one_prompt_figures import trajectory_pca as trajectory_pca
 from .analysis.one_prompt_jacobians import block_jacobians as block_jacobians
 from .analysis.one_prompt_jacobians import coupling_matrices as coupling_matrices
-from .analysis.overlays import overlay as overlay
 from .analysis.score_relation import relate as relate
 from .analysis.server_capabilities import capabilities as capabilities
 from .analysis.submitted_run import load_run as load_run
 from .analysis.sweep_api import sweep as sweep
-from .analysis.sweep_figures import plot_sweep as plot_sweep
+from .analysis.table_plots import plot as plot
 from .analyzers.block_coupling import BlockCoupling as BlockCoupling
 from .analyzers.cca import CCA as CCA
 from .analyzers.cka import CKA as CKA
@@ -40,6 +41,7 @@ from .analyzers.task_metrics import TaskMetrics as TaskMetrics
 from .analyzers.trajectory import Trajectory as Trajectory
 from .core.errors import LayersimError as LayersimError
 from .core.errors import LayersimWarning as LayersimWarning
+from .core.labelled_tables import stack as stack
 from .core.results import Report as Report
 from .core.results import Result as Result
 from .core.results import load as load

@@ -201,10 +201,9 @@ def _figure_html(figure: dict[str, Any]) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write plotly.js of the installed plotly beside the pages, with the kinds of traces that they draw."""
-    from tl_layersim.reporting.plotly_bundle import plotly_bundle
+    """Write plotly.js of the installed plotly beside the pages."""
+    from plotly.offline import get_plotlyjs
 
-    types = frozenset(trace.get("type", "scatter") for figure in _figures.values() for trace in figure["data"])
     path = Path(config.site_dir) / PLOTLY
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(plotly_bundle(types), encoding="utf-8")
+    path.write_text(get_plotlyjs(), encoding="utf-8")

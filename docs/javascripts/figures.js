@@ -78,6 +78,10 @@
       panelOf[key.replace("axis", "")] = panel;
       moved[key] = { ...axis, domain: axis.domain.map((end) => (key[0] === "x" ? across(end, panel) : along(end, panel))) };
     }
+    for (const key of Object.keys(layout).filter((name) => /^legend\d*$/.test(name))) {
+      const panel = panelAt(layout[key].x, layout[key].y + 1e-6);
+      moved[key] = { ...layout[key], x: across(layout[key].x, panel), y: along(layout[key].y, panel) };
+    }
     const bar = (own, panel) => ({ ...own, x: across(own.x, panel), y: along(own.y, panel), len: (own.len * rows) / count });
     const traces = data.map((trace) => (trace.colorbar ? { ...trace, colorbar: bar(trace.colorbar, panelOf[trace.xaxis || "x"]) } : trace));
     // Notes at the upper left corner of a panel belong to it.

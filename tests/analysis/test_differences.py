@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import xarray
 from jaxtyping import Float64
 from scipy import stats
 from torch import Tensor
@@ -18,7 +19,7 @@ import tl_layersim as lsim
 from tl_layersim.analysis.relative_depth import at_depths, depths
 from tl_layersim.core import LayerMatrix, Report, axes
 from tl_layersim.core.p_values import adjusted
-from tl_layersim.core.wording import MEANING_OF_MARGINS, equation, p_value_text
+from tl_layersim.reporting.differences import difference_figure
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -35,6 +36,7 @@ class Measured(LayerMatrix):
     spread: Float64[Tensor, "quantile row"] = axes("quantile", "residual")
     number: Float64[Tensor, ""] = axes()
     fixed: Float64[Tensor, " row"] = axes("residual", within=None)
+    unmeasured: Float64[Tensor, " row"] = axes("residual")
     quantiles: tuple[float, ...] = (0.1, 0.9)
 
     def distance(self) -> float:
@@ -76,6 +78,7 @@ def measured(
             spread=draw(2, count),
             number=draw(),
             fixed=torch.zeros(count).double(),
+            unmeasured=torch.full((count,), math.nan).double(),
             layers=names,
             column_layers=names,
             provenance=about,
@@ -87,8 +90,13 @@ def measured(
     return dataclasses.replace(whole, replicates=each, block_tokens=tokens or tuple(10 + j % 3 for j in range(blocks)))
 
 
+def statistics(array: xarray.DataArray, *names: str) -> list[float]:
+    """Some statistics of one entry."""
+    return [array.sel(statistic=name).item() for name in names]
+
+
 def naive_paired(first: Measured, second: Measured, read, level: float = 0.95):
-    """Value, ends, error and p of one number, block by block."""
+    """Value, ends, standard error and p of one number, block by block."""
     g = len(first.replicates)
     value, total = read(second) - read(first), 0.0
     without = [read(second.replicates[j]) - read(first.replicates[j]) for j in range(g)]
@@ -96,68 +104,85 @@ def naive_paired(first: Measured, second: Measured, read, level: float = 0.95):
         total += (one - sum(without) / g) ** 2
     error = math.sqrt((g - 1) / g * total)
     t = stats.t(g - 1)
-    return value, value - t.ppf((1 + level) / 2) * error, value + t.ppf((1 + level) / 2) * error, 2 * t.sf(abs(value) / error)
+    margin = t.ppf((1 + level) / 2) * error
+    return value, value - margin, value + margin, error, 2 * t.sf(abs(value) / error)
+
+
+ENDS = ("difference", "low", "high", "se", "p_value")
 
 
 def test_a_paired_difference_is_the_jackknife_of_the_differences():
     first, second = measured(1, shared=3.0), measured(2, shift=0.02, shared=3.0)
-    found = lsim.difference(first, second)
-    assert found.paired
+    found = lsim.difference(first, second, level=0.9)
+    assert found.attrs == {"first": "model-1", "second": "model-2", "paired": 1, "level": 0.9}
     for i, j in ((0, 0), (0, 3), (2, 1)):
         expected = naive_paired(first, second, lambda one, i=i, j=j: float(one.values[i, j]), level=0.9)
-        ends = found.interval("values", level=0.9)
-        assert [float(end[i, j]) for end in ends[:3]] == pytest.approx(expected[:3], rel=1e-9)
-        assert float(found.p_value("values")[i, j]) == pytest.approx(expected[3], rel=1e-9)
+        cell = found["values"].isel(row=i, column=j)
+        assert statistics(cell, *ENDS) == pytest.approx(expected, rel=1e-9)
+        assert statistics(cell, "first", "second") == [float(first.values[i, j]), float(second.values[i, j])]
     expected = naive_paired(first, second, Measured.distance)
-    ends = found.interval(lambda one: one.distance())
-    assert [float(end) for end in ends[:3]] == pytest.approx(expected[:3], rel=1e-9)
-    assert float(found.p_value(lambda one: one.distance())) == pytest.approx(expected[3], rel=1e-9)
+    distance = lsim.difference(first, second, Measured.distance)
+    assert distance.dims == ("statistic",)
+    assert statistics(distance, *ENDS) == pytest.approx(expected, rel=1e-9)
     # What both runs have in common cancels.
-    assert float(ends.error) < float(second.interval(lambda one: one.distance()).error) / 2
+    assert statistics(distance, "se")[0] < float(second.interval(lambda one: one.distance()).error) / 2
+    both = lsim.difference(first, second, lambda one: one.curve[:2])
+    np.testing.assert_array_equal(both, lsim.difference(first, second)["curve"][:2].drop_vars("layer"))
 
 
 def test_an_unpaired_difference_is_welchs():
     first, second = measured(1, data="one", blocks=17), measured(2, data="other", blocks=25, shift=0.01)
     found = lsim.difference(first, second)
-    assert not found.paired
+    assert found.attrs["paired"] == 0
     a, b = (float(result.interval("curve").error[1]) for result in (first, second))
     degrees = (a**2 + b**2) ** 2 / (a**4 / 16 + b**4 / 24)
     error = math.sqrt(a**2 + b**2)
     value = float(second.curve[1] - first.curve[1])
-    ends = found.interval("curve")
-    assert float(ends.error[1]) == pytest.approx(error, rel=1e-12)
     margin = stats.t.ppf(0.975, degrees) * error
-    assert [float(end[1]) for end in ends[:3]] == pytest.approx([value, value - margin, value + margin], rel=1e-9)
-    assert float(found.p_value("curve")[1]) == pytest.approx(2 * stats.t.sf(abs(value) / error, degrees), rel=1e-9)
+    expected = [value, value - margin, value + margin, error, 2 * stats.t.sf(abs(value) / error, degrees)]
+    assert statistics(found["curve"][1], *ENDS) == pytest.approx(expected, rel=1e-9)
 
 
 def test_runs_are_paired_only_on_the_same_data_in_the_same_blocks():
     one = measured(1)
-    assert lsim.difference(one, measured(2)).paired
-    assert not lsim.difference(one, measured(2, data="two")).paired
+    assert lsim.difference(one, measured(2)).attrs["paired"]
+    assert not lsim.difference(one, measured(2, data="two")).attrs["paired"]
     with pytest.warns(UserWarning, match=r"in other blocks.*Pass the same batch_size="):
-        assert not lsim.difference(one, measured(2, tokens=tuple(range(5, 22)))).paired
+        assert not lsim.difference(one, measured(2, tokens=tuple(range(5, 22)))).attrs["paired"]
     with pytest.warns(UserWarning, match="17 and 20"):
         lsim.difference(one, measured(2, blocks=20))
 
 
-def test_a_table_has_a_line_for_each_entry():
+def test_the_table_has_a_variable_for_each_field_that_can_be_compared(tmp_path):
     first, second = measured(1), measured(2, shift=0.004)
     found = lsim.difference(first, second)
-    table = found.to_frame("values", level=0.9)
-    names = ["row_layer", "column_layer", "first", "second", "difference", "low", "high", "p_value", "p_adjusted"]
-    assert list(table.columns) == names
-    assert table["row_layer"].cat.categories.tolist() == list(first.layers)
-    ends = found.interval("values", level=0.9)
-    np.testing.assert_array_equal(table["low"], ends.low.flatten())
-    np.testing.assert_array_equal(table["high"], ends.high.flatten())
-    np.testing.assert_array_equal(table["difference"], table["second"] - table["first"])
-    np.testing.assert_array_equal(table["p_value"], found.p_value().flatten())
-    assert list(found.to_frame("spread").columns[:2]) == ["quantile", "layer"]
-    assert len(found.to_frame("number")) == 1
+    assert {name: array.dims[:-1] for name, array in found.items()} == {
+        "values": ("row", "column"),
+        "curve": ("layer",),
+        "spread": ("quantile", "residual"),
+        "number": (),
+        "headline": ("quantity",),
+    }
+    assert found["row"].values.tolist() == list(first.layers)
+    assert found["curve"].attrs["long_name"] == "Curve"
+    np.testing.assert_array_equal(
+        found["values"].sel(statistic="difference"),
+        found["values"].sel(statistic="second") - found["values"].sel(statistic="first"),
+    )
     # Ten different entries of a symmetric matrix of 4 x 4.
-    p = table["p_value"].to_numpy()
-    assert table["p_adjusted"].min() == pytest.approx(min(1, 10 * p.min()))
+    p, corrected = (found["values"].sel(statistic=name).values for name in ("p_value", "p_adjusted"))
+    assert corrected.min() == pytest.approx(min(1, 10 * p.min()))
+    np.testing.assert_array_equal(corrected, corrected.T)
+    table = found["headline"].to_pandas()
+    assert table.index.tolist() == ["distance", "first of 4", "sites"]
+    assert table.loc["distance", ["first", "second", "difference"]].tolist() == pytest.approx([0.09, 0.304**2, 0.304**2 - 0.09])
+    assert table["p_adjusted"].isna().tolist() == [False, False, True]
+    found.to_netcdf(tmp_path / "x.nc")
+    xarray.testing.assert_identical(xarray.load_dataset(tmp_path / "x.nc"), found)
+    # Other labels, and headline numbers of only one of the two, are left out.
+    assert "spread" not in lsim.difference(first, measured(2, quantiles=(0.2, 0.8)))
+    deeper = lsim.difference(first, measured(2, count=6), relative_depth=True)
+    assert deeper["quantity"].values.tolist() == ["distance", "sites"]
 
 
 def test_p_values_are_corrected_as_by_hand():
@@ -170,16 +195,13 @@ def test_p_values_are_corrected_as_by_hand():
     assert adjusted(square, "holm").tolist() == [pytest.approx([0.02, 0.02]), pytest.approx([0.02, math.nan], nan_ok=True)]
     other = torch.tensor([[0.01, 0.02], [0.03, 0.5]]).double()
     assert adjusted(other, "holm")[0, 0] == pytest.approx(0.04)
-    with pytest.raises(lsim.LayersimError, match="adjust"):
-        lsim.difference(measured(1), measured(2)).to_frame(adjust="bonferroni")
 
 
 def test_what_no_block_changes_has_no_p_value():
     one = measured(1)
-    found = lsim.difference(one, one)
-    assert found.p_value().isnan().all()
-    assert found.interval().low.eq(0).all()
-    assert found.to_frame()["p_adjusted"].isna().all()
+    found = lsim.difference(one, one)["values"]
+    assert bool(found.sel(statistic=["p_value", "p_adjusted"]).isnull().all())
+    assert bool((found.sel(statistic=["difference", "low", "high", "se"]) == 0).all())
 
 
 def test_rounding_is_no_finding():
@@ -188,21 +210,9 @@ def test_rounding_is_no_finding():
     up = [replace(each, values=each.values * (1 + 2**-52)) for each in (one, *one.replicates)]
     other = replace(up[0], replicates=tuple(up[1:]))
     assert not torch.equal(other.values, one.values)
-    found = lsim.difference(one, other)
-    assert found.interval().value.eq(0).all()
-    assert found.p_value().isnan().all()
-
-
-def test_other_sites_are_refused_unless_relative_depth_is_asked_for():
-    first, second = measured(1, count=4), measured(2, count=6)
-    with pytest.raises(lsim.LayersimError, match=r"`first`.*`second`") as refusal:
-        lsim.difference(first, second)
-    assert "model-1: 4 from" in str(refusal.value)
-    assert "model-2: 6 from" in str(refusal.value)
-    assert "relative_depth=True" in str(refusal.value)
-    columns = tuple(f"other.{name}" for name in sites(4))
-    with pytest.raises(lsim.LayersimError, match=r"`first`.*`second`"):
-        lsim.difference(first, dataclasses.replace(measured(2), column_layers=columns))
+    found = lsim.difference(one, other)["values"]
+    assert bool((found.sel(statistic="difference") == 0).all())
+    assert bool(found.sel(statistic="p_value").isnull().all())
 
 
 def test_values_are_interpolated_at_relative_depths():
@@ -236,51 +246,44 @@ def test_models_of_other_depths_are_compared_on_a_common_grid(turned):
 
     for i, j in ((0, 3), (1, 2)):
         expected = naive_paired(first, second, lambda one, i=i, j=j: float(grid(one)[i, j]))
-        assert [float(end[i, j]) for end in found.interval()[:3]] == pytest.approx(expected[:3], rel=1e-9)
-    table = found.to_frame()
-    assert list(table.columns[:2]) == ["row_depth", "column_depth"]
-    assert sorted(set(table["row_depth"])) == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert list(found.to_frame("curve").columns[:1]) == ["depth"]
-    assert found.to_frame("curve")["depth"].tolist() == pytest.approx([1 / 3, 2 / 3, 1])
+        assert statistics(found["values"].isel(row=i, column=j), *ENDS) == pytest.approx(expected, rel=1e-9)
+    assert found["row"].values.tolist() == found["column"].values.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert found["layer"].values.tolist() == pytest.approx([1 / 3, 2 / 3, 1])
     # A function receives the results as they were measured.
     shapes = []
-    found.interval(lambda one: shapes.append(one.values.shape) or one.distance())
+    lsim.difference(first, second, lambda one: shapes.append(one.values.shape) or one.distance(), relative_depth=True)
     assert {(4, 4), (6, 6)} == set(shapes)
-    with pytest.raises(lsim.LayersimError, match=r"`what`.*\(., .\) and \(., .\)"):
-        found.interval(lambda one: one.values)
 
 
-def test_other_labels_and_fields_are_refused():
-    first, second = measured(1), measured(2, quantiles=(0.2, 0.8))
-    found = lsim.difference(first, second)
-    with pytest.raises(lsim.LayersimError, match=r"`spread`.*'quantile'"):
-        found.interval("spread")
-    with pytest.raises(lsim.LayersimError, match="no tensor field 'spred'"):
-        found.p_value("spred")
-    with pytest.raises(lsim.LayersimError, match=r"^Measured\.fixed "):
-        found.to_frame("fixed")
-    for wrong in (0.0, 1.0):
-        with pytest.raises(lsim.LayersimError, match="`level`"):
-            found.interval(level=wrong)
-        with pytest.raises(lsim.LayersimError, match="`level`"):
-            found.to_frame(level=wrong)
-
-
-def test_results_without_blocks_or_of_other_classes_are_refused():
-    one = measured(1)
+def test_what_cannot_be_compared_is_refused():
+    one, deep = measured(1), measured(2, count=6)
     plain = dataclasses.replace(one, replicates=(), block_tokens=())
-    for pair in ((plain, one), (one, plain)):
-        with pytest.raises(lsim.LayersimError, match="intervals=True"):
-            lsim.difference(*pair)
     matrix = LayerMatrix(
         values=one.values, layers=one.layers, column_layers=one.layers, provenance=one.provenance,
         replicates=one.replicates, block_tokens=one.block_tokens,
     )  # fmt: skip
-    for pair in ((one, matrix), (Report({"a": one}), one), (one, Report({"a": one}))):
-        with pytest.raises(lsim.LayersimError, match=r"`first`.*`second`"):
-            lsim.difference(*pair)
-    with pytest.raises(lsim.LayersimError, match=r"`first`.*`second`.*LayerMatrix"):
-        lsim.difference(Report({"a": one}), Report({"a": matrix}))
+    columns = dataclasses.replace(measured(2), column_layers=tuple(f"other.{name}" for name in sites(4)))
+    for first, second, options, match in (
+        (one, deep, {}, "model-1: 4 from.*model-2: 6 from.*relative_depth=True"),
+        (one, columns, {}, "`first`.*`second`"),
+        (plain, one, {}, "intervals=True"),
+        (one, plain, {}, "intervals=True"),
+        (Report({"a": plain}), Report({"a": plain}), {}, "intervals=True"),
+        (one, matrix, {}, "`first`.*Measured.*`second`.*LayerMatrix"),
+        (Report({"a": one}), one, {}, "`first`.*`second`"),
+        (one, Report({"a": one}), {}, "`first`.*`second`"),
+        (Report({"a": one}), Report({"a": one}), {"what": Measured.distance}, "`what`"),
+        (Report({"a": one}), Report({"a": matrix}), {}, "`first` and `second`.*'a'.*LayerMatrix"),
+        (Report({"a": one}), Report({"b": measured(2)}), {}, "`first` and `second`.*a; b"),
+        (one, deep, {"what": lambda own: own.values, "relative_depth": True}, r"`what`.*\(4, 4\) and \(6, 6\)"),
+        (one, one, {"level": 0.0}, "`level`"),
+        (one, one, {"level": 1.0}, "`level`"),
+        (one, one, {"adjust": "bonferroni"}, "`adjust`"),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(lsim.LayersimError, match=match):
+                lsim.difference(first, second, **options)
 
 
 def test_options_that_differ_are_named():
@@ -299,70 +302,40 @@ def test_reports_are_compared_analyzer_by_analyzer():
         warnings.simplefilter("always")
         found = lsim.difference(first, second)
     assert list(found) == ["a", "b"]
-    assert len(found) == 2
     messages = " ".join(str(one.message) for one in record)
-    assert "Only one of the two reports has 'c', 'e'" in messages
-    assert "Results without intervals are left out of the difference: 'd'" in messages
-    assert found["b"].interval().value.equal(lsim.difference(first["b"], second["b"]).interval().value)
-    table = found.summary()
-    assert table["analyzer"].tolist() == ["a"] * 3 + ["b"] * 3
-    assert table["quantity"].tolist()[:3] == ["distance", "first of 4", "sites"]
-    p = table["p_value"].dropna()
-    assert table["p_adjusted"].min() == pytest.approx(min(1, len(p) * p.min()))
-    assert table["p_adjusted"].isna().tolist() == [False, False, True] * 2
-    text = repr(found)
-    assert "model-6 minus model-1, paired" in text
-    printed = [float(line.split("(p = ")[1].rstrip(")")) for line in text.splitlines() if "(p = " in line]
-    assert printed == [float(f"{own:.2g}") for own in table["p_adjusted"].dropna() if own >= 1e-4]
-    assert text.count("(p < 0.0001)") == len(p) - len(printed)
-    assert "  b: distance: 0.09 -> 0.1024, +0.0124 ± " in text
-    assert "  a: sites: 3 -> 3, +0" in text.splitlines()
-    with pytest.raises(lsim.LayersimError, match=r"`first` and `second`.*a; b"):
-        lsim.difference(Report({"a": measured(1)}), Report({"b": measured(2)}))
-    with pytest.raises(lsim.LayersimError, match="intervals=True"):
-        lsim.difference(Report({"a": plain}), Report({"a": plain}))
-
-
-def test_the_text_of_a_difference_names_models_and_headlines():
-    found = lsim.difference(measured(1), measured(2, data="two", blocks=20, shift=0.02))
-    line_of_models, distance = repr(found).splitlines()[:2]
-    title, meaning, _ = line_of_models.split("; ")
-    assert title == "Difference(Measured, model-2 minus model-1, unpaired, 17 and 20 blocks)"
-    assert meaning == MEANING_OF_MARGINS
-    ends = found.interval(lambda one: one.distance())
-    # Holm over the two numbers with a margin.
-    p = found.summary()["p_value"].dropna().tolist()
-    own = float(found.p_value(Measured.distance))
-    assert len(p) == 2
-    assert p[0] == pytest.approx(own)
-    expected = min(1.0, 2 * own) if own == min(p) else max(own, min(1.0, 2 * min(p)))
-    assert f"± {float(ends.high - ends.low) / 2:.2g} ({equation('p', p_value_text(expected))})" in distance
-    assert "paired over 17 blocks" in repr(lsim.difference(measured(1), measured(2)))
-    line = found.summary().iloc[0]
-    assert [line[name] for name in ("first", "second", "difference")] == pytest.approx([0.09, 0.1024, 0.0124])
-    assert [line["low"], line["high"]] == pytest.approx([float(ends.low), float(ends.high)])
-    # Headline numbers of only one of the two are left out.
-    deeper = lsim.difference(measured(1), measured(2, count=6), relative_depth=True)
-    assert deeper.summary()["quantity"].tolist() == ["distance", "sites"]
+    assert "'c', 'e'" in messages
+    assert ": 'd'" in messages
+    own = lsim.difference(first["b"], second["b"])
+    xarray.testing.assert_identical(found["b"].to_dataset().drop_vars("headline"), own.drop_vars("headline"))
+    # Headline numbers of all results are corrected together.
+    p, corrected = (
+        np.concatenate([found[name]["headline"].sel(statistic=which).values for name in "ab"])
+        for which in ("p_value", "p_adjusted")
+    )
+    known = ~np.isnan(p)
+    np.testing.assert_array_equal(corrected[known], adjusted(torch.tensor(p[known]), "holm"))
 
 
 def test_figures_show_the_difference_and_where_it_is_certain():
     first, second = measured(1), measured(2, shift=0.9)
-    found = lsim.difference(first, second)
-    heat = found.plot("values").data[0]
-    np.testing.assert_array_equal(np.array(heat.z), found.interval().value)
+    found = lsim.difference(first, second, level=0.9)
+    [heat] = difference_figure(found["values"]).data
+    np.testing.assert_array_equal(np.array(heat.z), found["values"].sel(statistic="difference"))
     assert heat.zmin == -heat.zmax
-    assert all(">•<" in text for text in np.array(heat.text).flatten())
-    assert set(np.array(lsim.difference(first, first).plot().data[0].text).flatten()) == {""}
-    high, low, line = found.plot("curve", level=0.9).data
-    ends = found.interval("curve", level=0.9)
-    for trace, end in zip((line, low, high), ends[:3], strict=True):
-        np.testing.assert_array_equal(trace.y, end)
-    assert len(found.plot("spread").data) == 6
-    deep = lsim.difference(first, measured(2, count=6), relative_depth=True).plot("values")
+    assert all(">•<" in text and ">0.9" in text for text in np.array(heat.text).flatten())
+    # Equal cells have neither a number nor a colour.
+    [same] = difference_figure(lsim.difference(first, first)["values"]).data
+    assert set(np.array(same.text).flatten()) == {""}
+    assert np.isnan(np.array(same.z)).all()
+    band, line = difference_figure(found["curve"]).data
+    np.testing.assert_array_equal(line.y, found["curve"].sel(statistic="difference"))
+    ends = [found["curve"].sel(statistic=name).values for name in ("low", "high")]
+    np.testing.assert_array_equal(band.y, [*ends[1], *ends[0][::-1]])
+    assert len(difference_figure(found["spread"]).data) == 4
+    deep = difference_figure(lsim.difference(first, measured(2, count=6), relative_depth=True)["values"])
     assert deep.layout.xaxis.ticktext == ("0.00", "0.33", "0.67", "1.00")
-    with pytest.raises(lsim.LayersimError, match=r"`field`.*0 axes"):
-        found.plot("number")
+    with pytest.raises(lsim.LayersimError, match="'number' has 0 axes"):
+        difference_figure(found["number"])
 
 
 def test_two_models_on_the_same_texts_are_paired():
@@ -371,13 +344,10 @@ def test_two_models_on_the_same_texts_are_paired():
     runs = [lsim.analyze(tiny_llama(seed=seed), lsim.Data(data, batch_size=16), analyzers, intervals=True) for seed in (0, 1)]
     found = lsim.difference(*runs)
     assert list(found) == ["cosine", "cka", "logit_lens"]
-    assert all(one.paired for one in found.values())
-    assert found["cosine"].p_value().diagonal().isnan().all()
-    ends = found["logit_lens"].interval("entropy")
+    assert all(one.attrs["paired"] for one in found.values())
+    assert np.isnan(found["cosine"]["values"].sel(statistic="p_value").values.diagonal()).all()
     replicates = torch.stack(
         [b.entropy - a.entropy for a, b in zip(*(run["logit_lens"].replicates for run in runs), strict=True)]
     )
-    value = runs[1]["logit_lens"].entropy - runs[0]["logit_lens"].entropy
     error = ((replicates - replicates.mean(0)) ** 2).sum(0).mul(16 / 17).sqrt()
-    torch.testing.assert_close(ends.error, error)
-    assert bool((ends.low < value).all())
+    np.testing.assert_allclose(found["logit_lens"]["entropy"].sel(statistic="se"), error, rtol=1e-9)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import Sweep
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -26,7 +26,7 @@ def test_the_interval_of_a_count_is_that_of_its_fraction():
     cka = report["cka"]
     fraction = cka.interval(lambda one: one.effective_samples / one.samples)
     torch.testing.assert_close(cka.interval("effective_samples").error, fraction.error * cka.samples)
-    assert float(lsim.difference(counts, counts).interval("counts").error.max()) == 0
+    assert float(lsim.difference(counts, counts)["counts"].sel(statistic="se").max()) == 0
 
 
 def test_a_fraction_without_any_event_has_an_interval_with_width():
@@ -51,7 +51,7 @@ def test_a_label_that_one_block_alone_has_gets_no_interval():
     found = coupling.interval("by_length")
     assert found.low.isnan().tolist() == [False, False, True]
     assert len(coupling.to_frame("by_length")) == 3
-    assert len(lsim.difference(coupling, coupling).to_frame("by_length")) == 3
+    assert lsim.difference(coupling, coupling)["by_length"].sizes["length"] == 3
 
 
 def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
@@ -66,19 +66,12 @@ def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
     assert wide.plot("mean").layout.xaxis.title.text
 
 
-def test_a_sweep_reads_what_has_no_interval():
-    both = Sweep({1: run(lsim.CKA(minibatch=16, permutations=20)), 2: run(lsim.CKA(minibatch=16, permutations=20))})
-    assert len(both.numbers("cka", "p_values", layer=0)) == len(both.numbers("cka", "max_p_value")) == 2
-    with pytest.raises(lsim.LayersimError, match=r"`reports`.*\[1, 1\]"):
-        Sweep({torch.tensor(1): both[1], torch.tensor(1): both[2]})
-
-
 def test_ones_on_a_diagonal_differ_by_no_finding():
     first, second = (run(lsim.CKA(minibatch=16))["cka"] for _ in range(2))
     rounded = replace(second, values=second.values + 1e-16 * torch.eye(4).double())
-    found = lsim.difference(first, rounded)
-    assert bool(found.p_value().diagonal().isnan().all())
-    assert float(found.interval().value.abs().max()) == 0
+    found = lsim.difference(first, rounded)["values"]
+    assert np.isnan(found.sel(statistic="p_value").values.diagonal()).all()
+    assert float(abs(found.sel(statistic="difference")).max()) == 0
 
 
 def test_the_time_of_intervals_is_announced(capfd, monkeypatch):

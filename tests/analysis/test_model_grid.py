@@ -9,8 +9,10 @@ import re
 import numpy as np
 import pytest
 import torch
+import xarray
 
 import tl_layersim as lsim
+from tl_layersim.reporting.models import clusters
 from tl_layersim.reporting.style import GREY
 
 from ..options import called
@@ -89,11 +91,11 @@ class TestGrid:
         assert len(count) == len(models) * 8
 
     def test_groups_are_told_apart(self, grid):
-        assert [grid.models[n][0] for n in grid.order] in ([*"xxyy"], [*"yyxx"])
-        merges = grid.clusters()
+        merges = clusters(grid.values.numpy())
         assert merges[-1, 2] > 5 * merges[-2, 2]
-        means = dict(zip(grid.compare_groups().comparisons, grid.compare_groups().values.tolist(), strict=True))
-        assert means["between groups"] == means["x and y"] > 5 * means["within groups"]
+        means = lsim.compare_groups(grid)["mean"]
+        assert means.sel(comparison="between groups") == means.sel(comparison="x and y")
+        assert means.sel(comparison="x and y") > 5 * means.sel(comparison="within groups")
 
     def test_an_index_that_is_no_pair(self, grid):
         for wrong in ("x0", ("x0",), ("x0", "z"), 0):
@@ -101,70 +103,61 @@ class TestGrid:
                 grid[wrong]
 
     def test_tables(self, grid):
-        table = grid.to_frame()
-        assert len(table) == 16
-        assert set(table.columns) == {"row_model", "column_model", "row_group", "column_group", "distance"}
-        [line] = table[(table.row_model == "x0") & (table.column_model == "y1")].to_dict("records")
-        assert (line["row_group"], line["column_group"], line["distance"]) == ("x", "y", float(grid.values[0, 3]))
-        assert len(grid.to_frame("dendrogram")) == 3
-        assert list(grid.to_frame("groups").comparison)[:2] == ["within groups", "between groups"]
+        frame = grid.to_frame()
+        assert (len(frame), set(frame.columns)) == (16, {"row_model", "column_model", "distance"})
+        tables = grid.to_xarray()
+        assert float(tables["distance"].sel(row_model="x0", column_model="y1")) == float(grid.values[0, 3])
+        assert tables["by_site"].dims == ("row_model", "column_model", "site")
+        assert (tables["distance"].attrs["long_name"], tables["distance"].attrs["units"]) == ("CKA distance", "radians")
+        assert tables["by_site"].attrs["long_name"] == "Linear CKA"
+        found = lsim.compare_groups(tables["distance"], grid.groups)
+        xarray.testing.assert_equal(found, lsim.compare_groups(grid))
 
     def test_figures(self, grid, tmp_path):
         heat = grid.plot()
-        names = [grid.models[n] for n in grid.order]
-        assert [name in text for name, text in zip(names, heat.layout.xaxis.ticktext, strict=True)] == [True] * 4
-        np.testing.assert_allclose(heat.data[0].z, grid.values[list(grid.order)][:, list(grid.order)])
-        assert heat.data[0].colorbar.title.text == "CKA distance (radians)"
-        assert (heat.layout.title.text, heat.layout.xaxis.title.text) == ("Distances between models", "Model")
-        tree = grid.plot("dendrogram")
-        heights = sorted(max(trace.y) for trace in tree.data if trace.y[0] is not None)
-        np.testing.assert_allclose(heights, grid.clusters()[:, 2])
-        assert tree.layout.yaxis.title.text == "CKA distance (radians)"
-        # The last link joins the groups; every other one is of one group.
+        names = [re.sub("<[^>]*>", "", text) for text in heat.layout.xaxis.ticktext]
+        assert [name[0] for name in names] in ([*"xxyy"], [*"yyxx"])
+        order = [grid.models.index(name) for name in names]
+        np.testing.assert_allclose(heat.data[0].z, grid.values[order][:, order])
+        tree = lsim.dendrogram(grid)
+        merges = clusters(grid.values.numpy())
         colours = {max(trace.y): trace.line.color for trace in tree.data if trace.y[0] is not None}
+        np.testing.assert_allclose(sorted(colours), merges[:, 2])
+        # The last link joins the groups; every other one is of one group.
         assert [colours[height] == GREY for height in sorted(colours)] == [False, False, True]
-        assert all(fig.layout.title.subtitle.text for fig in (heat, tree))
-        boxes = grid.plot("groups")
-        # Quartiles of four pairs are not drawn.
-        assert all(trace.line.width == 0 for trace in boxes.data if trace.type == "box")
-        assert "quartiles" not in boxes.layout.title.subtitle.text
-        assert [len(trace.y) for trace in boxes.data if trace.type == "box"] == [1, 1, 4]
-        page = lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").read_text()
-        assert all(
-            title in page for title in ("Distances between models", "Dendrogram of the models", "within and between groups")
-        )
+        points = lsim.plot(lsim.compare_groups(grid)).data
+        np.testing.assert_allclose([np.nanmax(one.y) for one in points], lsim.compare_groups(grid)["mean"][2:])
+        assert lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").exists()
 
-    def test_groups_by_layer(self, grid, tmp_path):
-        found = grid.groups_by_layer()
-        assert found.comparisons == ("within x", "within y", "x and y")
-        pairs = [("x0", "x1")], [("y0", "y1")], [("x0", "y0"), ("x0", "y1"), ("x1", "y0"), ("x1", "y1")]
-        for n, names in enumerate(pairs):
-            each = np.stack([np.diagonal(grid[pair].values) for pair in names])
-            np.testing.assert_allclose(found.values[n], each.mean(0))
-            np.testing.assert_allclose(found.sd[n], each.std(0, ddof=1) if len(each) > 1 else math.nan)
-        assert found.sites == grid["x0", "y0"].layers
-        figure = found.plot()
-        assert [trace.name for trace in figure.data if trace.name] == list(found.comparisons)
-        assert (figure.layout.yaxis.title.text, figure.layout.xaxis.title.text) == ("Linear CKA", "After block")
-        again = lsim.load(found.save(tmp_path / "curves.safetensors"))
-        assert torch.equal(again.values, found.values)
-        assert set(found.to_frame().columns) == {"comparison", "site", "mean", "sd"}
-        assert "at blocks." in repr(found)
-        assert "by layer" in lsim.Report({"curves": found}).to_html(tmp_path / "page.html").read_text()
-        assert found.plot("sd").data
-        assert grid.groups_by_layer({"x0": 1, "x1": 2, "y0": 1, "y1": 2}).comparisons == ("within 1", "within 2", "1 and 2")
+    def test_groups_by_site(self, grid):
+        found = lsim.compare_groups(grid, field="by_site")
+        pairs = {"within x": [("x0", "x1")], "within y": [("y0", "y1")]}
+        pairs["x and y"] = [("x0", "y0"), ("x0", "y1"), ("x1", "y0"), ("x1", "y1")]
+        for name, own in pairs.items():
+            each = np.stack([np.diagonal(grid[pair].values) for pair in own])
+            np.testing.assert_allclose(found["mean"].sel(comparison=name), each.mean(0))
+            np.testing.assert_allclose(
+                found["sd"].sel(comparison=name), each.std(0, ddof=1) if len(each) > 1 else np.full(4, math.nan)
+            )
+        assert tuple(found["site"].values) == grid["x0", "y0"].layers
+        # Similarities are smaller between groups.
+        assert (found["difference"][1:] < 0).all()
+        assert found["p_value"][1:].values == pytest.approx(1 / 3)
+        lines = [trace for trace in lsim.plot(found).data if trace.name]
+        assert [line.name for line in lines] == list(pairs)
+        np.testing.assert_allclose(lines[2].y, found["mean"][4])
+        other = lsim.compare_groups(grid, {"x0": 1, "x1": 2, "y0": 1, "y1": 2}, field="by_site")
+        assert list(other["comparison"].values[2:]) == ["within 1", "within 2", "1 and 2"]
 
     def test_without_groups(self, models, tmp_path):
         grid = lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
         assert grid.groups == ()
-        assert "row_group" not in grid.to_frame().columns
-        assert not grid.plot("dendrogram").layout.showlegend
+        assert not lsim.dendrogram(grid).layout.showlegend
         with pytest.raises(lsim.LayersimError, match=r"`groups`.*None"):
-            grid.compare_groups()
+            lsim.compare_groups(grid)
         with pytest.raises(lsim.LayersimError, match=r"`relabelings`.* 0"):
-            grid.compare_groups([*"xyxy"], relabelings=0)
-        assert grid.compare_groups([*"xyxy"]).p_value == pytest.approx(1 / 3)
-        assert "Dendrogram" in lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").read_text()
+            lsim.compare_groups(grid, [*"xyxy"], relabelings=0)
+        assert float(lsim.compare_groups(grid, [*"xyxy"])["p_value"]) == pytest.approx(1 / 3)
 
     def test_save_and_load(self, grid, tmp_path):
         again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
@@ -238,11 +231,9 @@ class TestModels:
             distance=lambda result: float(result.values[-1, -1].clamp(-1, 1).arccos()),
         )
         assert grid["a", "deep"].values.shape == (4, 6)
-        with pytest.raises(lsim.LayersimError, match="`groups`"):
-            grid.groups_by_layer(["x", "y"])
-        three = lsim.compare_grid(models | {"b": tiny_llama()}, random_tokens(), lsim.CKA(minibatch=16), distance=float_one)
-        with pytest.raises(lsim.LayersimError, match="a: 4, deep: 6"):
-            three.groups_by_layer([*"xyx"])
+        with pytest.raises(lsim.LayersimError, match="by_site"):
+            lsim.compare_groups(grid, ["x", "y"], field="by_site")
+        assert "by_site" not in grid.to_xarray()
         assert float(grid.values[0, 1]) == pytest.approx(math.acos(float(grid["a", "deep"].values[-1, -1])))
 
     def test_a_tokenizer_of_any_model_reads_texts(self):
@@ -274,10 +265,6 @@ class TestModels:
             models["x1"].model.layers[1].mlp.down_proj.weight.fill_(math.nan)
         with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in .*model 3"):
             lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
-
-
-def float_one(_result: lsim.Result) -> float:
-    return 1.0
 
 
 def wide():

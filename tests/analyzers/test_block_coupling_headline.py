@@ -32,11 +32,10 @@ def test_the_headline_is_of_pairs_of_different_blocks(normalize):
         over_pairs(values, lambda a, b: a != b),
         over_pairs(null, lambda a, b: a != b),
         over_pairs(values, lambda a, b: abs(a - b) == 1),
-        2.0,
     ]
     said = found.headline()
     assert list(said.values()) == pytest.approx(expected, rel=1e-12)
-    assert next(iter(said)) == f"{'coupling' if normalize else '-m'}, k = 3, mean over pairs of different blocks"
+    assert next(iter(said)) == f"{'coupling' if normalize else '-m'}, k = 3, mean over pairs"
     np.testing.assert_allclose(found.coupling, values, rtol=1e-12)
     np.testing.assert_allclose(found.null_coupling, null, rtol=1e-12)
 
@@ -65,4 +64,4 @@ def test_the_mean_over_lengths_is_the_mean_over_prompts():
     np.testing.assert_allclose(found.by_length, alone, rtol=1e-12)
     # One prompt of each length has no spread.
     assert bool(found.by_length_std.isnan().all())
-    assert found.plot("by_length").layout.xaxis.ticktext[0].endswith("<br>1 prompt")
+    assert found.measured_on("by_length").startswith("1, 1 ")

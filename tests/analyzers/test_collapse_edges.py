@@ -56,8 +56,8 @@ def test_the_headline_names_the_first_and_the_last_layer():
     x = np.random.default_rng(0).normal(size=(3, 20, 8)) + np.array(label)[:, None] * np.array([1, 2, 3])[:, None, None]
     found = of(x, label)
     nc1 = oracles.oracle_neural_collapse([x], label)["values"]
-    expected = {"NC1 of the embedding": nc1[0], "NC1 of the last layer": nc1[2], "classes": 2}
+    expected = {"NC1 at the embedding": nc1[0], "NC1 at the last site": nc1[2]}
     assert found.headline() == pytest.approx(expected, rel=1e-8)
     # All samples one point at the first layer: nothing is between the classes there.
     x[0] = 1.0
-    assert list(of(x, label).headline()) == ["NC1 of the last layer", "classes"]
+    assert list(of(x, label).headline()) == ["NC1 at the last site"]

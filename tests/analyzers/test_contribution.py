@@ -179,7 +179,7 @@ def test_figures_have_a_line_for_attention_and_one_for_the_mlp():
     assert list(table.columns)[:2] == ["sublayer", "relative_norm"]
     headline = found.headline()
     # Of three blocks, the middle one belongs to the first half.
-    first = headline["norm of sublayer outputs over norm of the stream, median of the first half of the blocks"]
+    first = headline["relative norm, first half of the blocks"]
     assert first == pytest.approx(np.median(found.values[:4]))
     # The MLP of the first block often multiplies the norm.
     wide = replace(found, values=torch.tensor([0.4, 16.0, 0.3, 0.3, 0.2, 0.4]).double()).plot()

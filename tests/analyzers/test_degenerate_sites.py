@@ -46,7 +46,7 @@ def test_cka_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype, estimator
     expected = oracles.oracle_cka([wide - wide.mean(1, keepdims=True)], biased=estimator == "biased", rows=15)["values"]
     rest_equals(found.values, expected, 1e-4 if dtype == np.float32 else 1e-9)
     assert found.effective_samples.isnan().tolist() == [True, False, False, False]
-    assert 0 < found.headline()["smallest effective fraction of samples of any layer"] < 1
+    assert 0 < found.headline()["smallest effective fraction of samples"] < 1
     assert np.isnan(found.distance()) == np.isnan(found.values.diagonal()[1:]).any()
     assert np.isfinite(found.plot().data[0].zmin)
     assert found.to_frame()["values"].isna().sum() == 7
@@ -92,7 +92,7 @@ def test_centred_cosine_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype
     assert found.monotone_share.isnan()
     assert np.isfinite(found.plot().data[0].zmin)
     found.plot("to_last")
-    steps = "fraction of steps at which mean COS to the last layer rises"
+    steps = "rising steps (fraction)"
     last = expected["values"][1:, -1]
     assert found.headline()[steps] == pytest.approx(np.mean(np.diff(last) > 0))
 

@@ -24,7 +24,7 @@ def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one(
             "accuracy after block 2": expected["accuracy"][2],
             "perplexity of the last layer": expected["perplexity"][4],
             "agreement of block 2 with the last": expected["agreement"][2],
-            "fraction of positions whose target probability rises at every block": float(expected["monotone_share"]),
+            "positions that rise at every block (fraction)": float(expected["monotone_share"]),
         }
     )
 
@@ -37,11 +37,11 @@ def test_the_headline_of_saturation_is_the_mean_block_of_tokens():
     mean = sum(block * count for block, count in enumerate(counts)) / 300
     assert 0 < mean < 4
     said = found.headline()
-    assert said["fraction of tokens that saturate before the last block"] == pytest.approx(1 - counts[-1] / 300)
-    assert said["mean saturation block, of 0 to 4"] == pytest.approx(mean)
+    assert said["saturated before the last block (fraction)"] == pytest.approx(1 - counts[-1] / 300)
+    assert said["mean saturation block"] == pytest.approx(mean)
     correlation = float(expected["correlation"])
     assert not math.isnan(correlation)
-    assert said["correlation of events with the cosine to the last layer"] == pytest.approx(correlation)
+    assert said["correlation with the cosine to the last layer"] == pytest.approx(correlation)
 
 
 def test_without_early_events_there_is_no_correlation_to_speak_of():
@@ -50,7 +50,7 @@ def test_without_early_events_there_is_no_correlation_to_speak_of():
     found = from_views(lsim.Saturation(), [view(x)])
     assert found.counts.tolist() == [0, 0, 20]
     assert list(found.headline()) == [
-        "fraction of tokens that saturate before the last block",
-        "mean saturation block, of 0 to 2",
+        "saturated before the last block (fraction)",
+        "mean saturation block",
     ]
-    assert found.headline()["mean saturation block, of 0 to 2"] == 2
+    assert found.headline()["mean saturation block"] == 2

@@ -42,7 +42,7 @@ def test_prompts_can_be_correlated():
     expected = np.corrcoef(list(coupling.values()), list(lss.values()))[0, 1] ** 2
     np.testing.assert_allclose(fit.r_squared, expected)
     table = report["trajectory"].to_frame("prompt_lss")
-    assert list(table.columns) == ["prompt_row", "prompt_lss", "prompt_tokens"]
+    assert list(table.columns) == ["prompt_row", "prompt_lss"]
     assert report["block_coupling"].plot("prompt_coupling").data
 
 

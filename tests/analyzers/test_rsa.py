@@ -206,7 +206,6 @@ def test_headline_and_sequences():
     assert found.samples == 12
     assert found.headline()["RSA(embedding, last)"] == float(found.values[0, -1])
     assert found.headline()["RSA(last but one, last)"] == float(found.values[-2, -1])
-    assert found.headline()["samples in a minibatch"] == 12
     assert "p-value of the maximum over pairs of layers" in found.headline()
 
 

@@ -135,7 +135,7 @@ def test_one_block_has_an_effect_on_the_output_alone():
     assert bool(found.values.isnan().all() & found.later.isnan().all())
     expected = naive(model, rows, 1, 1)
     np.testing.assert_allclose(found.probability_change, expected["probability_change"], rtol=1e-4)
-    assert list(found.headline()) == ["change of the output probabilities, mean over skipped blocks"]
+    assert list(found.headline()) == ["change of the probabilities, mean"]
 
 
 def test_a_row_of_one_token():
@@ -246,7 +246,7 @@ def test_numbers_that_overflow_are_refused():
 
 def test_tables_and_figures_name_blocks():
     found = from_views(lsim.SkipEffect(), [view(residuals(0))])
-    table = found.to_frame("later")
+    table = found.to_frame()
     assert list(table.columns) == ["skipped", "affected", *FIELDS]
     assert list(table["affected"].cat.categories) == list(layer_names(3)[1:])
     figure = found.plot()
@@ -255,5 +255,5 @@ def test_tables_and_figures_name_blocks():
     assert found.plot("probability_change").layout.xaxis.title.text == "Skipped block"
     assert set(OUTPUTS) | set(FIELDS) == set(found.tensor_fields())
     halves = found.headline()
-    assert halves["the same, for skipped blocks of the first half"] == pytest.approx(float(found.values[:1].nanmean()))
-    assert halves["the same, for skipped blocks of the second half"] == pytest.approx(float(found.values[1:].nanmean()))
+    assert halves["relative change, first half skipped"] == pytest.approx(float(found.values[:1].nanmean()))
+    assert halves["relative change, second half skipped"] == pytest.approx(float(found.values[1:].nanmean()))

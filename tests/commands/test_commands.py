@@ -158,10 +158,8 @@ def test_no_site_is_not_the_default(command, tmp_path):
 
 
 def test_estimate():
-    shown = done(
-        "estimate", "demo", "--tokens", 100000, "--devices", "1xH100", "--analyzers", "cka", "--option", "cka.minibatch=64"
-    )
-    cost = lsim.estimate(lsim.demo_model().config, lsim.CKA(minibatch=64), tokens=100000, devices="1xH100")
+    shown = done("estimate", "demo", "--tokens", 100000, "--analyzers", "cka", "--option", "cka.minibatch=64")
+    cost = lsim.estimate(lsim.demo_model().config, lsim.CKA(minibatch=64), tokens=100000)
     assert [line.split(None, 1) for line in shown.stdout.splitlines()[2:]] == [
         [name.strip(), text] for name, text in cost.rows()
     ]

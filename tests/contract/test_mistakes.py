@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import Devices
 from tl_layersim.cli import main
 from tl_layersim.early_exit import frequent_tokens
 from tl_layersim.models import eval_mode, layer_names
@@ -40,8 +39,7 @@ MISTAKES = [
     ("`max_memory_gb`.* nan", lambda m: lsim.CKA(estimator="exact", max_memory_gb=NAN)),
     ("`seed`.* True", lambda m: lsim.LinearPredictivity(seed=True)),
     (f"`seed`.* {2**63}", lambda m: lsim.CKA(seed=2**63)),
-    ("`level`.* 1", lambda m: lsim.overlay({"a": lsim.analyze(m, TOKENS, "cosine")}, level=1)),
-    ("`count`.* 0", lambda m: Devices("x", 0, 1.0, 1.0, 1.0, 1.0, 1.0, "me")),
+    ("`runs`.*CausalLM", lambda m: lsim.stack({"a": m})),
     (r"`layers`.* \[\]", lambda m: lsim.block_jacobians(m, TOKENS[0], layers=[])),
     ("`module`.* 3", lambda m: eval_mode(3)),
     (r"`results`.* \[\]", lambda m: lsim.Report([])),

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.core import Report
@@ -121,30 +120,31 @@ def test_a_report_without_p_values_has_an_empty_table(report):
 
 
 @pytest.mark.parametrize("method", ["holm", "fdr_bh"])
-def test_a_difference_has_the_p_values_of_all_fields(method):
+def test_a_difference_adjusts_over_each_field_or_over_all(method):
     analyzers = {"lens": lsim.LogitLens(), "cosine": lsim.Cosine(center="none")}
     runs = [
         lsim.analyze(tiny_llama(seed=seed), lsim.Data(random_tokens(16, 8), batch_size=1), analyzers, intervals=True)
         for seed in (0, 1)
     ]
-    found = lsim.difference(*runs)
-    table = found.p_values(method)
-    check(table, method)
-    assert list(table["analyzer"].unique()) == ["lens", "cosine"]
-    for name, own in found.items():
-        alone = own.p_values(method)
-        check(alone, method)
-        lines = table[table["analyzer"] == name]
-        np.testing.assert_array_equal(lines["p_value"], alone["p_value"])
-        assert list(lines["field"]) == list(alone["field"])
-    accuracy = table.query("analyzer == 'lens' and field == 'accuracy'")
-    np.testing.assert_array_equal(accuracy["p_value"], found["lens"].p_value("accuracy"))
-    assert list(accuracy["layer"]) == list(runs[0]["lens"].layers[1:])
-    count = len(runs[0]["cosine"].layers)
-    # The diagonal of the cosine has no test, and its two halves are one.
-    own: Tensor = found["cosine"].p_value("values")
-    assert len(table.query("analyzer == 'cosine' and field == 'values'")) == count * (count + 1) // 2
-    assert own.diagonal().isnan().all()
+    for over in ("field", "call"):
+        found = lsim.difference(*runs, adjust=method, adjust_over=over)
+        families = {}
+        for name, node in found.items():
+            for field, array in node.data_vars.items():
+                p, corrected = (array.sel(statistic=which).values for which in ("p_value", "p_adjusted"))
+                once = (
+                    np.triu(np.ones_like(p, dtype=bool)) if array.dims[:2] == ("row", "column") else np.ones_like(p, dtype=bool)
+                )
+                tested = once & ~np.isnan(p)
+                np.testing.assert_array_equal(np.isnan(p), np.isnan(corrected))
+                key = "headline" if field == "headline" else "all" if over == "call" else (name, field)
+                families.setdefault(key, []).append((p[tested], corrected[tested]))
+        assert len(families) == 2 if over == "call" else len(families) > 4
+        for own in families.values():
+            p, corrected = map(np.concatenate, zip(*own, strict=True))
+            np.testing.assert_allclose(corrected, ORACLES[method](p.tolist()), rtol=1e-12)
+    # The diagonal of the cosine has no test.
+    assert np.isnan(found["cosine"]["values"].sel(statistic="p_value").values.diagonal()).all()
 
 
 def test_a_small_p_value_is_printed_as_a_bound():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve, LayerMatrix, storage
+from tl_layersim.core import LayerCurve, LayerMatrix, Report, axes, storage
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -81,7 +82,7 @@ def test_a_result_is_no_report_and_a_checkpoint_no_result(tmp_path):
     with pytest.raises(lsim.LayersimError, match="another kind of data"):
         lsim.Report.load(curve().save(tmp_path / "x"))
     lsim.analyze(tiny_llama(), random_tokens(), "cka", checkpoint=tmp_path / "run")
-    with pytest.raises(lsim.LayersimError, match=r"/run .*checkpoint.*result.*report.*sweep"):
+    with pytest.raises(lsim.LayersimError, match=r"/run .*checkpoint.*result.*report"):
         lsim.load(tmp_path / "run")
 
 
@@ -96,3 +97,41 @@ def test_a_class_is_never_imported_by_a_name_in_a_file(tmp_path):
     storage.write(path, "result", header | {"class": header["class"].replace("Fleeting", "Vanished")}, tensors)
     with pytest.raises(lsim.LayersimError, match=r"Vanished.*tests.core.test_results"):
         lsim.load(path)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Margins(LayerCurve):
+    """As an author of an analyzer declares fields."""
+
+    values: torch.Tensor = axes("residual", label="Margin", unit="logits")
+    spread: torch.Tensor = axes("residual")
+    share: torch.Tensor = axes(label="Share of wins", within=(0, 1))
+
+
+def margins(*names: str) -> Margins:
+    values = torch.arange(float(len(names)), dtype=torch.float64)
+    share = torch.tensor(0.5, dtype=torch.float64)
+    return Margins(values=values, spread=values / 2, share=share, layers=names, provenance=provenance())
+
+
+def test_fields_of_an_own_result_have_headlines_tables_and_figures():
+    found = margins("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+    assert found.headline() == {"Margin at the embedding": 0, "Margin at the last site": 2, "Share of wins": 0.5}
+    assert found.plot().layout.yaxis.title.text == "Margin (logits)"
+    assert found.declared("spread").words == "Spread"
+    assert [picture.field for picture in found.pictures] == ["values"]
+    assert list(found.to_frame()) == ["layer", "values", "spread"]
+    assert list(found.to_frame("spread")) == ["layer", "spread"]
+    heads = margins("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]")
+    assert heads.headline() == {"Margin, mean": 0.5, "Share of wins": 0.5}
+
+
+def test_tables_of_papers_are_escaped():
+    report = Report({"a_b": margins("blocks.0.hook_resid_pre", "x_1|&")})
+    lines = [line for line in report.to_latex().splitlines() if "&" in line]
+    assert [line.split(" & ")[0] for line in lines[1:]] == [r"a\_b"] * len(report["a_b"].headline())
+    rows = report["a_b"].to_latex("spread").splitlines()
+    assert rows[5] == r"x\_1|\& & 0.5 \\"
+    assert report["a_b"].to_markdown("spread").splitlines()[-1].split(" | ")[0].rstrip() == r"| x\_1\|&"
+    with pytest.raises(lsim.LayersimError, match=r"'share'.*\b0 axes"):
+        report["a_b"].to_latex("share")

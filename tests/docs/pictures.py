@@ -57,7 +57,7 @@ def sublayers() -> dict[str, Picture]:
 def many_models() -> dict[str, Picture]:
     """Distances between fine-tunes, and CKA within and between their groups."""
     grid = executed(ROOT / "docs/many_models.md")["grid"]
-    return {"many_models": side_by_side(grid.plot(), grid.groups_by_layer().plot())}
+    return {"many_models": side_by_side(grid.plot(), lsim.plot(lsim.compare_groups(grid, field="by_site")))}
 
 
 def home() -> dict[str, Picture]:
@@ -70,7 +70,7 @@ def home() -> dict[str, Picture]:
         "home_decide": lsim.prediction_grid(model, "Once upon a time there was").plot(),
         "home_prune": lsim.analyze(model, lsim.Data(texts[::2], seq_len=64), lsim.SkipEffect())["skip_effect"].plot("values"),
         "home_agree": lsim.compare(model, aligned, lsim.Data(texts, skip_first=2), lsim.CKA()).plot(),
-        "home_certain": lsim.difference(lens, other)["logit_lens"].plot("accuracy"),
+        "home_certain": lsim.plot(lsim.difference(lens, other)["logit_lens"]["accuracy"]),
     }
     for name in ("home_prune", "home_agree"):
         # Small on the page: colours alone, and room for them.

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
+import xarray
 
-from tl_layersim.reporting.curves import Series, lines
+import tl_layersim as lsim
 from tl_layersim.reporting.interval_bands import Ends
+from tl_layersim.reporting.lines import Series, lines
 from tl_layersim.reporting.style import BLUE, DASHES, GREEN, GREY, ORANGE, PURPLE, with_subtitle
-from tl_layersim.reporting.sweeps import KeyAxis, Line, lines_over_keys
 
 from .helpers import ROOT
 
@@ -183,24 +184,24 @@ def clip() -> list[go.Figure]:
 def sweep() -> list[go.Figure]:
     """Coupling and line-shape score by training step, from docs/sweeps.md."""
     table = read_table("sweeps.md", "| step | cross-entropy | coupling")
-    axis = KeyAxis([int(label) for label in table.labels], "Training step")
+    steps = [int(label) for label in table.labels]
 
-    def line(column: str, name: str, colour: str, dash: str = DASHES[0]) -> Line:
-        cells, none = table.column(column), (None, None)
-        return Line(name, list(cells.values), *(none if cells.ends() is None else map(list, cells.ends())), colour, dash)
+    def drawn(names: dict[str, str], quantity: str, title: str) -> go.Figure:
+        cells = [table.column(column) for column in names]
+        ends = {"": 0, "_low": -1, "_high": 1}
+        parts = {
+            f"value{end}": (("line", "step"), [one.values + sign * np.nan_to_num(one.margins) for one in cells])
+            for end, sign in ends.items()
+        }
+        found = xarray.Dataset(parts, {"line": list(names.values()), "step": steps})
+        found["value"].attrs["long_name"] = quantity
+        return lsim.plot(found, title=title).update_yaxes(rangemode="tozero")
 
-    coupling = [
-        line("of neighbours", "neighbours", ORANGE),
-        line("coupling", "all pairs", BLUE),
-        line("random vectors", "random vectors", GREY, "dash"),
+    pairs = {"of neighbours": "neighbours", "coupling": "all pairs", "random vectors": "random vectors"}
+    return [
+        drawn(pairs, "Coupling", "Coupling of blocks during training"),
+        drawn({"LSS": "line-shape score"}, "Line-shape score (1: straight)", "Line-shape score during training"),
     ]
-    shape = [line("LSS", "line-shape score", BLUE)]
-    titles = (
-        ("Coupling of blocks during training", "Coupling"),
-        ("Line-shape score during training", "Line-shape score (1: straight)"),
-    )
-    figures = [lines_over_keys(drawn, axis, words, False) for drawn, words in zip((coupling, shape), titles, strict=True)]
-    return [figure.update_yaxes(rangemode="tozero") for figure in figures]
 
 
 def lens() -> list[go.Figure]:

@@ -101,7 +101,7 @@ def noting(plot, seen):
     def plot_and_note(self, *args, **options):
         called = inspect.signature(plot).bind(self, *args, **options)
         called.apply_defaults()
-        field = called.arguments.get("field", "")
+        field = called.arguments.get("field", "") or (self.pictures[0].field if getattr(self, "pictures", ()) else "")
         # `plot()` draws the values under their own name.
         own = getattr(self, "values_name", "") if field == "values" else field
         seen.update({(type(self), field), (type(self), own), (type(self), "")})

@@ -53,12 +53,12 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("test_jackknife.py", "test_blocks.py", "test_headline_intervals.py", "analysis/test_intervals.py"),
     ),
     (
-        ("result_differences.py", "analysis/differences.py", "difference_results.py", "relative_depth.py"),
+        ("analysis/differences.py", "relative_depth.py"),
         ("test_differences.py", "test_relative_depth.py"),
     ),
     (
-        ("sweep_results.py", "sweep_curves.py", "sweep_folder.py", "sweep_api.py"),
-        ("analysis/test_sweep.py", "test_sweep_figures.py"),
+        ("sweep_folder.py", "sweep_api.py", "labelled_tables.py"),
+        ("analysis/test_sweep.py", "test_labelled_tables.py"),
     ),
     (("exponential_fits.py",), ("test_exponential_fits.py",)),
     (("score_relation.py",), ("test_score_relation.py",)),

@@ -61,11 +61,15 @@ def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, n
     score = [np.mean([1 - v[i, j] for i in range(blocks) for j in range(blocks) if i != j]) for v in values]
     octaves = sorted({int(np.log2(n)) for n in lengths})
     by = [[s for s, n in zip(score, lengths, strict=True) if int(np.log2(n)) == octave] for octave in octaves]
+    other = ~np.eye(blocks, dtype=bool)
+    beside = np.abs(np.subtract.outer(np.arange(blocks), np.arange(blocks))) == 1
+    coupling = 1 - values.mean(0)
     return {
         "values": values.mean(0),
+        "mean_coupling": np.array([coupling[other].mean(), coupling[beside].mean(), 1 - null.mean(0)[other].mean()]),
         "defined": np.ones((blocks, blocks)),
         "std": values.std(0),
-        "coupling": 1 - values.mean(0),
+        "coupling": coupling,
         "null": null.mean(0),
         "by_k": values.mean(0)[None],
         "null_by_k": null.mean(0)[None],

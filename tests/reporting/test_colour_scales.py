@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from plotly.colors import sample_colorscale, unlabel_rgb
 
 import tl_layersim as lsim
@@ -17,13 +15,11 @@ from tl_layersim.reporting.colour_scales import (
     ColourScale,
     about_zero,
     cell_numbers,
-    chance_decimals,
     end_above,
     luminance,
     narrow_scale,
     off_diagonal_scale,
     on_cells,
-    range_in_words,
     scale_within,
     text_colours,
 )
@@ -66,65 +62,33 @@ def test_similarities_share_their_ends_and_deviations_have_their_own(report):
     assert (angle.zmin, angle.zmax) == (0.0, math.pi / 2)
     p_values = report["procrustes"].plot("p_values")
     assert p_values.data[0].zmax == 0.1
-    beyond = bool((report["procrustes"].p_values > 0.1).any())
-    assert ("highest colour: 0.1 or more" in p_values.layout.title.subtitle.text) == beyond
 
 
 def test_a_null_has_the_scale_of_its_measure(report):
     procrustes = report["procrustes"]
     own = procrustes.plot().data[0]
     for field in ("null_mean", "null_threshold"):
-        fig, values = procrustes.plot(field), getattr(procrustes, field)
+        fig = procrustes.plot(field)
         assert (fig.data[0].zmin, fig.data[0].zmax, fig.data[0].colorscale) == (own.zmin, own.zmax, own.colorscale)
-        low, high = re.match(r"range (\S+) to (\S+), on the scale of the measure", fig.layout.title.subtitle.text).groups()
-        assert low != high
-        assert float(low) == pytest.approx(float(values.min()), abs=0.006)
-        assert float(high) == pytest.approx(float(values.max()), abs=0.006)
-    assert "range" not in procrustes.plot().layout.title.subtitle.text
     # R² of random pairings may be far below 0, where the scale of the measure begins.
     below = replace(procrustes, null_mean=procrustes.null_mean - 1.0)
     assert below.plot("null_mean").data[0].zmin == -1.0
-    # Values that are not defined have no range.
-    unknown = replace(procrustes, null_mean=torch.full_like(procrustes.null_mean, math.nan))
-    assert "range" not in unknown.plot("null_mean").layout.title.subtitle.text
-
-
-def test_noise_of_a_null_has_no_digits_in_cells():
-    scale = ColourScale("Viridis", 0.0, 1.0)
-    noise = np.array([[-0.00024, 0.00003]])
-    assert chance_decimals(noise) == 2
-    assert [text[-11:-7] for text in cell_numbers(noise, scale, chance_decimals(noise))["text"][0]] == ["0.00", "0.00"]
-    assert chance_decimals([0.0018, 0.0027]) == 4
-    assert chance_decimals([0.2, -3.0]) == 2
-
-
-def test_ends_of_a_range_have_equal_decimals_that_tell_them_apart():
-    assert range_in_words(0.03912, 0.03931) == "0.0391 to 0.0393"
-    assert range_in_words(-0.00024, 0.00003) == "-0.00024 to 0.00003"
-    assert range_in_words(-0.0607, 0.187, 3) == "-0.061 to 0.187"
-    assert range_in_words(12.0, 340.0) == "12 to 340"
-    assert range_in_words(0.0, 0.0) == "0 to 0"
-    assert range_in_words(0.5, 0.5) == "0.50 to 0.50"
 
 
 def test_figures_of_p_values_say_the_smallest_that_is_possible(report):
     result = report["procrustes"]
     fig = result.plot("p_values")
-    assert fig.layout.title.subtitle.text.startswith("19 permutations; smallest possible 0.05; a layer with itself is left out")
     assert float(result.p_values.min()) == 1 / 20
     shown = np.asarray(fig.data[0].z)
     assert np.isnan(shown.diagonal()).all()
     other = ~np.eye(len(shown), dtype=bool)
     assert np.array_equal(shown[other], result.p_values.numpy()[other])
-    assert (fig.data[0].colorbar.title.side, result.plot().data[0].colorbar.title.side) == ("top", "right")
 
 
 def test_p_values_of_two_models_keep_the_diagonal():
     result = lsim.compare(tiny_llama(), tiny_llama(seed=1), random_tokens(), lsim.CKA(minibatch=16, permutations=39))
     fig = result.plot("p_values")
     assert np.array_equal(np.asarray(fig.data[0].z), result.p_values.numpy())
-    assert "39 permutations; smallest possible 0.025" in fig.layout.title.subtitle.text
-    assert "left out" not in fig.layout.title.subtitle.text
 
 
 def test_clearly_negative_values_stand_about_zero():
@@ -150,8 +114,6 @@ def test_figures_are_at_most_600_pixels_wide_and_cells_are_square(report):
         fig = result.plot()
         assert fig.layout.width <= 600
         assert fig.layout.yaxis.scaleanchor == "x"
-        assert fig.data[0].colorbar.title.text
-        assert "row: %{customdata[0]}" in fig.data[0].hovertemplate
 
 
 def test_cells_have_more_decimals_on_a_narrow_scale():

@@ -6,13 +6,13 @@ import re
 from html import unescape
 from urllib.parse import unquote
 
-import plotly.graph_objects as go
+import numpy as np
 import pytest
 import torch
+from plotly.offline import get_plotlyjs
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
-from tl_layersim.reporting.figure_json import figure_json
 
 from .. import html_pages
 from ..tiny_models import random_tokens, tiny_llama
@@ -30,10 +30,8 @@ def test_a_report_is_a_mapping_with_a_page(report, tmp_path):
     with pytest.raises(KeyError, match="it has cosine, cka"):
         report["lens"]
     page = report.to_html(tmp_path / "report.html").read_text()
-    for part in ("Theorem 2.1", "figure 11", "Nguyen", "data", report["cka"].provenance.data):
-        assert part in page
-    assert page.count("Measured at 4 sites: blocks.0.hook_resid_pre to blocks.2.hook_resid_post.") == 2
-    assert "Relations between the layers of the residual stream" in page
+    assert report["cka"].provenance.data in page
+    assert page.count("4 sites: blocks.0.hook_resid_pre to blocks.2.hook_resid_post") == 2
     # One file and no network: nothing is loaded from anywhere.
     assert 'src="http' not in page
     assert '<link rel="stylesheet"' not in page
@@ -57,18 +55,16 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     assert "Relations between sites of the model" in page
 
 
-def test_a_page_is_small_and_has_its_figures(report, tmp_path):
+def test_a_page_has_its_figures_and_plotly(report, tmp_path):
     path = report.to_html(tmp_path / "r.html")
     page = path.read_text()
-    assert path.stat().st_size < 1.2e6
+    assert path.stat().st_size < 6e6
     figures = html_pages.figures(page)
-    assert len(figures) == sum(len(result.pictures) for result in report.values()) == page.count('data-figure="')
-    drawn = torch.tensor(figures[0]["data"][0]["z"])
-    torch.testing.assert_close(drawn, report["cosine"].values.float(), rtol=1e-5, atol=1e-6)
-    script = html_pages.unpacked(page, "plotly")
-    assert 'name:"heatmap"' in script
-    assert 'name:"sankey"' not in script
-    assert "Licensed under the MIT license" in script
+    # The figure of the first finding is in the summary and in its section.
+    assert len(figures) == sum(len(result.pictures) for result in report.values()) == page.count('data-figure="') - 1
+    assert 'data-figure="0"' in page.split('id="numbers"')[0]
+    np.testing.assert_array_equal(figures[0]["data"][0]["z"], report["cosine"].values)
+    assert get_plotlyjs() in page
 
 
 def test_links_of_a_page_lead_to_its_sections(report, tmp_path):
@@ -77,7 +73,6 @@ def test_links_of_a_page_lead_to_its_sections(report, tmp_path):
     links = re.findall(r'href="#([^"]+)"', page)
     assert {"summary", "numbers", "cosine", "cka"} <= set(links) <= targets
     assert "<title>Layers of " in page
-    assert "Linear CKA is highest between " in page.split('id="numbers"')[0]
 
 
 def test_the_record_of_a_run_is_folded(report, tmp_path):
@@ -92,7 +87,7 @@ def test_the_table_of_a_figure_has_a_line_for_each_block(report, tmp_path):
     page = report.to_html(tmp_path / "r.html").read_text()
     ratio = report["cosine"].norm_ratio
     for block, value in enumerate(ratio.tolist()):
-        assert f'<td>{block}</td><td class="number">{value:.4g}</td>' in page
+        assert f'<td>block {block}</td><td class="number">{value:.4g}</td>' in page
 
 
 def test_two_models_stand_side_by_side(tmp_path):
@@ -104,39 +99,43 @@ def test_two_models_stand_side_by_side(tmp_path):
     cells = f'<td class="number">{before:.4g}</td><td class="number">{after:.4g}</td>'
     assert f"<td>perplexity of the last layer</td>{cells}" in numbers
     own = report["layers"].agreement
-    assert f'<td>0</td><td class="number">{own[0, 0]:.4g}</td><td class="number">{own[1, 0]:.4g}</td>' in page
+    assert f'<td>block 0</td><td class="number">{own[0, 0]:.4g}</td><td class="number">{own[1, 0]:.4g}</td>' in page
 
 
 def test_a_report_without_results_is_a_page(tmp_path):
     page = lsim.Report({}).to_html(tmp_path / "r.html").read_text()
     assert "Layers of no model" in page
     assert 'data-figure="' not in page
+    assert len(page) < 20_000
 
 
-def test_numbers_of_figures_are_short_and_undefined_ones_empty():
-    figure = go.Figure(go.Heatmap(z=torch.tensor([[1 / 3, float("nan")], [2.0, 1e-9]], dtype=torch.float64).numpy()))
-    assert figure_json(figure)["data"][0]["z"] == [[0.333333, None], [2, 1e-09]]
+def test_hostile_names_stay_text(tmp_path):
+    name = '"><img src=x onerror=alert(1)></script><script>x</script>'
+    nasty = LayerCurve(values=torch.zeros(2, dtype=torch.float64), layers=("a", name), provenance=provenance(model=name))
+    page = lsim.Report({name.replace("/", ""): nasty}).to_html(tmp_path / "r.html").read_text()
+    own = page.replace(get_plotlyjs(), "")
+    assert "<img" not in own
+    assert "<script>x" not in own
+    assert own.count("</script>") == 3
 
 
 @html_pages.needs_chromium
 def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     found = html_pages.drawn(report.to_html(tmp_path / "r.html"), tmp_path / "profile")
-    assert found.count('data-drawn="light"') == len(re.findall('data-figure="', found)) > 5
-    assert 'class="plot failed' not in found
+    assert found.count('data-drawn="light"') == len(re.findall(' data-figure="', found)) > 5
     # Every heading of a table sorts, and every title of a figure is there.
     assert found.count('<button type="button">') == len(re.findall('<th scope="col">', found))
-    assert "Linear CKA between layers" in found
 
 
 def test_results_named_as_parts_of_the_page_leave_it_whole(report, tmp_path):
     """The script finds the packed figures by the name of their element."""
-    named = lsim.Report(dict.fromkeys(("figures", "plotly", "summary", "numbers", "a b"), report["cka"]))
+    named = lsim.Report(dict.fromkeys(("figures", "summary", "numbers", "a b"), report["cka"]))
     page = named.to_html(tmp_path / "r.html").read_text()
     names = re.findall(r'\sid="([^"]*)"', page)
     assert len(names) == len(set(names))
     links = {unquote(link) for link in re.findall(r'href="#([^"]*)"', page)}
-    assert links | {"plotly", "figures"} == set(names)
-    assert len(html_pages.figures(page)) == 5 * len(report["cka"].pictures)
+    assert links | {"figures"} == set(names)
+    assert len(html_pages.figures(page)) == 4 * len(report["cka"].pictures)
 
 
 def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):

@@ -12,10 +12,9 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.analysis import plot_adjacency
-from tl_layersim.core.intervals import headline_lines, headline_margins, margin_text
 
 from ..tiny_models import random_tokens, tiny_llama
-from .helpers import assert_whiskers, bands, line_of, texts
+from .helpers import bands
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,14 @@ def grid():
 def test_cells_of_a_grid_of_models_name_their_intervals_in_the_order_of_the_dendrogram(grid):
     _, low, high, _ = grid.interval("distance")
     heat = grid.plot().data[0]
-    for i, row in zip(grid.order, heat.customdata, strict=True):
-        for j, cell in zip(grid.order, row, strict=True):
-            assert cell[2] == f" ({low[i, j]:.4f} to {high[i, j]:.4f})"
-            assert tuple(cell[:2]) == (grid.models[i], grid.models[j])
-    assert f"largest = {margin_text(grid.headline()['largest'], headline_margins(grid)['largest'])}" in repr(grid)
+    for row in heat.customdata:
+        for first, second, text in row:
+            i, j = grid.models.index(first), grid.models.index(second)
+            assert text == f" ({low[i, j]:.4f} to {high[i, j]:.4f})"
 
 
-def test_a_comparison_of_groups_has_intervals_and_one_p_value(grid):
-    found = grid.compare_groups()
+def test_a_comparison_of_groups_has_intervals(grid):
+    found = lsim.compare_groups(grid)
     inside, apart = [(0, 2), (1, 3)], [(0, 1), (0, 3), (1, 2), (2, 3)]
 
     def difference(one: Any) -> Tensor:
@@ -49,37 +47,17 @@ def test_a_comparison_of_groups_has_intervals_and_one_p_value(grid):
         return mean[1] - mean[0]
 
     expected = grid.interval(difference)
-    assert found.difference == pytest.approx(float(expected.value))
-    margins = headline_margins(found)
-    assert margins["difference"] == pytest.approx(float(expected.high - expected.low) / 2)
-    # All data has one p-value.
-    assert "±" not in repr(found).split("  p (")[1]
-    fig = found.plot()
-    note = fig.layout.title.subtitle.text.replace("<br>", " ")
-    assert f"Difference of means {found.difference:.3g} ± {margins['difference']:.2g} (" in note
-    assert f"p = {found.p_value:.2g} (" in note
-    _, low, high, _ = found.interval("distances")
-    box = next(trace for trace in fig.data if trace.name == "x and y")
-    assert list(box.customdata) == [f" ({low[i, j]:.4f} to {high[i, j]:.4f})" for i, j in apart]
-    assert box.hovertemplate == "%{y:.4f}%{customdata}<extra></extra>"
-    means = found.interval("mean")
-    np.testing.assert_allclose(
-        means.low[0], grid.interval(lambda one: torch.stack([one.values[p] for p in inside]).mean()).low, rtol=1e-12
-    )
+    assert float(found["difference"]) == pytest.approx(float(expected.value))
+    np.testing.assert_allclose([found["difference_low"], found["difference_high"]], [expected.low, expected.high], rtol=1e-9)
+    within = grid.interval(lambda one: torch.stack([one.values[p] for p in inside]).mean())
+    np.testing.assert_allclose(found["mean_low"][0], within.low, rtol=1e-12)
 
 
-def test_groups_by_layer_have_whiskers_beside_the_bands_of_the_spread(grid):
-    curves = grid.groups_by_layer()
+def test_groups_by_site_have_intervals_beside_the_bands_of_the_spread(grid):
+    found = lsim.compare_groups(grid, field="by_site")
     expected = grid.interval(lambda one: torch.stack([one["a", "c"].values.diagonal()]).mean(0))
-    found = curves.interval("mean")
-    np.testing.assert_allclose(found.low[0], expected.low, rtol=1e-12)
-    fig = curves.plot()
-    assert len(bands(fig)) == 3
-    for n, name in enumerate(curves.comparisons):
-        line = line_of(fig, name)
-        assert_whiskers(line.error_y, line.y, found.low[n].numpy(), found.high[n].numpy())
-        assert [own[1] for own in line.customdata] == texts(found.low[n].numpy(), found.high[n].numpy())
-    assert repr(curves).splitlines()[1:] == [f"  {line}" for line in headline_lines(curves)]
+    np.testing.assert_allclose(found["mean_low"].sel(comparison="within x"), expected.low, rtol=1e-12)
+    assert len(bands(lsim.plot(found))) == 3
 
 
 @pytest.fixture(scope="module")

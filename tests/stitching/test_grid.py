@@ -34,14 +34,14 @@ class TestGrid:
                     assert float(grid.accuracy_penalty[i, j, s]) == one.accuracy_penalty
 
     def test_asymmetry(self, grid):
-        table = grid.asymmetry("a", "b")
-        np.testing.assert_allclose(table["difference"], (grid.penalty[0, 1] - grid.penalty[1, 0]).numpy(), atol=1e-12)
-        assert (table["low"] <= table["difference"]).all()
-        assert (table["difference"] <= table["high"]).all()
-        swapped = grid.asymmetry("b", "a")
-        np.testing.assert_allclose(swapped["difference"], -table["difference"], atol=1e-12)
+        found = grid.penalty_difference(("a", "b"), ("b", "a"))
+        np.testing.assert_allclose(found["difference"], grid.penalty[0, 1] - grid.penalty[1, 0], atol=1e-12)
+        assert (found["difference_low"] <= found["difference"]).all()
+        assert (found["difference"] <= found["difference_high"]).all()
+        swapped = grid.penalty_difference(("b", "a"), ("a", "b"))
+        np.testing.assert_allclose(swapped["difference"], -found["difference"], atol=1e-12)
         with pytest.raises(lsim.LayersimError, match="'c'"):
-            grid.asymmetry("a", "c")
+            grid.penalty_difference(("a", "c"), ("c", "a"))
 
     def test_beyond_what_fitting_costs(self, models):
         # Trained, so that models with themselves do not come out at zero.
@@ -50,12 +50,11 @@ class TestGrid:
         assert grid.penalty[0, 0].abs().min() > 1e-3
         own = [trace for trace in grid.plot().data if trace.name in ("a into a", "b into b")]
         assert len({trace.marker.symbol for trace in own}) == len({trace.line.dash for trace in own}) == 2
-        table = grid.beyond_self()
-        assert list(table.front) == ["a"] * 2 + ["b"] * 2
-        for _, row in table.iterrows():
-            a, b, s = grid.fronts.index(row.front), grid.fronts.index(row.back), grid.seams.index(row.seam)
-            assert row.difference == pytest.approx(float(grid.penalty[a, b, s] - grid.penalty[b, b, s]))
-            assert row.low < row.difference < row.high
+        for front, back, a, b in (("a", "b", 0, 1), ("b", "a", 1, 0)):
+            found = grid.penalty_difference((front, back), (back, back))
+            np.testing.assert_allclose(found["difference"], grid.penalty[a, b] - grid.penalty[b, b])
+            assert (found["difference_low"] < found["difference"]).all()
+            assert (found["difference"] < found["difference_high"]).all()
 
     def test_tables_plots_and_files(self, grid, tmp_path):
         table = grid.to_frame()

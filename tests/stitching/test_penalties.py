@@ -36,74 +36,48 @@ class TestGroups:
         )
 
     def test_each_pair_is_a_stitch(self, models, grid):
-        found = grid.between_models(1)
-        own = grid.between_models("blocks.5.hook_resid_post", of="accuracy_penalty")
+        table = grid.to_xarray().sel(seam="blocks.5.hook_resid_post")
         for a, b in (("p0", "q1"), ("q1", "p0"), ("p0", "p1"), ("q0", "q0")):
             one = lsim.stitch(models[a], models[b], lsim.Data(texts(), seq_len=16), at=(5, 5), adapter="identity")
-            place = found.models.index(a), found.models.index(b)
-            assert float(found.values[place]) == one.penalty
-            assert float(own.values[place]) == pytest.approx(one.accuracy_penalty)
+            cell = table.sel(front=a, back=b)
+            assert float(cell["penalty"]) == one.penalty
+            assert float(cell["accuracy_penalty"]) == pytest.approx(one.accuracy_penalty)
+        assert table["penalty"].attrs["units"] == "nats per token"
 
     def test_groups_are_told_apart(self, grid):
-        found = grid.between_models()
-        torch.testing.assert_close(found.values, grid.penalty.mean(-1))
-        assert [found.models[n][0] for n in found.order] in ([*"ppqq"], [*"qqpp"])
-        groups = found.compare_groups()
-        assert groups.comparisons == ("within groups", "between groups", "within p", "within q", "p into q", "q into p")
-        assert groups.count.tolist() == [4, 8, 2, 2, 4, 4]
-        assert float(groups.values[1]) > float(groups.values[0]) + 1
-        assert groups.p_value == groups.smallest_p == pytest.approx(1 / 3)
+        found = lsim.compare_groups(grid.to_xarray()["penalty"].mean("seam"), grid.groups)
+        names = ["within groups", "between groups", "within p", "within q", "p into q", "q into p"]
+        assert list(found["comparison"].values) == names
+        assert found["count"].values.tolist() == [4, 8, 2, 2, 4, 4]
+        assert float(found["difference"]) > 1
+        assert float(found["p_value"]) == float(found["smallest_p"]) == pytest.approx(1 / 3)
 
     def test_groups_by_stitch_point(self, grid):
-        found = grid.groups_by_seam()
-        assert found.comparisons == ("within p", "within q", "p into q", "q into p")
-        p, q = [0, 2], [1, 3]
-        torch.testing.assert_close(found.values[0], (grid.penalty[0, 2] + grid.penalty[2, 0]) / 2)
-        torch.testing.assert_close(found.values[3], grid.penalty[q][:, p].mean((0, 1)))
-        torch.testing.assert_close(found.sd[2], grid.penalty[p][:, q].flatten(0, 1).std(0))
-        assert found.plot().layout.yaxis.title.text == "Stitching penalty (nats per token)"
-        accuracy = grid.groups_by_seam(["a", "a", "a", "b"], of="accuracy_penalty")
-        assert accuracy.comparisons == ("within a", "a into b", "b into a")
-        torch.testing.assert_close(accuracy.values[1], grid.accuracy_penalty[:3, 3].mean(0))
+        found = lsim.compare_groups(grid)
+        p, q, mean = [0, 2], [1, 3], found["mean"].sel
+        np.testing.assert_allclose(mean(comparison="within p"), (grid.penalty[0, 2] + grid.penalty[2, 0]) / 2)
+        np.testing.assert_allclose(mean(comparison="q into p"), grid.penalty[q][:, p].mean((0, 1)))
+        deviation = found["sd"].sel(comparison="p into q")
+        np.testing.assert_allclose(deviation, grid.penalty[p][:, q].flatten(0, 1).std(0))
+        assert found["p_value"].dims == ("seam",)
+        accuracy = lsim.compare_groups(grid, ["a", "a", "a", "b"], field="accuracy_penalty")
+        assert list(accuracy["comparison"].values[2:]) == ["within a", "a into b", "b into a"]
+        np.testing.assert_allclose(accuracy["mean"][3], grid.accuracy_penalty[:3, 3].mean(0))
+        lines = [trace for trace in lsim.plot(found).data if trace.name]
+        np.testing.assert_allclose([line.y for line in lines], found["mean"][2:])
 
     def test_figures_and_files(self, grid, tmp_path):
-        found = grid.between_models(0)
-        heat = found.plot()
-        assert heat.layout.yaxis.title.text == "Front (lower blocks)"
-        assert heat.layout.xaxis.title.text == "Back (upper blocks)"
-        assert heat.data[0].colorbar.title.text == "Stitching penalty (nats per token)"
-        order = list(found.order)
-        np.testing.assert_allclose(heat.data[0].z, found.values[order][:, order])
-        # 0 has the middle colour where a stitch is better than the back alone.
-        assert bool((found.values < 0).any())
-        assert heat.data[0].zmin == -heat.data[0].zmax
+        penalty = grid.to_xarray()["penalty"]
+        links = lsim.dendrogram(penalty.isel(seam=0), grid.groups).data
+        assert len([link for link in links if link.mode == "lines"]) == 3
+        np.testing.assert_allclose(lsim.plot(penalty.isel(seam=0), over=("back", "front")).data[0].z, grid.penalty[..., 0])
         colours = {trace.name: trace.line.color for trace in grid.plot().data}
         assert colours["p0 into q0"] != colours["q0 into p0"]
-        assert found.plot("dendrogram").layout.yaxis.title.text == "Stitching penalty (nats per token)"
-        assert "Stitching penalty within and between groups" in found.plot("groups").layout.title.text
-        mean = grid.between_models()
-        for field in ("penalty", "dendrogram", "groups"):
-            assert "identity adapter, blocks.1.hook_resid_post" in found.plot(field).layout.title.subtitle.text
-            assert "identity adapter, mean over 2 stitch points" in mean.plot(field).layout.title.subtitle.text
-        accuracy = grid.between_models(0, "accuracy_penalty")
-        assert accuracy.plot().data[0].colorbar.title.text == "Accuracy penalty (fraction of targets)"
-        again = lsim.load(found.save(tmp_path / "penalties.safetensors"))
-        assert torch.equal(again.values, found.values)
-        assert (again.seam, again.groups, again.kind) == (found.seam, found.groups, "identity")
         assert lsim.load(grid.save(tmp_path / "grid.safetensors")).groups == grid.groups
-        assert "penalty" in found.to_frame().columns
-        page = lsim.Report({"penalties": found}).to_html(tmp_path / "page.html").read_text()
-        assert "Stitching penalty between models" in page
 
-    def test_refusals(self, models, grid):
-        for wrong in (2, -1, "blocks.0.hook_resid_post"):
-            with pytest.raises(lsim.LayersimError, match=f"`seam`.*{wrong}"):
-                grid.between_models(wrong)
+    def test_refusals(self, models):
         with pytest.raises(lsim.LayersimError, match="`groups`"):
             lsim.stitch_grid(models, texts(), adapter="identity", groups={"p0": "p"})
-        one = lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter="identity")
-        with pytest.raises(lsim.LayersimError, match=r"\bgrid\b.*\ba\b"):
-            one.between_models()
 
 
 class Passes:

@@ -4,9 +4,7 @@ Other packages may import from these modules:
 
 * `api`: `analyze`
 * `data_pass`: `sums_of`; `shard_files`: `read_part`, `ShardPart`, `DataCounts`, `MAIN`; `merging`: `merged_report`
-* `group_curves`: `GroupCurves`, `group_curves`
-* `model_groups`: `chosen_groups`, `group_labels`
-* `model_matrix`: `ModelMatrix`
+* `model_groups`: `group_labels`
 * `report_assembly`: `record`, the provenance of a run
 * `shards`: `listed`; `site_plan`: `DEFAULT`
 * `validation`: `choose_analyzers`, `shared_tokens`, `with_tokenizer`
@@ -15,14 +13,12 @@ Other packages may import from these modules:
 from .attach import Probe
 from .coupling_across_models import plot_adjacency
 from .detection import detection_by_layer
-from .device_speeds import Devices
-from .exponential_fits import ExponentialFit
 from .one_prompt_figures import PredictionGrid, TrajectoryPCA
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
 from .score_relation import Relation
 from .server_capabilities import Capabilities
 from .submitted_run import RemoteRun
-from .sweep_results import Sweep, SweepError
+from .sweep_api import SweepError
 from .tower_similarity_api import tower_similarity
 from .zero_shot_api import zero_shot, zero_shot_classifier
 
@@ -30,13 +26,10 @@ __all__ = [
     "BlockJacobians",
     "Capabilities",
     "CouplingMatrices",
-    "Devices",
-    "ExponentialFit",
     "PredictionGrid",
     "Probe",
     "Relation",
     "RemoteRun",
-    "Sweep",
     "SweepError",
     "TrajectoryPCA",
     "detection_by_layer",

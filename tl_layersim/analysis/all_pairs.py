@@ -147,16 +147,21 @@ class AllPairs(Analyzer):
         return None if own is None else replace(own, join=partial(join_all_pairs, pairs=self.pairs, join=own.join))
 
     def compute(self, sums: Sums, run: Run) -> ModelGrid:
+        numbers = range(len(self.models))
         with _warned_once(self.models):
             results = {f"{a} {b}": self._result(sums, run, (a, b)) for a, b in self.pairs}
-        numbers = range(len(self.models))
-        values = [[self._number(either_order(results, a, b)) for b in numbers] for a in numbers]
+        every = [[either_order(results, a, b) for b in numbers] for a in numbers]
+        values = [[float(one.distance() if self.distance is None else self.distance(one)) for one in row] for row in every]
+        sites = every[0][0].layers
+        equal = all(one.values.shape == (len(sites), len(sites)) for row in every for one in row)
+        by_site = [[one.values.diagonal() if equal else one.values.new_zeros(0) for one in row] for row in every]
         return ModelGrid(
             values=torch.tensor(values, dtype=torch.float64),
+            by_site=torch.stack([torch.stack(row) for row in by_site]),
             models=self.models,
             groups=self.groups,
+            sites=sites if equal else (),
             quantity=getattr(_result_class(self.measure), "distance_name", "Distance") if self.distance is None else "Distance",
-            similarity=next(iter(results.values())).declared().words,
             results=Report(results),
             layers=(),
             provenance=replace(run.provenance, options=_without_identity(run.provenance.options)),
@@ -176,9 +181,6 @@ class AllPairs(Analyzer):
         except LayersimError as error:
             names = " and ".join(self.models[number] for number in pair)
             raise LayersimError(f"{names}: {error}") from error
-
-    def _number(self, result: Any) -> float:
-        return float(result.distance() if self.distance is None else self.distance(result))
 
 
 def _result_class(analyzer: Analyzer) -> Any:

@@ -1,4 +1,4 @@
-"""CostEstimate: FLOPs, memory, traffic and time of a run, from the workload of one batch."""
+"""CostEstimate: FLOPs, memory and traffic of a run, and time where it is measured, from the workload of one batch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..core.argument_checks import typed
 from ..core.blocks import first_block_size
-from ..core.bounds import PositiveInt
 from ..core.errors import in_words
 from ..core.sum_tree import most_nodes
 from ..core.sums import analyzer_of
 from ..core.wording import duration_in_words
 from ..models.pools import ROWS
 from ..remote.request_sizes import MOST_BATCHES
-from .device_speeds import Devices, devices_of
 from .submitted_run import TOKENS_PER_REQUEST
 from .workload import Workload
 
-# Measured with an NDIF server on one machine, see docs/performance.md and docs/ndif.md.
-SECONDS_OF_REQUEST = 0.15
+# Measured with an NDIF server on one machine, see docs/ndif.md.
 BYTES_OF_TOKEN = 4
 BYTES_OF_LAYER, BYTES_OF_SITE = 190, 35
 # Returned by a request before the passes.
@@ -62,20 +58,16 @@ class CostEstimate:
         activations_bytes: most bytes beside the weights that are alive at once on a batch: activations of the model, the sites
             that are read, and intermediate values of kernels.
         traffic: with a server; None where the model is not remote.
-        seconds: wall time; infinite where the devices do not hold the model, None where no speed is known.
-        basis: where `seconds` comes from.
-        devices: whose stated speed is used; None where time was measured.
+        seconds: wall time, from that of a batch in this process; None without weights and on a server.
+        blocks: number of blocks whose sums are kept for confidence intervals; 0 without them.
         workload: of one batch.
-        remote: whether the model is on a server.
-        intervals: whether sums of blocks are kept.
-        tokens_per_request: positions in a request.
 
     Examples:
         >>> import tl_layersim as lsim
         >>> config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        >>> cost = lsim.estimate(config, [lsim.CKA()], tokens=100_000, devices="1xH100")
-        >>> cost.sites, cost.scaled(tokens=200_000).flops["forward"] / cost.flops["forward"]
-        (3, 2.0)
+        >>> cost = lsim.estimate(config, [lsim.CKA()], tokens=100_000)
+        >>> cost.sites, cost.seconds is None
+        (3, True)
     """
 
     model: str
@@ -89,30 +81,8 @@ class CostEstimate:
     activations_bytes: int
     traffic: Traffic | None
     seconds: float | None
-    basis: str
-    devices: Devices | None
+    blocks: int
     workload: Workload = field(repr=False)
-    remote: bool = False
-    intervals: bool = False
-    tokens_per_request: int | None = None
-
-    @typed
-    def scaled(self, *, tokens: PositiveInt | None = None, devices: str | Devices | None = None) -> CostEstimate:
-        """The estimate of the same run on more or fewer tokens, or on other devices, without metering a batch again.
-
-        Args:
-            tokens: number of tokens; the same where it is left out.
-            devices: as in `estimate`; the same where they are left out.
-        """
-        given = self.devices if devices is None else devices_of(devices)
-        return assemble(
-            self.workload,
-            self.tokens if tokens is None else tokens,
-            given,
-            self.remote,
-            self.intervals,
-            self.tokens_per_request,
-        )
 
     @property
     def title(self) -> str:
@@ -125,8 +95,7 @@ class CostEstimate:
         batch, positions = self.workload.shape
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
-        rows = math.ceil(self.tokens / self.workload.samples * batch)
-        blocks = f", {_blocks(rows)} blocks" if self.intervals else ""
+        blocks = f", {self.blocks} blocks" if self.blocks else ""
         lines += [("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}")]
         lines += [(f"  {name}", in_words(size)) for name, size in self.sums_bytes.items()]
         lines += [("weights", f"{in_words(self.weights_bytes)}, {self.workload.parameters:,} parameters")]
@@ -135,47 +104,29 @@ class CostEstimate:
             sent, back = in_words(self.traffic.bytes_up), in_words(self.traffic.bytes_down)
             most = "" if self.workload.has_values else "at most "
             lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, {most}{back} down")]
-        time = "not known" if self.seconds is None else "never" if math.isinf(self.seconds) else _long(self.seconds)
-        return [*lines, ("time", f"{time} ({self.basis})")]
+        if self.seconds is not None:
+            lines += [("time", f"{duration_in_words(self.seconds)}, measured on one batch")]
+        return lines
 
     def __repr__(self) -> str:
         width = max(len(name) for name, _ in self.rows())
         return "\n".join([self.title, *(f"{name:<{width}}  {text}" for name, text in self.rows())])
 
 
-def _blocks(rows: int) -> int:
-    """Number of blocks that a run with intervals keeps."""
-    return math.ceil(rows / first_block_size(rows))
-
-
-def _long(seconds: float) -> str:
-    """A duration in seconds or minutes or, from two hours on, in hours."""
-    return duration_in_words(seconds) if seconds < 7200 else f"{seconds / 3600:.1f} hours"
-
-
-def assemble(
-    workload: Workload,
-    tokens: int,
-    devices: Devices | None,
-    remote: bool,
-    intervals: bool,
-    tokens_per_request: int | None,
-) -> CostEstimate:
+def assemble(workload: Workload, tokens: int, remote: bool, intervals: bool, tokens_per_request: int | None) -> CostEstimate:
     """The estimate of a run from the workload of one of its batches.
 
     Args:
         workload: of one batch.
         tokens: number of counted tokens.
-        devices: whose stated speed is used; None for the measured time.
         remote: whether the model is on a server.
         intervals: whether sums of blocks are kept.
         tokens_per_request: positions in a request to a server.
     """
     share = tokens / workload.samples
-    batches = math.ceil(share)
-    counts = {operation: count * share for operation, count in workload.counts.items()}
     parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, workload.sums))]
     rows = math.ceil(share * workload.shape[0])
+    blocks = math.ceil(rows / first_block_size(rows)) if intervals else 0
     leaf = min(ROWS, workload.capacity)
     first_nodes = most_nodes(math.ceil(rows / leaf), False)
     sums_bytes = dict.fromkeys(parts[2:], 0)
@@ -185,46 +136,22 @@ def assemble(
         sums_bytes[analyzer_of(name)] += most_nodes(units, intervals) * size
     for name, size in workload.first_sums.items():
         sums_bytes[name] += first_nodes * size
-    traffic = _traffic(workload, rows, tokens_per_request) if remote else None
-    compute = workload.compute_seconds * ((1 + _blocks(rows)) if intervals else 1)
-    seconds, basis = None, "neither weights nor devices are given"
-    size = workload.weights + workload.activations
-    if devices is not None:
-        seconds = devices.seconds(counts, size) + compute
-        basis = _basis(devices, size)
-    elif workload.batch_seconds is not None:
-        seconds, basis = workload.batch_seconds * share + compute, "measured on one batch in this process"
-    if traffic is not None and seconds is not None:
-        seconds += traffic.requests * SECONDS_OF_REQUEST
+    seconds = workload.batch_seconds
     return CostEstimate(
         model=workload.model.name,
         tokens=tokens,
-        batches=batches,
+        batches=math.ceil(share),
         sites=workload.sites,
         passes=workload.passes,
-        flops={part: flops * share for part in parts if (flops := workload.flops(part))},
+        flops={part: flops * share for part in parts if (flops := workload.flops.get(part))},
         sums_bytes=sums_bytes,
         weights_bytes=workload.weights,
         activations_bytes=workload.activations,
-        traffic=traffic,
-        seconds=seconds,
-        basis=basis,
-        devices=devices,
+        traffic=_traffic(workload, rows, tokens_per_request) if remote else None,
+        seconds=None if seconds is None else seconds * share + workload.compute_seconds * (1 + blocks),
+        blocks=blocks,
         workload=workload,
-        remote=remote,
-        intervals=intervals,
-        tokens_per_request=tokens_per_request,
     )
-
-
-def _basis(devices: Devices, size: float) -> str:
-    copies, each = devices.copies(size), devices.per_copy(size)
-    if not copies:
-        return f"{devices} hold {in_words(devices.count * devices.memory)}, and one copy takes {in_words(size)}"
-    split = f" split by {devices.split}" if each > 1 else ""
-    held = f"{copies} {'copy' if copies == 1 else 'copies'} on {each} device{'s' if each > 1 else ''} each{split}"
-    reached = f"{devices.flops_reached:.0%} of the FLOP/s and {devices.bandwidth_reached:.0%} of the bandwidth"
-    return f"{devices}, {held}; stated speed, {reached} assumed"
 
 
 def _traffic(workload: Workload, rows: int, tokens_per_request: int | None) -> Traffic:

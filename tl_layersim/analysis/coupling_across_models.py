@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -20,7 +20,11 @@ else:
 
 @typed
 def plot_adjacency(
-    result: BlockCouplingResult, *, strongest: PositiveFloat | None = None, title: str = "Coupling of blocks"
+    result: BlockCouplingResult,
+    *,
+    strongest: PositiveFloat | None = None,
+    width: Literal["column", "text"] | None = None,
+    title: str = "Coupling of blocks",
 ) -> Figure:
     """A figure of blocks on a circle; the edge between two blocks is darker the more they are coupled beyond chance.
 
@@ -29,7 +33,8 @@ def plot_adjacency(
     Args:
         result: of `BlockCoupling` with `normalize=True`.
         strongest: strength of an edge that is darkest, for figures that are compared; by default the strongest edge here.
-        title: of the figure.
+        width: as in `Result.plot`.
+        title: of the figure; "" for none.
 
     Returns:
         A plotly figure.
@@ -39,7 +44,7 @@ def plot_adjacency(
     """
     from ..reporting.interval_bands import interval_ends
     from ..reporting.network import coupling_network
-    from ..reporting.style import described
+    from ..reporting.style import described, sized
 
     if not result.normalize:
         raise LayersimError(
@@ -48,7 +53,8 @@ def plot_adjacency(
     strength = _strength(result)
     full = float(strength.max()) if strongest is None else strongest
     ends = interval_ends(result, _strength)
-    return described(coupling_network(strength.numpy(), full, result.layers[1:], title, ends), result.provenance)
+    fig = coupling_network(strength.numpy(), full, result.layers[1:], title, ends)
+    return sized(described(fig, result.provenance), width, title)
 
 
 def _strength(result: BlockCouplingResult) -> Tensor:

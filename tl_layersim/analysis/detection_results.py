@@ -105,6 +105,6 @@ class DetectionResult(Result):
             "box L1 of the first layer (fraction of the image)": float(self.box_l1[0]),
             "box L1 of the last layer (fraction of the image)": float(self.box_l1[-1]),
             "generalised IoU of the last layer": float(self.giou[-1]),
-            "fraction of unmatched queries with no object at the last layer": float(self.no_object[-1]),
+            "unmatched queries with no object (fraction)": float(self.no_object[-1]),
         }
         return {name: number for name, number in numbers.items() if not math.isnan(number)}

@@ -13,12 +13,13 @@ from ..core.errors import LayersimError
 from ..core.wording import with_article
 from ..data.batches import Batch, Batches
 from ..data.data import Data
+from ..data.inputs import ROW_AXES
+from ..models.model_inputs import shape_of_row
 from ..models.open import OpenedModel, is_nnsight
 from ..models.source import Source
 from ..models.without_weights import WeightlessSource, has_no_weights, model_without_weights
 from ..remote.open import open_source
 from .cost_estimate import CostEstimate, assemble
-from .device_speeds import Devices, devices_of
 from .site_plan import DEFAULT, AtArgument, plan_sites
 from .validation import AnalyzersArgument, choose_analyzers
 from .workload import meter
@@ -35,14 +36,13 @@ def estimate(
     batch_size: RowCount = 16,
     seq_len: PositiveInt = 256,
     intervals: bool = False,
-    devices: str | Devices | None = None,
 ) -> CostEstimate:
-    """Estimate FLOPs, memory, traffic and time of `analyze` on a model, before the run.
+    """Estimate FLOPs, memory and traffic of `analyze` on a model, before the run; and its time, if the model is loaded.
 
-    One batch of random tokens runs through the forward pass and the kernels of the analyzers. For a model in this process the
-    batch is also timed, for ten seconds. From a configuration alone it runs on the meta device, where tensors have shapes and
-    no values, so that models of any size cost a few seconds and no memory; results of comparisons are then assumed to be
-    typical, and time follows from the stated speed of `devices`.
+    One batch of random tokens, images or recordings runs through the forward pass and the kernels of the analyzers. For a model
+    in this process the batch is also timed, for ten seconds. From a configuration alone it runs on the meta device, where
+    tensors have shapes and no values, so that models of any size cost seconds and no memory; results of comparisons are then
+    assumed to be typical, and time is not known.
 
     Args:
         model_or_config: a model as in `analyze`; or a configuration of transformers, its fields as a dict with `model_type`,
@@ -54,10 +54,8 @@ def estimate(
         at: the sites to read, see `analyze`.
         per_head: see `analyze`.
         batch_size: rows in a forward pass.
-        seq_len: tokens in a row, all of which are counted.
+        seq_len: tokens in a row, all of which are counted. Images have as many as their size gives.
         intervals: whether the run keeps sums of blocks for confidence intervals.
-        devices: number and name of GPUs, such as "8xH100", or `Devices`: time follows from their stated speed, in place of a
-            measurement.
 
     Returns:
         The estimate, whose `repr` is a table.
@@ -72,7 +70,6 @@ def estimate(
         (9, True)
     """
     chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config)
-    devices = None if devices is None else devices_of(devices)
     source, module = _opened(opened, at)
     plan = plan_sites([source], chosen, at, per_head)
     chosen = plan.settled(chosen, source, None)
@@ -80,14 +77,12 @@ def estimate(
         chosen[name].check_sites(*models)
         chosen[name].check(*models)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
-    batch = _random_batch(source, batch_size, seq_len, labelled)
+    batch = _random_batch(source, module, batch_size, seq_len, labelled)
     for analyzer in chosen.values():
         analyzer.check_batch(batch, source.model)
     weightless, remote = isinstance(source, WeightlessSource), opened.on_server
     try:
-        workload = meter(
-            source, module, batch, chosen, plan, timed=devices is None and not weightless and not remote, remote=remote
-        )
+        workload = meter(source, module, batch, chosen, plan, timed=not weightless and not remote, remote=remote)
     except LayersimError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -98,7 +93,7 @@ def estimate(
             f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller one of the same "
             "architecture."
         ) from error
-    return assemble(workload, tokens, devices, remote, intervals, opened.tokens_per_request)
+    return assemble(workload, tokens, remote, intervals, opened.tokens_per_request)
 
 
 def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Module]:
@@ -116,21 +111,22 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
     return open_source(OpenedModel(module, opened.layers, opened.unembed), either_stack=True, at=at), module
 
 
-def _random_batch(source: Source, rows: int, length: int, labelled: bool) -> Batch:
-    """A batch of random tokens.
+def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: int, labelled: bool) -> Batch:
+    """A batch of random tokens, images or recordings.
 
     Raises:
-        LayersimError: the model does not read tokens, or not as many.
+        LayersimError: the model takes other inputs, inputs of unknown size, or fewer tokens.
     """
-    described = source.model
-    if described.main_input not in ("input_ids", "decoder_input_ids", "input") or described.vocabulary is None:
-        raise LayersimError(
-            f"`model_or_config` is {described.name}, which reads `{described.main_input}`; it must be a model of tokens with a "
-            "known vocabulary."
-        )
-    if described.context is not None and length > described.context:
+    described, random = source.model, torch.Generator().manual_seed(0)
+    data: dict[str, Any] = {"label": torch.arange(rows) % 2} if labelled else {}
+    if described.main_input in ROW_AXES:
+        shape = shape_of_row(module, described, described.main_input)
+        data[described.main_input] = torch.randn(rows, *shape, generator=random)
+    elif described.vocabulary is None:
+        raise LayersimError(f"`model_or_config` is {described.name}, which reads neither tokens nor images.")
+    elif described.context is not None and length > described.context:
         raise LayersimError(f"`seq_len` is {length}; the context of {described.name} has {described.context} tokens.")
-    tokens = torch.randint(described.vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
-    data: Any = {"input_ids": tokens, "label": torch.arange(rows) % 2} if labelled else {"input_ids": tokens}
-    data["attention_mask"] = torch.ones_like(tokens)
+    else:
+        data["input_ids"] = torch.randint(described.vocabulary, (rows, length), generator=random)
+        data["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
     return next(iter(Batches(Data(data, batch_size=rows), described, labelled, source.count_positions)))

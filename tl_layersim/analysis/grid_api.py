@@ -88,8 +88,8 @@ def compare_grid(
         checkpoint: see `analyze`.
 
     Returns:
-        A `ModelGrid`: distances `row_model column_model`, `grid["a", "b"]` for the result of a pair, heat map, dendrogram, and
-        `compare_groups()`. For a list or a mapping of analyzers a `Report` with the grid of each.
+        A `ModelGrid`: distances `row_model column_model`, `grid["a", "b"]` for the result of a pair, heat map; for
+        `compare_groups` and `dendrogram`. For a list or a mapping of analyzers a `Report` with the grid of each.
 
     Raises:
         LayersimError: there are fewer than two models, they have different tokenizers or depths, or the analyzer does not

@@ -102,8 +102,8 @@ class LongRunNotice:
 
     def _memory(self, tally: Tally) -> str:
         """Memory of the sums, and of the sites of an average batch."""
-        kept = [value for node in tally.tree.nodes for sums in node.sums.values() for value in sums.fields.values()]
-        size = sum(value.numel() * value.element_size() for value in kept)
+        kept = (sums for node in tally.tree.nodes for sums in node.sums.values())
+        size = sum(value.nbytes for sums in kept for value in sums.fields.values())
         widths = [max(source.widths, default=0) or source.model.d_model or 0 for source in self.sources]
         samples = tally.tokens / max(1, tally.batches)
         read = sum(4 * len(source.sites) * samples * width for source, width in zip(self.sources, widths, strict=True))

@@ -87,4 +87,4 @@ def warn_of_large_sums(sums: Mapping[str, Sums], batches: int) -> None:
 
 def _bytes_of(sums: Mapping[str, Sums]) -> dict[str, int]:
     """Bytes of the sums of each analyzer."""
-    return {name: sum(t.numel() * t.element_size() for t in own.fields.values()) for name, own in sums.items()}
+    return {name: sum(value.nbytes for value in own.fields.values()) for name, own in sums.items()}

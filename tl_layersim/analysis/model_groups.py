@@ -1,140 +1,201 @@
-"""Distances within and between groups of models, and a permutation test of their difference."""
+"""Groups of models: distances within and between groups, a permutation test of their difference, and clusters of models."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveInt
 from ..core.errors import LayersimError
-from ..core.intervals import headline_lines, headline_margins, with_replicates
-from ..core.results import Result, axes
-from ..core.wording import brief, equation, headed, p_value_text
+from ..core.intervals import field_named
+from ..core.results import Result
+from ..core.wording import brief
+from .model_grid import ModelGrid
 
 if TYPE_CHECKING:
     import plotly.graph_objects
+    import xarray
 
 # Number of relabelings that are evaluated at once.
 AT_ONCE = 4096
 
 
 @typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GroupComparison(Result):
-    """Distances between models of the same group and between models of different groups, with a permutation test.
+def compare_groups(
+    table: Any, groups: Any = None, *, field: str = "values", relabelings: PositiveInt = 100_000, seed: int = 0
+) -> xarray.Dataset:
+    """Distances between models of one group and between models of two groups, with a permutation test of their difference.
 
-    Tensors are float64. Distances of a pair that differ by direction, such as stitching penalties, count in both directions.
-    The distances of one model are not independent of each other, so the standard deviations describe spread and are no
-    standard errors; the test relabels whole models and allows for that.
+    Distances of a pair that differ by direction, such as stitching penalties, count in both directions. The distances of one
+    model are not independent of each other, so the standard deviations describe spread and are no standard errors. The test
+    relabels whole models and allows for that.
 
-    Attributes:
-        values: `comparison`, mean distance over pairs of different models: "within groups" and "between groups", then of each
-            group of two or more models, then of each two groups (and both directions where distances have one).
-        sd: `comparison`, standard deviation over pairs, divided by their number less 1; NaN for one pair.
-        count: `comparison`, number of pairs.
-        distances: `row_model column_model`, all distances.
-        comparisons: labels of the comparisons.
-        models: names of the models.
-        groups: the group of each model.
-        difference: mean between groups minus mean within groups.
-        p_value: the fraction of relabelings of the models, with the sizes of the groups kept, whose difference is at least as
-            large. Relabelings that only exchange the names of groups count once. Where not all are evaluated, the given labels
-            count as one more relabeling: (1 + number as large) / (1 + number drawn).
-        relabelings: number of relabelings behind the p-value; all there are if `exact`, else random ones.
-        exact: whether all relabelings were evaluated.
-        smallest_p: the smallest p-value that so many models, or so many random relabelings, can give.
-        quantity: the distance in words, with its unit.
+    Args:
+        table: a `ModelGrid`, a `StitchGrid`, or distances `model model ...` as an xarray.DataArray or a pandas.DataFrame; of
+            similarities, their negative. Each entry of further axes, such as sites or stitch points, is compared by itself.
+        groups: a mapping from names of models to groups, or a list in the order of the models. Default: the groups of the grid.
+        field: of a grid: `"by_site"` of a `ModelGrid` shows where the groups part, `"accuracy_penalty"` of a `StitchGrid` the
+            accuracy that is lost.
+        relabelings: the largest number of relabelings. All are evaluated if there are at most so many: two groups of ten
+            models have 92,378. Else so many random ones are drawn.
+        seed: of random relabelings.
+
+    Returns:
+        A Dataset, float64. Over `comparison` ("within groups", "between groups", then each group of two or more models, then
+        each two groups, in both directions if distances have one) and further axes of the table:
+
+        - `mean`, and `sd` over pairs of different models, divided by their number less 1; `count`, the number of pairs.
+        - `difference`: the mean between groups minus that within groups.
+        - `p_value`: the fraction of relabelings, with the sizes of the groups kept, whose difference is at least as large; of
+          similarities in a `ModelGrid`, such as CKA by site, at least as small. Relabelings that only exchange the names of
+          groups count once. Of random relabelings, the given labels count as one more: (1 + number as large) / (1 + number
+          drawn). NaN where a distance is not defined.
+        - `smallest_p`: the smallest p-value that so many models, or so many random relabelings, can give.
+        - `mean_low`, `mean_high`, `difference_low`, `difference_high`: 95 % intervals, if the grid was measured with
+          `intervals=True`. The p-value is of all data.
+
+        The attribute `relabelings` is their number, and `exact` is 1 if these are all.
+
+    Raises:
+        LayersimError: groups do not fit the models, or the table has no further axes and a distance is not defined.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 4, appendix B, figures 2 and 8.
+
+    Examples:
+        Of the 3 ways to divide four models into pairs, one separates the groups.
+
+        >>> import pandas
+        >>> import tl_layersim as lsim
+        >>> points = pandas.Series([0.0, 1.0, 10.0, 11.0], index=[*"abcd"])
+        >>> distances = pandas.DataFrame({name: (points - at).abs() for name, at in points.items()})
+        >>> found = lsim.compare_groups(distances, ["low", "low", "high", "high"])
+        >>> float(found["difference"]), round(float(found["p_value"]), 3), found.attrs["relabelings"]
+        (9.0, 0.333, 3)
     """
+    import numpy as np
+    import xarray
 
-    file_kind: ClassVar[str] = "group_comparison"
-    values_name = "mean"
-    values: Float64[Tensor, " comparison"] = axes(
-        "comparison",
-        label="Mean distance of two models",
-        title="Distances within and between groups",
-        caption="Distances of all pairs of models, by the groups of the two (Brown et al. 2023, figure 8). Groups differ "
-        "where the distances between them are larger than those within each.",
-    )
-    sd: Float64[Tensor, " comparison"] = axes(
-        "comparison",
-        label="Standard deviation over pairs of models",
-        title="Spread of the distances over pairs of models",
-        within=(0, math.inf),
-    )
-    count: Float64[Tensor, " comparison"] = axes(
-        "comparison", label="Pairs of models", title="Pairs of models in each comparison", within=(0, math.inf)
-    )
-    distances: Float64[Tensor, "row_model column_model"] = axes("row_model", "column_model", label="Distance of two models")
-    comparisons: tuple[str, ...]
-    models: tuple[str, ...]
-    groups: tuple[str, ...]
-    difference: float
-    p_value: float
-    relabelings: int
-    exact: bool
-    smallest_p: float
-    quantity: str
+    grid: Any = table if isinstance(table, Result) else None
+    array, names = distances_between(table, field)
+    labels = group_labels((grid and grid.groups) or None if groups is None else groups, names)
+    values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
+    compared = pairs_by_groups(labels, have_directions(values))
+    sides, pairs = zip(*compared.values(), strict=True)
+    own = torch.eye(len(names), dtype=torch.bool)
+    # Similarities, such as CKA by site, are largest for a model with itself.
+    sign = -1 if isinstance(grid, ModelGrid) and bool(values[own].nanmean() > values[~own].nanmean()) else 1
+    each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
+    tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
 
-    @property
-    def row_models(self) -> tuple[str, ...]:
-        """Names of the models."""
-        return self.models
+    def statistics(distances: Tensor) -> Tensor:
+        """The mean of each comparison, then the difference."""
+        means = torch.stack([distances[tuple(index)].mean(0) for index in pairs])
+        return torch.cat([means, means[1:2] - means[:1]])
 
-    @property
-    def column_models(self) -> tuple[str, ...]:
-        """Names of the models."""
-        return self.models
-
-    def headline(self) -> dict[str, float]:
-        return {
-            "mean within groups": float(self.values[0]),
-            "mean between groups": float(self.values[1]),
-            "difference": self.difference,
-            f"p ({self.relabelings:,} {'relabelings' if self.exact else 'random relabelings'})": self.p_value,
-            "  smallest possible p": self.smallest_p,
-        }
-
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}: {self.groups.count(name)} models" for name in dict.fromkeys(self.groups))
-        return headed(f"GroupComparison({sizes})", [f"  {line}" for line in headline_lines(self)])
-
-    @typed
-    def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:
-        """The distances of all pairs by the groups of the two models; or another field as of any result."""
-        from ..reporting.interval_bands import interval_ends
-        from ..reporting.models import group_distances
-        from ..reporting.style import described
-
-        if field not in ("mean", "values"):
-            return super().plot(field)
-        members = pairs_by_groups(self.groups, have_directions(self.distances))
-        series = {name: self.distances[tuple(index)].numpy() for name, index in members.items()}
-        of = "relabelings" if self.exact else "random relabelings"
-        margin = headline_margins(self).get("difference", math.nan)
-        difference = f"{self.difference:.3g}" + (f" ± {margin:.2g} (half of the 95 % interval)" if margin > 0 else "")
-        p = equation("p", p_value_text(self.p_value))
-        test = f"difference of means {difference}, {p} ({self.relabelings:,} {of})"
-        all_ends = interval_ends(self, "distances")
-        ends = all_ends and {name: all_ends.at(tuple(index.numpy())) for name, index in members.items()}
-        inside = [name.startswith("within ") for name in series]
-        return described(group_distances(series, inside, self.quantity, test, ends), self.provenance)
+    spread = [values[tuple(index)] for index in pairs]
+    deviations = [one.std(0) if len(one) > 1 else one[0] * math.nan for one in spread]
+    over, shape = ("comparison", *further), values.shape[2:]
+    found: dict[str, Any] = {
+        "mean": (over, statistics(values)[:-1].numpy(), array.attrs),
+        "sd": (over, torch.stack(deviations).numpy()),
+        "count": ("comparison", [len(one) for one in spread]),
+        "difference": (further, np.reshape([sign * one.difference for one in tests], shape)),
+        "p_value": (further, np.reshape([one.p_value for one in tests], shape)),
+        "smallest_p": tests[0].smallest_p,
+    }
+    if grid is not None and grid.has_intervals:
+        ends = grid.interval(lambda one: statistics(getattr(one, field_named(grid, field))))
+        for name, end in (("low", ends.low), ("high", ends.high)):
+            found |= {f"mean_{name}": (over, end[:-1].numpy()), f"difference_{name}": (further, end[-1].numpy())}
+    coords = {name: one for name, one in array.coords.items() if set(one.dims) <= set(further)}
+    for n, name in enumerate(("first_group", "second_group")):
+        coords[name] = ("comparison", [side[n] for side in sides])
+    attrs = {"relabelings": tests[0].relabelings, "exact": int(tests[0].exact), "seed": seed}
+    return xarray.Dataset(found, {"comparison": list(compared), **coords}, attrs)
 
 
-class Permutations(NamedTuple):
-    """A permutation test of the difference of means between and within groups, see `GroupComparison`."""
+@typed
+def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
+    """Draw the hierarchical clustering of models: average linkage on the mean distance of both directions.
 
-    difference: float
-    p_value: float
-    relabelings: int
-    exact: bool
-    smallest_p: float
+    A direction below 0, such as the penalty of a stitch that gains, is taken as 0 before the mean: else penalties of +0.01 and
+    -0.01 would make two models equal. Links within one group have the colour of the group.
+
+    Args:
+        table: a `ModelGrid`, or distances `model model` as an xarray.DataArray or a pandas.DataFrame.
+        groups: see `compare_groups`. Default: the groups of the grid, or none.
+
+    Raises:
+        LayersimError: a distance is not a finite number, or the table has further axes.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 4.
+
+    Examples:
+        >>> import pandas
+        >>> import tl_layersim as lsim
+        >>> distances = pandas.DataFrame([[0.0, 1.0, 4.0], [1.0, 0.0, 6.0], [4.0, 6.0, 0.0]], columns=[*"abc"], index=[*"abc"])
+        >>> sorted(float(max(link.y)) for link in lsim.dendrogram(distances).data)
+        [1.0, 5.0]
+    """
+    from ..reporting.models import tree_of_models
+    from ..reporting.style import described
+
+    array, names = distances_between(table)
+    if array.ndim > 2:
+        raise LayersimError(
+            f"`table` has the axes {' x '.join(map(str, array.dims))}; it must have two. Select, or take the mean over "
+            f"{array.dims[2]}."
+        )
+    grid: Any = table if isinstance(table, Result) else None
+    given = (grid and grid.groups) or None if groups is None else groups
+    fig = tree_of_models(array, names, () if given is None else group_labels(given, names))
+    return described(fig, grid.provenance) if grid is not None else fig
+
+
+def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArray, tuple[str, ...]]:
+    """A table of distances with its axes, `model model ...`, and the names of the models.
+
+    Args:
+        table: a grid, a DataArray or a DataFrame.
+        field: of a grid.
+
+    Raises:
+        LayersimError: the first two axes do not name the same models, or there are no further axes and a distance of two
+            models is not a finite number.
+    """
+    import numpy as np
+    import xarray
+
+    if isinstance(table, Result):
+        name, declared = field_named(table, field), table.declared(field)
+        coords = {axis: list(table.coordinates(axis)) for axis in declared.axes}
+        attrs = {"long_name": declared.label, "units": declared.unit}
+        if not getattr(table, name).numel():
+            raise LayersimError(f"`field` is {field!r}, which is empty: the models have different numbers of sites.")
+        array = xarray.DataArray(getattr(table, name).numpy(), coords, declared.axes, attrs=attrs)
+    else:
+        array = xarray.DataArray(table)
+    sides = [tuple(map(str, array[dim].values)) for dim in array.dims[:2]]
+    if len(sides) < 2 or sides[0] != sides[1]:
+        raise LayersimError(
+            f"`table` has the axes {', '.join(map(str, array.dims))}; the first two must name the same models, in one order."
+        )
+    undefined = [(a, b) for a, b in np.argwhere(~np.isfinite(array.values))[:, :2] if a != b]
+    if undefined and array.ndim == 2:
+        pairs = ", ".join(f"{sides[0][a]} and {sides[0][b]}" for a, b in undefined[:3])
+        raise LayersimError(
+            f"The distance is not a finite number for {pairs}. Leave these models out, or sites at which the measure is not "
+            "defined, such as the embedding."
+        )
+    return array, sides[0]
 
 
 def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
@@ -164,69 +225,6 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
     return labels
 
 
-def chosen_groups(given: Any, known: tuple[str, ...], models: Sequence[str]) -> tuple[str, ...]:
-    """The groups that a method was called with, or else those that the models were compared with.
-
-    Args:
-        given: the argument `groups`, see `group_labels`.
-        known: the groups of the result, or none.
-        models: names of the models.
-
-    Raises:
-        LayersimError: there are no groups.
-    """
-    labels = known if given is None else group_labels(given, models)
-    if not labels:
-        raise LayersimError("`groups` is None, and the models were compared without groups.")
-    return labels
-
-
-def compare_groups(
-    matrix: Result, labels: tuple[str, ...], about: tuple[tuple[str, ...], str], most: int, seed: int
-) -> GroupComparison:
-    """The distances within and between groups, and the permutation test.
-
-    Where the matrix has intervals, so have the distances, their means and the difference; the p-value is of all data.
-
-    Args:
-        matrix: the result that holds the distances, `model model`.
-        labels: the group of each model.
-        about: names of the models, and the distance in words.
-        most: largest number of relabelings.
-        seed: of random relabelings.
-    """
-    models, quantity = about
-    distances = matrix.values
-    different = ~torch.eye(len(models), dtype=torch.bool)
-    directed = have_directions(distances)
-    pairs = pairs_by_groups(labels, directed)
-    own = torch.tensor([[one == other for other in labels] for one in labels])
-    members = {"within groups": own & different, "between groups": ~own}
-    test = permutation_test(distances, labels, most, seed)
-    options = matrix.provenance.options | {"relabelings": most, "relabeling_seed": seed}
-
-    def comparison(one: Result) -> GroupComparison:
-        each = [one.values[mask if directed else mask.triu()] for mask in members.values()]
-        each += [one.values[tuple(index)] for index in pairs.values()]
-        means = torch.stack([group.mean() for group in each])
-        return GroupComparison(
-            values=means,
-            sd=torch.stack([group.std() if len(group) > 1 else group.new_tensor(math.nan) for group in each]),
-            count=torch.tensor([len(group) for group in each], dtype=torch.float64),
-            distances=one.values,
-            comparisons=(*members, *pairs),
-            models=models,
-            groups=labels,
-            quantity=quantity,
-            layers=(),
-            provenance=replace(one.provenance, options=options),
-            **test._asdict() | ({} if one is matrix else {"difference": float(means[1] - means[0])}),
-        )
-
-    found: GroupComparison = with_replicates(comparison(matrix), tuple(map(comparison, matrix.replicates)), matrix.block_tokens)
-    return found
-
-
 def have_directions(values: Tensor) -> bool:
     """Whether values of pairs of different models depend on the order of the two by more than rounding.
 
@@ -240,23 +238,35 @@ def have_directions(values: Tensor) -> bool:
     return not torch.allclose(there, back, rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
 
-def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, Tensor]:
-    """Rows and columns of the pairs of different models, `2 pair`, by the groups of the two.
+def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
+    """The two groups of each comparison, and rows and columns of its pairs of different models, `2 pair`.
+
+    The first two comparisons, within groups and between groups, are of all groups: "" stands for these.
 
     Args:
         labels: the group of each model.
         directed: whether both orders of a pair are listed.
     """
-    names = list(dict.fromkeys(labels))
-    chosen = {f"within {name}": (name, name) for name in names if labels.count(name) > 1}
-    for a, b in permutations(names, 2) if directed else combinations(names, 2):
-        chosen[f"{a} into {b}" if directed else f"{a} and {b}"] = (a, b)
-    pairs = permutations(range(len(labels)), 2) if directed else combinations(range(len(labels)), 2)
-    numbers: dict[tuple[str, str], list[tuple[int, int]]] = {groups: [] for groups in chosen.values()}
-    for i, j in pairs:
-        found = (labels[i], labels[j])
-        numbers[found if found in numbers else found[::-1]].append((i, j))
-    return {name: torch.tensor(numbers[groups]).T for name, groups in chosen.items()}
+    names, listed = list(dict.fromkeys(labels)), permutations if directed else combinations
+    pairs = torch.tensor(list(listed(range(len(labels)), 2))).T
+    numbers = torch.tensor([names.index(label) for label in labels])
+    first, second = numbers[pairs]
+    found = {"within groups": (("", ""), first == second), "between groups": (("", ""), first != second)}
+    for a, b in [(name, name) for name in names if labels.count(name) > 1] + list(listed(names, 2)):
+        i, j = names.index(a), names.index(b)
+        chosen = (first == i) & (second == j) if directed else ((first == i) & (second == j)) | ((first == j) & (second == i))
+        found[f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"] = ((a, b), chosen)
+    return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
+
+
+class Permutations(NamedTuple):
+    """A permutation test of the difference of means between and within groups, see `compare_groups`."""
+
+    difference: float
+    p_value: float
+    relabelings: int
+    exact: bool
+    smallest_p: float
 
 
 def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: int) -> Permutations:
@@ -292,13 +302,9 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
     for drawn in _all_relabelings(sizes) if exact else _random_relabelings(given, most, seed):
         larger += int((_mean_differences(distances, drawn, len(names)) >= least).sum())
     number = count if exact else most
-    return Permutations(
-        difference,
-        larger / number if exact else (1 + larger) / (1 + number),
-        number,
-        exact,
-        1 / count if exact else 1 / (1 + number),
-    )
+    p_value = larger / number if exact else (1 + larger) / (1 + number)
+    smallest = 1 / count if exact else 1 / (1 + number)
+    return Permutations(difference, p_value if math.isfinite(difference) else math.nan, number, exact, smallest)
 
 
 def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:

@@ -27,7 +27,6 @@ from .prompt_run import PromptKernel, run_on_prompt
 
 if TYPE_CHECKING:
     import pandas
-    import plotly.graph_objects
 
 # Number of likely next tokens that a prediction grid holds for each block and token.
 RANKS = 5
@@ -50,7 +49,14 @@ class PredictionGrid(Result):
 
     file_kind: ClassVar[str] = "prediction_grid"
     values_name = "probability"
-    values: Float64[Tensor, "token layer"] = axes("token", "layer", label="Probability", within=(0, 1))
+    values: Float64[Tensor, "token layer"] = axes(
+        "token",
+        "layer",
+        label="Probability of the first choice",
+        title="Prediction of each layer after each token",
+        within=(0, 1),
+        drawn="tokens",
+    )
     saturation_layer: Float64[Tensor, " token"] = axes(
         "token", label="Saturation layer (number)", title="Saturation layer of each token", within=(0, math.inf)
     )
@@ -86,34 +92,10 @@ class PredictionGrid(Result):
         return self.values
 
     @typed
-    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
-        """A heatmap with a column for each token and a row for each block: the first choice and its probability.
-
-        Bold words are final: this block and all later ones choose the last block's word. The saturation layer is framed
-        (Jiang, Zhou and Zhu 2024, figure 20). A long prompt is broken into lines. The text at the pointer has the five most
-        likely tokens, the entropy, and the token that follows in the prompt.
-        """
-        from ..reporting.style import described
-        from ..reporting.tokens import Predictions, prediction_heatmap
-
-        if field not in ("values", "probability"):
-            return super().plot(field)
-        predictions = Predictions(
-            words=self.words,
-            probability=self.values.numpy(),
-            saturation=self.saturation_layer.long().tolist(),
-            entropy=self.entropy.numpy(),
-            top=tuple(tuple(zip(*own, strict=True)) for own in zip(self.top_words, self.top_probability.tolist(), strict=True)),
-        )
-        normed = self.provenance.options.get("norm") != "none"
-        note = f"logit lens {'with' if normed else 'without'} the final norm below the last block"
-        return described(prediction_heatmap(predictions, self.tokens, self.layers[1:], note), self.provenance)
-
-    @typed
-    def to_frame(self, field: str = "values") -> pandas.DataFrame:
+    def to_frame(self, field: str | None = None) -> pandas.DataFrame:
         """A tidy table; for `probability` also with the word, the token's position and whether the word is final."""
         table = super().to_frame(field)
-        if field in ("values", "probability"):
+        if field in (None, "values", "probability"):
             blocks = self.values.shape[1]
             table.insert(0, "position", [t for t in range(len(self.tokens)) for _ in range(blocks)])
             table["word"] = [word for row in self.words for word in row]
@@ -123,7 +105,7 @@ class PredictionGrid(Result):
 
     def headline(self) -> dict[str, float]:
         early = self.saturation_layer < self.values.shape[1] - 1
-        return {"share of tokens that saturate before the last block": float(early.double().mean())}
+        return {"saturated before the last block (fraction)": float(early.double().mean())}
 
 
 @typed
@@ -138,7 +120,9 @@ class TrajectoryPCA(Result):
     """
 
     file_kind: ClassVar[str] = "trajectory_pca"
-    values: Float64[Tensor, "token residual component"] = axes("token", "residual", "component")
+    values: Float64[Tensor, "token residual component"] = axes(
+        "token", "residual", "component", title="Paths of tokens through the layers", drawn="paths"
+    )
     explained: Float64[Tensor, " component"] = axes(
         "component", label="Variance of the last layer", unit="fraction", within=(0, 1)
     )
@@ -156,25 +140,8 @@ class TrajectoryPCA(Result):
         """Labels of the `component` axis."""
         return ("PC 1", "PC 2")
 
-    @typed
-    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
-        """One line for each token, from the embedding to the last block, coloured by position; the first and the last are
-        thick.
-
-        Labels have the position and the text of a token. Labels that would overlap are left out, and are shown where the
-        pointer is.
-        """
-        from ..reporting.style import described
-        from ..reporting.token_paths import token_paths
-
-        if field != "values":
-            return super().plot(field)
-        skipped = int(self.provenance.options.get("skip_first", 0))
-        figure = token_paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers, skipped)
-        return described(figure, self.provenance)
-
     def headline(self) -> dict[str, float]:
-        return {"fraction of the last layer's variance in the plane": float(self.explained.sum())}
+        return {"variance of the last layer in the plane (fraction)": float(self.explained.sum())}
 
 
 @typed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -16,11 +16,7 @@ from ..core.errors import LayersimError
 from ..core.results import Result, axes
 from ..core.wording import brief
 
-if TYPE_CHECKING:
-    import plotly.graph_objects
-
 # What the connections of a figure are, by what differs among them.
-CONNECTED = {"block": "blocks", "token": "tokens"}
 # The positions at the end of a label, in digits that `int` reads.
 POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
 
@@ -64,7 +60,14 @@ class BlockJacobians(Result):
     values_name = "jacobian"
     values: Float64[Tensor, "block pair output input"] = axes("block", "pair", "output", "input")
     singular_values: Float64[Tensor, "block pair direction"] = axes(
-        "block", "pair", "direction", label="Singular value", within=(0, math.inf)
+        "block",
+        "pair",
+        "direction",
+        label="Singular value",
+        title="Singular values of the Jacobians",
+        caption="Of each block and pair of tokens, in descending order.",
+        within=(0, math.inf),
+        drawn="lines",
     )
     step_error: Float64[Tensor, " block"] = axes(
         "block", label="Error of a replayed block", unit="relative", title="Error of replayed blocks", within=(0, math.inf)
@@ -91,22 +94,6 @@ class BlockJacobians(Result):
     def directions(self) -> tuple[int, ...]:
         """Labels of the `direction` axis: numbers of the singular values, from 1."""
         return tuple(range(1, self.singular_values.shape[2] + 1))
-
-    @typed
-    def plot(self, field: str = "singular_values") -> plotly.graph_objects.Figure:
-        """A figure of the singular values by number, on a logarithmic axis: a colour for each block, a dash for each pair.
-
-        Args:
-            field: "singular_values", or another tensor field for the figure that every result has.
-        """
-        from ..reporting.connections import jacobian_labels
-        from ..reporting.curves import spectra
-        from ..reporting.style import described
-
-        if field != "singular_values":
-            return super().plot(field)
-        labels = jacobian_labels(self.blocks, self.pairs)
-        return described(spectra(self.singular_values.numpy(), labels), self.provenance)
 
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}
@@ -137,7 +124,15 @@ class CouplingMatrices(Result):
     values: Float64[Tensor, "connection other"] = axes(
         "connection", "other", label="Mis-coupling", title="Mis-coupling of blocks", within=(0, 1)
     )
-    coupling: Float64[Tensor, "connection other"] = axes("connection", "other", label="Coupling", within=(0, 1))
+    coupling: Float64[Tensor, "connection other"] = axes(
+        "connection",
+        "other",
+        label="Coupling",
+        title="Coupling of Jacobians on one prompt",
+        caption="1 where the Jacobian of a connection is diagonal between the singular vectors of another one "
+        "(Aubry et al. 2025, figures 2 to 4).",
+        within=(0, 1),
+    )
     null: Float64[Tensor, "connection other"] = axes(
         "connection", "other", label="Mis-coupling of random vectors", within=(0, 1)
     )
@@ -146,9 +141,6 @@ class CouplingMatrices(Result):
         "other",
         "left",
         "right",
-        title="Coupling matrices",
-        caption="|A| of each pair, divided by the largest singular value of its Jacobian; diagonal where two Jacobians have "
-        "the same singular vectors (Aubry et al. 2025, figures 2 to 4).",
     )
     singular_values: Float64[Tensor, "connection left"] = axes(
         "connection", "left", label="Singular value", title="Singular values of the Jacobians", within=(0, math.inf)
@@ -186,38 +178,11 @@ class CouplingMatrices(Result):
         """Labels of the `right` axis: numbers of the singular vectors, from 1."""
         return self.lefts
 
-    @typed
-    def plot(self, field: str = "matrices") -> plotly.graph_objects.Figure:
-        """A figure of all |A|, a tile for each pair: a row for each Jacobian, a column for each basis of singular vectors.
-
-        Args:
-            field: "matrices"; "miscoupling", "coupling" or "null" for a heatmap; or another tensor field for the figure that
-                every result has.
-        """
-        from ..reporting.connections import connection_heatmap, connection_labels, matrix_tiles
-        from ..reporting.style import described
-
-        field = self.values_name if field == "values" else field
-        if field not in ("matrices", "miscoupling", "coupling", "null"):
-            return super().plot(field)
-        labels = connection_labels(self.connections, self.tokens)
-        if field != "matrices":
-            values = (self.values if field == self.values_name else getattr(self, field)).numpy()
-            words = self.declared(field).words
-            return described(connection_heatmap(values, labels, f"{words} of Jacobians on one prompt", words), self.provenance)
-        means = self.headline()
-        note = f"k = {len(self.lefts)}"
-        if len(means) > 1:
-            coupling, random = means.values()
-            note += f"; mean coupling of different connections {coupling:.2f}, of random vectors {random:.2f}"
-        title = f"Do {CONNECTED.get(labels.kind, 'Jacobians')} share singular directions?"
-        return described(matrix_tiles(self.matrices.abs().numpy(), labels, title, note), self.provenance)
-
     def headline(self) -> dict[str, float]:
         other = ~torch.eye(len(self.values), dtype=torch.bool)
         if not other.any():
             return {"largest singular value": float(self.singular_values.max())}
         return {
             "coupling, mean over different connections": float(self.coupling[other].nanmean()),
-            "the same of random vectors": 1.0 - float(self.null[other].nanmean()),
+            "coupling of random vectors": 1.0 - float(self.null[other].nanmean()),
         }

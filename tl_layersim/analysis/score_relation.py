@@ -1,4 +1,4 @@
-"""How one number of a model relates to another over models, checkpoints or prompts: regression and correlation."""
+"""How numbers of models relate to a score over models, checkpoints or prompts: regression and correlation."""
 
 from __future__ import annotations
 
@@ -7,122 +7,128 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from jaxtyping import Float64
-from torch import Tensor, from_numpy
 
-from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
 from ..core.bounds import OpenFraction
-from ..core.errors import LayersimError, warn
-from ..core.wording import brief, equation, p_value_text
+from ..core.errors import LayersimError
+from ..core.wording import brief
 from .exponential_fits import fit_exponential
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
 
-COUPLING, VALUE, SCORE = "Mean coupling of blocks", "Value", "Score"
 
-
-@typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Relation:
-    """Regression of scores on values by least squares, and their correlation, over models, checkpoints or prompts.
+    """Regression of scores on one predictor or several by least squares. `relate` makes it.
 
     Attributes:
-        names: of the points.
-        values: `point`, such as mean couplings.
-        scores: `point`.
-        shape: "line" for score = intercept + slope value; "exponential" for score = intercept exp(slope value).
-        slope: of the score by the value; of an exponential, the rate.
-        intercept: the fitted score at a value of 0.
-        r_squared: fraction of the scores' variance that the fit explains.
-        p_value: of the slope, two-sided, under normal errors. For models of one family, steps of one training and tokens of one
-            text, which are not independent, it is too small.
-        pearson: correlation.
-        pearson_p: its p-value, two-sided; that of the slope of a line.
-        spearman: rank correlation, which is the same for every rising transformation of values or scores.
-        spearman_p: its p-value, two-sided.
-        confidence: of the band.
-        band: `grid 4`: value, the fit, and the lower and upper end of the confidence interval of the mean score there.
-        quantity: the values in words.
-        score: the scores in words.
+        predictors: `point predictor`, a table whose index holds the names of the points.
+        scores: `point`, a Series with the same index, whose name is the score in words.
+        fit: of a line, statsmodels' `RegressionResults`, with `fit.summary()`, `fit.f_pvalue` and so on; of an exponential,
+            `params` a and b of score = a exp(b value), their `covariance` and `rsquared`.
+        shape: "line" or "exponential".
+        confidence: level of the intervals and of the band.
+        coefficients: what `to_frame` returns.
     """
 
-    names: tuple[str, ...]
-    values: Float64[Tensor, " point"]
-    scores: Float64[Tensor, " point"]
+    predictors: pandas.DataFrame
+    scores: pandas.Series[float]
+    fit: Any
     shape: str
-    slope: float
-    intercept: float
-    r_squared: float
-    p_value: float
-    pearson: float
-    pearson_p: float
-    spearman: float
-    spearman_p: float
     confidence: float
-    band: Float64[Tensor, "grid 4"]
-    quantity: str
-    score: str
+    coefficients: pandas.DataFrame
+
+    @property
+    def intercept(self) -> float:
+        """The fitted score where all predictors are 0."""
+        return float(self.fit.params[0])
+
+    @property
+    def r_squared(self) -> float:
+        """Fraction of the scores' variance that the fit explains."""
+        return float(self.fit.rsquared)
 
     def __repr__(self) -> str:
-        line = (
-            f"{self.intercept:.4g} + {self.slope:.4g} x"
-            if self.shape == "line"
-            else f"{self.intercept:.4g} exp({self.slope:.4g} x)"
-        )
-        return (
-            f"Relation({self.score} by x = {self.quantity}, {len(self.names)} points: {line}, R2 = {self.r_squared:.3g}, "
-            f"{equation('p', p_value_text(self.p_value))}; Pearson {self.pearson:.3f}, Spearman {self.spearman:.3f})"
-        )
+        table = self.coefficients.to_string(float_format=lambda number: f"{number:.4g}")
+        return f"Relation({self.scores.name}, {self.shape}, {len(self.scores)} points, R2 = {self.r_squared:.3g})\n{table}"
 
     def to_frame(self) -> pandas.DataFrame:
-        """A table of the points with their value, their score and the fitted score."""
+        """A table with a line for each predictor.
+
+        Columns: `coefficient`, of an exponential the rate; its standard error `se`; the ends `low` and `high` of its interval;
+        `p_value`, two-sided, under normal errors; `partial`, the correlation of predictor and score given the other predictors,
+        which on a line has the same p-value; the correlations `pearson` and `spearman`, which ignore the others, and their
+        p-values `pearson_p` and `spearman_p`. For models of one family, steps of one training and tokens of one text, which are
+        not independent, p-values are too small.
+        """
+        return self.coefficients.copy()
+
+    @typed
+    def band(self, predictor: str | None = None) -> pandas.DataFrame:
+        """The fit over one predictor, at the mean of the others, with the confidence interval of the mean score.
+
+        Args:
+            predictor: its name; None for the first.
+
+        Returns:
+            50 lines with columns `value`, `fit`, `low` and `high`.
+        """
         import pandas
+        from scipy.stats import t
+        from statsmodels.api import add_constant
 
-        fit = _fitted_scores(self.shape, self.values.numpy(), self.intercept, self.slope)
-        return pandas.DataFrame({"name": self.names, "value": self.values.numpy(), "score": self.scores.numpy(), "fit": fit})
+        column = 0 if predictor is None else self.predictors.columns.get_loc(predictor)
+        points = np.tile(self.predictors.to_numpy().mean(0), (50, 1))
+        x = self.predictors.to_numpy()[:, column]
+        grid = points[:, column] = np.linspace(x.min(), x.max(), 50)
+        if self.shape == "line":
+            fit = self.intercept + points @ self.fit.params[1:]
+            low, high = self.fit.get_prediction(add_constant(points, has_constant="add")).conf_int(alpha=1 - self.confidence).T
+        else:
+            # From the covariance of a and b, to first order.
+            a, b = self.fit.params
+            fit = a * np.exp(b * grid)
+            gradient = np.column_stack([np.exp(b * grid), grid * fit])
+            spread = np.sqrt(np.einsum("np,pq,nq->n", gradient, self.fit.covariance, gradient))
+            margin = t.ppf(0.5 + self.confidence / 2, len(x) - 2) * spread
+            low, high = fit - margin, fit + margin
+        return pandas.DataFrame({"value": grid, "fit": fit, "low": low, "high": high})
 
-    def plot(self) -> plotly.graph_objects.Figure:
-        """The scores over the values, the fit, and its confidence band (Aubry et al. 2025, figures 1 a and 8)."""
-        from ..reporting.scatter import MOST_NAMES, regression
+    @typed
+    def plot(self, predictor: str | None = None) -> plotly.graph_objects.Figure:
+        """The scores over one predictor, the fit, and its confidence band (Aubry et al. 2025, figures 1 a and 8).
 
-        x, fit, low, high = self.band.T.numpy()
-        words = [text.partition(" (")[0] for text in (self.score, self.quantity)]
-        title = f"{words[0]} against {words[1][:1].lower()}{words[1][1:]}"
-        found = f"R² = {self.r_squared:.2f}, {equation('p', p_value_text(self.p_value))}, {len(self.names)} points"
-        line = {"x": x, "fit": fit, "low": low, "high": high}
-        found += f" · band: {100 * self.confidence:g} % interval of the {'line' if self.shape == 'line' else 'curve'}"
-        if len(self.names) <= MOST_NAMES:
-            found += f" · labels: {'models' if self.quantity == COUPLING else 'names of the points'}"
-        titles = (title, found, self.quantity, self.score)
-        return regression(self.values.numpy(), self.scores.numpy(), list(self.names), line, titles)
+        Of several predictors, each score is moved along the fit to where the other predictors have their means, so that
+        the slope of the points is the coefficient and their scatter that of the residuals.
+
+        Args:
+            predictor: its name; None for the first.
+        """
+        from ..reporting.scatter import regression
+
+        return regression(self, self.predictors.columns[0] if predictor is None else predictor)
 
 
 @typed
 def relate(
-    results: Any,
-    scores: Any,
-    *,
-    shape: Literal["line", "exponential"] = "line",
-    confidence: OpenFraction = 0.95,
-    quantity: str | None = None,
-    score: str | None = None,
+    values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
 ) -> Relation:
-    """Regress a score on a number of each model, and correlate them: accuracy on coupling, difficulty on a prompt's value.
+    """Regress a score on numbers of each model, and correlate them: accuracy on coupling, difficulty on a prompt's value.
 
     Args:
-        results: numbers by model, such as `sweep.numbers("cka", layer=0)` or any mapping; `BlockCoupling` results by model,
-            which stand for their mean coupling; or one number for each prompt as a sequence or a tensor.
-        scores: scores by the same names or in the same order: of a benchmark, or `sweep.numbers("logit_lens", "accuracy")`.
-        shape: "line", or "exponential" for score = a exp(b value), fitted by least squares of the score.
-        confidence: level of the confidence band, between 0 and 1.
-        quantity: the values in words, for the figure; by default the name of a pandas Series.
-        score: the scores in words.
+        values: numbers by model: a mapping, a pandas Series, or a variable of a labelled table over one axis, such as
+            `mean_coupling` of `BlockCoupling` over models; one number for each prompt as a sequence or a tensor; or a pandas
+            DataFrame with a column for each of several predictors. The names of Series and columns are those of the axes in
+            figures.
+        scores: by the same names or in the same order.
+        shape: "line", or "exponential" for score = a exp(b value), fitted by least squares of the score to one predictor.
+        confidence: level of the intervals and of the band.
 
     Raises:
-        LayersimError: there are fewer than three points, names differ, or all values or all scores are the same.
+        LayersimError: there are fewer than two points more than predictors, names differ, all values or all scores are the
+            same, or a predictor is a linear combination of the others.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), section 5.4, figure 1 a (R² = 0.75 over their base models), figure 8 (exponential
@@ -132,124 +138,84 @@ def relate(
     Examples:
         >>> import tl_layersim as lsim
         >>> fit = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
-        >>> round(fit.slope), round(fit.r_squared, 3), round(fit.spearman, 3)
-        (96, 0.985, 1.0)
+        >>> fit.to_frame()[["coefficient", "spearman"]].round(2).values.tolist(), round(fit.r_squared, 3)
+        ([[96.0, 1.0]], 0.985)
+        >>> import pandas
+        >>> both = pandas.DataFrame({"coupling": [0.1, 0.3, 0.2, 0.5, 0.4], "size": [1, 1, 2, 3, 5]})
+        >>> fit = lsim.relate(both, [1.2, 3.1, 2.3, 5.2, 4.5])
+        >>> fit.to_frame()["partial"].round(2).to_dict()
+        {'coupling': 1.0, 'size': 0.99}
     """
-    from scipy.stats import pearsonr, spearmanr
-
-    given, quantity_name = _points_by_name(results)
-    targets, score_name = _points_by_name(scores)
-    if unmatched := sorted(map(str, given.keys() ^ targets.keys())):
-        raise LayersimError(
-            f"`results` and `scores` must name the same models; only one of them has {', '.join(unmatched[:8])}."
-        )
-    if len(given) < 3:
-        raise LayersimError(f"`results` holds {len(given)} points; a regression needs three or more.")
-    names = list(given)
-    x, y = (np.array([own[name] for name in names], dtype=np.float64) for own in (given, targets))
-    flat = [bool(np.ptp(v) <= 1e-9 * np.abs(v).max()) for v in (x, y)]
-    if not (np.isfinite(x).all() and np.isfinite(y).all()) or any(flat):
-        raise LayersimError(
-            f"`results` and `scores` must be finite and differ between points; they are {brief(x.round(4).tolist())} and "
-            f"{brief(y.tolist())}."
-        )
-    intercept, slope, r_squared, p_value, band = (_line_with_band if shape == "line" else _exponential_with_band)(
-        x, y, confidence
-    )
-    pearson, spearman = pearsonr(x, y), spearmanr(x, y)
-    return Relation(
-        names=tuple(map(str, names)),
-        values=from_numpy(x),
-        scores=from_numpy(y),
-        shape=shape,
-        slope=slope,
-        intercept=intercept,
-        r_squared=r_squared,
-        p_value=p_value,
-        pearson=float(pearson.statistic),
-        pearson_p=float(pearson.pvalue),
-        spearman=float(spearman.statistic),
-        spearman_p=float(spearman.pvalue),
-        confidence=confidence,
-        band=from_numpy(band),
-        quantity=quantity or quantity_name or VALUE,
-        score=score or score_name or SCORE,
-    )
-
-
-def same_coupling_options(results: list[BlockCouplingResult]) -> None:
-    """Refuse couplings that were measured with different options; warn where the data differs.
-
-    Args:
-        results: of models that are related.
-
-    Raises:
-        LayersimError: their options differ.
-    """
-    recorded = ("diagonal", "positions")
-    data = {r.provenance.data for r in results}
-    if len(data) > 1:
-        warn("`results` were measured on different prompts, and coupling depends on their length and content.")
-    options = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in recorded))) for r in results}
-    if len(options) > 1:
-        raise LayersimError(
-            f"`results` were measured with different options (k, normalize, diagonal, positions): {sorted(options)}."
-        )
-
-
-def _points_by_name(given: Any) -> tuple[dict[Any, float], str]:
-    """Numbers by name or position, and what they are in words; "" if that is not known."""
-    label = ""
-    if isinstance(given, Mapping):
-        numbers = dict(given)
-    elif hasattr(given, "to_dict") and hasattr(given, "index"):
-        numbers, label = given.to_dict(), str(given.name or "")
-    else:
-        numbers = dict(enumerate(np.asarray(given).reshape(-1).tolist()))
-    couplings = [one for one in numbers.values() if isinstance(one, BlockCouplingResult)]
-    if couplings:
-        same_coupling_options(couplings)
-        label = COUPLING
-    if texts := [name for name, one in numbers.items() if isinstance(one, bool | str)]:
-        raise LayersimError(f"`results` and `scores` must be numbers; that of {texts[0]!r} is {numbers[texts[0]]!r}.")
-    return {name: one.mean() if isinstance(one, BlockCouplingResult) else float(one) for name, one in numbers.items()}, label
-
-
-def _line_with_band(x: Any, y: Any, confidence: float) -> tuple[float, float, float, float, Any]:
-    """Intercept, slope, R², p-value of the slope, and the line with its band."""
+    import pandas
+    from scipy.stats import pearsonr, spearmanr, t
     from statsmodels.api import OLS, add_constant
 
-    fitted = OLS(y, add_constant(x)).fit()
-    grid = np.linspace(x.min(), x.max(), 50)
-    interval = fitted.get_prediction(add_constant(grid)).conf_int(alpha=1 - confidence)
-    intercept, slope = map(float, fitted.params)
-    band = np.column_stack([grid, intercept + slope * grid, interval])
-    return intercept, slope, float(fitted.rsquared), float(fitted.pvalues[1]), band
-
-
-def _exponential_with_band(x: Any, y: Any, confidence: float) -> tuple[float, float, float, float, Any]:
-    """The same for a exp(b x); the band follows from the covariance of a and b, to first order."""
-    from scipy.stats import t
-
+    table = values if isinstance(values, pandas.DataFrame) else _series(values, "Value").to_frame()
+    table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
+    targets = _series(scores, "Score")
+    if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):
+        raise LayersimError(
+            f"`values` and `scores` must name the same models; only one of them has {', '.join(unmatched[:8])}."
+        )
+    count, size = table.shape
+    if count < size + 2 or size == 0:
+        raise LayersimError(
+            f"`values` holds {count} points of {size} predictors; a regression needs two points or more beyond its predictors."
+        )
+    if shape == "exponential" and size > 1:
+        raise LayersimError(f"`shape` is 'exponential', which takes one predictor; `values` has {size}.")
+    targets = targets.reindex(table.index)
+    x, y = np.ascontiguousarray(table.to_numpy()), targets.to_numpy()
+    flat = any(np.ptp(v) <= 1e-9 * np.abs(v).max() for v in (*x.T, y))
+    if flat or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise LayersimError(
+            f"`values` and `scores` must be finite and differ between points; they are {brief(x.squeeze().round(4).tolist())} "
+            f"and {brief(y.tolist())}."
+        )
+    if np.linalg.matrix_rank((x - x.mean(0)) / x.std(0)) < size:
+        raise LayersimError(
+            f"One of the columns of `values`, {', '.join(table.columns)}, is a linear combination of the others."
+        )
     try:
-        fit = fit_exponential(x, y)
+        fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
     except RuntimeError as error:
         raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.") from error
-    a, b = map(float, fit.parameters)
-    grid = np.linspace(x.min(), x.max(), 50)
-    curve = _fitted_scores("exponential", grid, a, b)
-    gradient = np.column_stack([np.exp(b * grid), grid * curve])
-    spread = np.sqrt(np.einsum("np,pq,nq->n", gradient, fit.covariance, gradient))
-    margin = t.ppf(0.5 + confidence / 2, len(x) - 2) * spread
-    ratio = abs(b) / np.sqrt(fit.covariance[1, 1]) if fit.covariance[1, 1] > 0 else np.inf
-    return (
-        a,
-        b,
-        fit.r_squared,
-        float(2 * t.sf(ratio, len(x) - 2)),
-        np.column_stack([grid, curve, curve - margin, curve + margin]),
+    errors = fit.bse if shape == "line" else np.sqrt(np.diag(fit.covariance))
+    slopes, errors, degrees = fit.params[1:], errors[1:], count - size - 1
+    margin = t.ppf(0.5 + confidence / 2, degrees) * errors
+    pearson, spearman = ([correlate(v, y) for v in x.T] for correlate in (pearsonr, spearmanr))
+    with np.errstate(divide="ignore"):
+        ratio = np.abs(slopes / errors)
+        partial = np.sign(slopes) / np.hypot(1.0, np.sqrt(degrees) / ratio)
+    columns = {
+        **{"coefficient": slopes, "se": errors, "low": slopes - margin, "high": slopes + margin},
+        "p_value": 2 * t.sf(ratio, degrees),
+        "partial": partial if shape == "line" else pearson[0].statistic,
+        **{"pearson": [one.statistic for one in pearson], "pearson_p": [one.pvalue for one in pearson]},
+        **{"spearman": [one.statistic for one in spearman], "spearman_p": [one.pvalue for one in spearman]},
+    }
+    return Relation(
+        predictors=table,
+        scores=targets,
+        fit=fit,
+        shape=shape,
+        confidence=confidence,
+        coefficients=pandas.DataFrame(columns, index=pandas.Index(table.columns, name="predictor")),
     )
 
 
-def _fitted_scores(shape: str, x: Any, intercept: float, slope: float) -> Any:
-    return intercept + slope * x if shape == "line" else intercept * np.exp(slope * x)
+def _series(given: Any, default: str) -> pandas.Series[float]:
+    """Numbers by name or position, whose name is what they are in words."""
+    import pandas
+
+    words = getattr(given, "attrs", {})
+    label = words.get("long_name", "") + (f" ({words['units']})" if "units" in words else "")
+    if hasattr(given, "to_series"):
+        given = given.to_series()
+    if not isinstance(given, pandas.Series):
+        numbers = dict(given) if isinstance(given, Mapping) else dict(enumerate(np.asarray(given).reshape(-1).tolist()))
+        given = pandas.Series(list(numbers.values()), index=list(numbers), dtype=object)
+    if others := [one for one in given if isinstance(one, bool | str) or not hasattr(one, "__float__")]:
+        raise LayersimError(f"`values` and `scores` must be numbers; one of them is {brief(others[0])}.")
+    numeric: pandas.Series[float] = given.map(float).astype(float).rename(label or given.name or default)
+    return numeric

@@ -24,8 +24,17 @@ from .api import analyze
 from .baselines import BaselineArgument
 from .site_plan import DEFAULT, AtArgument
 from .sweep_folder import SweepFolder
-from .sweep_results import Sweep, SweepError, sweep_keys
 from .validation import AnalyzersArgument, choose_analyzers
+
+
+class SweepError(LayersimError):
+    """A model of a sweep could not be measured.
+
+    Attributes:
+        reports: of the models before it, by key.
+    """
+
+    reports: dict[int | float | str, Report]
 
 
 @typed
@@ -39,7 +48,7 @@ def sweep(
     intervals: bool = False,
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
-) -> Sweep:
+) -> dict[int | float | str, Report]:
     """Run the same analysis on many models or checkpoints, one after another: a training run, model sizes, fine-tunes.
 
     A model may be given as a function that loads it. It is loaded when its turn comes and freed before the next one is
@@ -59,11 +68,11 @@ def sweep(
             taken to be the same.
 
     Returns:
-        A `Sweep`: a mapping from keys to reports, with `to_frame`, `numbers`, `headlines` and `save`.
+        The report of each model by its key. `stack` makes one labelled table of them.
 
     Raises:
-        LayersimError: `models` is no such mapping, the folder belongs to another sweep, or `data` can be read only once.
-        SweepError: a model could not be loaded or measured; `error.sweep` holds the reports of those before it.
+        LayersimError: `models` holds something else, the folder belongs to another sweep, or `data` can be read only once.
+        SweepError: a model could not be loaded or measured; `error.reports` holds the reports of those before it.
 
     Warns:
         LayersimWarning: two functions load models with the same weights.
@@ -73,13 +82,15 @@ def sweep(
         >>> import tl_layersim as lsim
         >>> loaders = {"plain": partial(lsim.demo_model, False), "aligned": partial(lsim.demo_model, True)}
         >>> found = lsim.sweep(loaders, lsim.Data(lsim.demo_text()[:4], seq_len=32), lsim.LogitLens())
-        >>> losses = found.numbers("logit_lens", "cross_entropy", layer=0)
-        >>> bool(losses["aligned"] < losses["plain"])
+        >>> losses = lsim.stack(found, "model")["logit_lens"]["cross_entropy"].sel(layer="blocks.0.hook_resid_post")
+        >>> bool(losses.sel(model="aligned") < losses.sel(model="plain"))
         True
     """
     chosen, data = choose_analyzers(analyzers), Data.of(data)
     options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
-    keys = sweep_keys(models, "models")
+    # A key of NumPy or torch is the same number.
+    models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
+    keys = list(models)
     for key, model in models.items():
         if isinstance(model, str | os.PathLike):
             raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must hold models, or functions that load one.")
@@ -102,8 +113,8 @@ def sweep(
             if not isinstance(error, Exception):
                 error.add_note(kept if folder.path else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
                 raise
-            raise _failed(key, error, Sweep({k: reports[k] for k in keys if k in reports}), kept) from error
-    found = Sweep({key: reports[key] for key in keys})
+            raise _failed(key, error, {k: reports[k] for k in keys if k in reports}, kept) from error
+    found = {key: reports[key] for key in keys}
     _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
     return found
 
@@ -133,7 +144,7 @@ def _measure_model(
 
 
 def _announce_sweep(
-    keys: list[int | float | str], reports: Mapping[Any, Report], analyzers: Mapping[str, Analyzer], folder: SweepFolder
+    keys: list[Any], reports: Mapping[Any, Report], analyzers: Mapping[str, Analyzer], folder: SweepFolder
 ) -> None:
     """Print how many models will be measured with what."""
     if rank_and_size()[0] == 0:
@@ -141,17 +152,16 @@ def _announce_sweep(
         tqdm.write(f"sweep: {counted(len(keys), 'model')}, each with {', '.join(analyzers)}{known}", file=sys.stderr)
 
 
-def _failed(key: Any, error: Exception, measured: Sweep, kept: str) -> SweepError:
+def _failed(key: Any, error: Exception, measured: dict[Any, Report], kept: str) -> SweepError:
     why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
     failed = SweepError(
-        f"Model {key!r} of the sweep could not be measured: {why}\n{kept}"
-        + (" They are in error.sweep." if len(measured) else "")
+        f"Model {key!r} of the sweep could not be measured: {why}\n{kept}" + (" They are in error.reports." if measured else "")
     )
-    failed.sweep = measured
+    failed.reports = measured
     return failed
 
 
-def _warn_of_same_weights(found: Sweep, loaded: list[Any]) -> None:
+def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:
     """Warn of functions that load the same weights, as those of a loop do that share a variable."""
     by_weights = defaultdict(list)
     for key in loaded:

@@ -1,12 +1,12 @@
-"""Workload: the operations, sums and memory of one batch of a run, metered by running it once, with or without weights."""
+"""Workload: FLOPs, sums and memory of one batch of a run, metered by running it once, with or without weights."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,20 +15,18 @@ import torch
 from torch import Tensor
 
 from ..analyzers.base import Analyzer
-from ..core.operation_meter import Operation, OperationMeter, TooManyOperations
 from ..core.sums import Sums, analyzer_of
 from ..data.batches import Batch
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
 from ..models.pools import AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
 from ..models.source import Source
-from ..models.view import Kernel, View, in_full_precision, tokens_alone
+from ..models.view import View, in_full_precision, tokens_alone
 from ..models.without_weights import WeightlessSource, without_values
 from ..remote.packed_sizes import packed_request, packed_result
+from .operation_meter import OperationMeter
 from .site_plan import SitePlan
 
-# Without weights, kernels that run more operations on a batch loop over samples: they are metered on a short row, and scaled.
-MOST_OPERATIONS = 5_000
 # A calibration ends after so many seconds, or so many repeats.
 CALIBRATION = 10.0
 TIMED_BATCHES = 9
@@ -46,7 +44,7 @@ class Workload:
         samples: number of counted positions of a batch.
         sites: number of sites that are read.
         passes: number of passes over the data in which the model runs.
-        counts: how often each operation runs in all passes over one batch.
+        flops: of all passes over one batch: "forward" for the blocks, "head" for logits in kernels, and by analyzer.
         sums: bytes of the sums of each kernel, see `analyzer_of`.
         pools: rows of a pool, of each kernel that sums over pools.
         first_sums: bytes of the sums of each analyzer with a first pass, which its main pass reads.
@@ -66,7 +64,7 @@ class Workload:
     samples: int
     sites: int
     passes: int
-    counts: Mapping[Operation, float]
+    flops: Mapping[str, float]
     sums: Mapping[str, int]
     pools: Mapping[str, int]
     first_sums: Mapping[str, int]
@@ -84,10 +82,6 @@ class Workload:
     def capacity(self) -> int:
         """Rows of a batch of the data, which holds whole pools in one forward pass or several; a power of two."""
         return max([1 << (self.shape[0].bit_length() - 1), *self.pools.values()])
-
-    def flops(self, part: str) -> float:
-        """FLOPs of a part for one batch."""
-        return sum(count * operation.flops for operation, count in self.counts.items() if operation.part == part)
 
 
 def meter(
@@ -127,7 +121,7 @@ def meter(
         samples=run.samples,
         sites=len(source.sites),
         passes=run.passes,
-        counts=run.counts,
+        flops=run.flops,
         sums=run.sums,
         pools={name: pool.rows for name, pool in run.pools.items()},
         first_sums={name: _size(sums) for name, sums in run.first.items()},
@@ -135,7 +129,7 @@ def meter(
         returned=tuple(run.returned),
         opening=_opening(source, analyzers) if remote else (),
         has_values=not run.weightless,
-        weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        weights=sum(tensor.nbytes for tensor in tensors),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         activations=run.peak,
         compute_seconds=sum(analyzer.compute_seconds(models[name][0]) for name, analyzer in analyzers.items()),
@@ -150,10 +144,10 @@ def _opening(source: Source, analyzers: Mapping[str, Analyzer]) -> tuple[int, ..
 
 
 class _MeteredRun:
-    """One batch through the passes of a run, with and without a meter.
+    """One batch through the passes of a run, metered and timed.
 
     Attributes:
-        counts: how often each operation ran.
+        flops: see `Workload`.
         sums: bytes of the sums of each kernel.
         pools: by kernel, a pool of rows.
         first: sums of the first pass.
@@ -177,7 +171,7 @@ class _MeteredRun:
         self.remote = remote
         self.sent: list[int] = []
         self.returned: list[int] = []
-        self.counts: Counter[Operation] = Counter()
+        self.flops: Counter[str] = Counter()
         self.sums: dict[str, int] = {}
         self.pools: dict[str, _Pool] = {}
         self.first: dict[str, Sums] = {}
@@ -210,77 +204,29 @@ class _MeteredRun:
         return self.plan.kernels(self.analyzers, self.first)
 
     def _pass(self, kernels: Mapping[str, AnyKernel]) -> dict[str, Sums]:
-        """Run kernels on the batch, count their operations, and return their sums."""
-        sums = {name: self._widened(out) for name, out in self._outputs(kernels).items()}
+        """Run kernels on the batch, count their FLOPs, and return their sums."""
+        outputs = {}
+        weights = [*self.module.parameters(), *self.module.buffers()]
+        with OperationMeter(weights, self.head) as meter, without_values() if self.weightless else nullcontext():
+            with meter.counting("forward"):
+                view = self.source.collect(self.batch)
+            self.samples = view.activations.shape[1]
+            for name, kernel in kernels.items():
+                pool: Any = self.pools.get(name)
+                # A batch is a part of a pool, or several.
+                share = 1 if pool is None else len(self.batch.tokens) / pool.rows
+                run: Any = kernel if pool is None else pool.sums
+                with meter.counting(analyzer_of(name), share), kernels_alone():
+                    outputs[name] = run(view)
+        self.flops.update(meter.flops)
+        self.peak = max(self.peak, meter.peak)
+        sums = {name: self._widened(out) for name, out in outputs.items()}
         if self.remote:
             # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
             unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
             self.sent.append(packed_request(kernels) + unpacked)
             self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(self.source.sites, sums))
         return sums
-
-    def _outputs(self, kernels: Mapping[str, AnyKernel]) -> dict[str, dict[str, Tensor]]:
-        """Run kernels on the batch, count their operations, and return their outputs."""
-        outputs: dict[str, dict[str, Tensor]] = {}
-        with self._metered() as meter:
-            with meter.counting("forward"):
-                view = self.source.collect(self.batch)
-            self.samples = view.activations.shape[1]
-            for name, kernel in kernels.items():
-                counts = meter.counts.copy()
-                if name in self.pools:
-                    pool = self.pools[name]
-                    with meter.counting(analyzer_of(name)), kernels_alone():
-                        outputs[name] = pool.sums(view)
-                    # Of a pool, of which the batch is a part or several.
-                    share: Any = {
-                        operation: counts[operation] + (count - counts[operation]) * len(self.batch.tokens) / pool.rows
-                        for operation, count in meter.counts.items()
-                    }
-                    meter.counts = Counter(share)
-                    continue
-                assert not isinstance(kernel, PoolKernel)
-                try:
-                    with meter.counting(analyzer_of(name), MOST_OPERATIONS if self.weightless else None), kernels_alone():
-                        outputs[name] = kernel(view)
-                except TooManyOperations:
-                    meter.counts = counts
-            held = meter.live
-        self.counts.update(meter.counts)
-        self.peak = max(self.peak, meter.peak)
-        looping: dict[str, Any] = {name: kernel for name, kernel in kernels.items() if name not in outputs}
-        return (outputs | self._on_short_row(looping, held)) if looping else outputs
-
-    def _on_short_row(self, kernels: Mapping[str, Kernel], held: int) -> dict[str, dict[str, Tensor]]:
-        """The outputs of kernels that loop over samples; their operations on a short row, scaled, are counted.
-
-        Args:
-            kernels: by name.
-            held: bytes that are alive while kernels run on the whole batch.
-        """
-        outputs = {}
-        with self._metered() as meter:
-            view: View = self.source.collect(self.batch.short_row)
-            meter.counts.clear()
-            live = meter.live
-            meter.peak = live
-            for name, kernel in kernels.items():
-                with meter.counting(analyzer_of(name)), kernels_alone():
-                    outputs[name] = kernel(view)
-        factor = self.samples / view.activations.shape[1]
-        scaled: Any = {operation: count * factor for operation, count in meter.counts.items()}
-        self.counts.update(scaled)
-        self.peak = max(self.peak, held + meter.peak - live)
-        return outputs
-
-    @contextmanager
-    def _metered(self) -> Iterator[OperationMeter]:
-        """A context with a meter, in which a model without weights runs."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        with OperationMeter(tensors, self.head) as meter, ExitStack() as stack:
-            if self.weightless:
-                stack.enter_context(without_values())
-            yield meter
 
     def _widened(self, out: Mapping[str, Tensor]) -> Sums:
         """Sums of a kernel's output; those that have no values stay on the meta device."""
@@ -361,4 +307,4 @@ class _Pool:
 
 def _size(sums: Sums) -> int:
     """Bytes of sums."""
-    return sum(value.numel() * value.element_size() for value in sums.fields.values())
+    return sum(value.nbytes for value in sums.fields.values())

@@ -13,7 +13,6 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError
 from ..core.histogram_quantiles import QUANTILES
 from ..core.results import LayerMatrix, axes
 from ..models.model_info import Model
@@ -22,7 +21,6 @@ from ._memory_limit import need_memory
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05
 # The fields of one number for each pair of layers, and those of the maximum over pairs.
-PAIR_FIELDS = ("observed", "calibrated", "p_values", "null_mean", "null_threshold")
 NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
 # Equal similarities differ by rounding: of Fourier transforms, which give the null, or of decompositions. Few samples and
 # measures that count, such as shared neighbours, have many equal ones.
@@ -150,19 +148,6 @@ class CalibratedMatrix(LayerMatrix):
     def draws(self) -> tuple[int, ...]:
         """Labels of the `draw` axis: numbers of the permutations."""
         return tuple(range(self.permutations))
-
-    @typed
-    def to_frame(self, field: str = "values") -> Any:
-        table = super().to_frame(field)
-        asked = {field, self.values_name}
-        empty = {f"{name}{end}" for name in PAIR_FIELDS for end in ("", "_low", "_high", "_untrained") if name not in asked}
-        return table if self.permutations else table.drop(columns=[name for name in table if name in empty])
-
-    @typed
-    def plot(self, field: str = "values") -> Any:
-        if not self.permutations and field.startswith(("null_", "max_", "observed", "calibrated", "p_values")):
-            raise LayersimError(f"`field` is {field!r}, which was not measured: the run had permutations=0.")
-        return super().plot(field)
 
     def with_halves(self, first: Any, second: Any) -> Any:
         both = torch.stack([one.values.flatten() for one in (first, second)])

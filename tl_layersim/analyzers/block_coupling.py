@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -26,9 +26,6 @@ from ._block_coupling_kernel import block_coupling_kernel
 from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
 from .base import Analyzer, Run, SiteNeed, need_tokens
-
-if TYPE_CHECKING:
-    import plotly.graph_objects
 
 
 @typed
@@ -52,6 +49,8 @@ class BlockCouplingResult(Result):
         by_length: `length`, mean coupling over pairs of different blocks, by length of the prompt.
         by_length_std: `length`, standard deviation over prompts; NaN for a single prompt.
         length_count: `length`, number of prompts.
+        mean_coupling: `pair_kind`, mean coupling over all pairs of different blocks; over neighbouring blocks, in both
+            directions; and over all pairs with random vectors in place of those of l'.
         residual: `layer`, error of the singular vectors, |J'u - s v| / s_1, mean over prompts; 0 for "dense".
         step_error: `layer`, of finite differences: relative change of a product with twice the step, mean over prompts.
         whole_rows: `layer`, fraction of batches in which the block was replayed on whole rows, which is slower and equally
@@ -138,6 +137,9 @@ class BlockCouplingResult(Result):
     length_count: Float64[Tensor, " length"] = axes(
         "length", label="Prompts", title="Prompts of each length", within=(0, math.inf), out_of="length_count"
     )
+    mean_coupling: Float64[Tensor, " pair_kind"] = axes(
+        "pair_kind", label="Coupling", title="Mean coupling over pairs of blocks", within=(-math.inf, math.inf)
+    )
     residual: Float64[Tensor, " layer"] = axes(
         "layer",
         label="Error of the singular vectors",
@@ -151,7 +153,6 @@ class BlockCouplingResult(Result):
     whole_rows: Float64[Tensor, " layer"] = axes(
         "layer", label="Batches", unit="fraction", title="Batches whose block was replayed on whole rows", within=(0, 1)
     )
-    # Files of earlier versions lack the next two.
     prompt_coupling: Float64[Tensor, " prompt_row"] = axes(
         "prompt_row", label="Coupling", title="Coupling on each row of the data", within=None
     )
@@ -166,6 +167,11 @@ class BlockCouplingResult(Result):
     prompts: int = 0
 
     @property
+    def pair_kinds(self) -> tuple[str, ...]:
+        """Labels of the `pair_kind` axis."""
+        return ("all pairs", "neighbours", "random vectors")
+
+    @property
     def directions(self) -> tuple[int, ...]:
         """Labels of the `direction` axis: numbers of the singular values, from 1."""
         return tuple(range(1, self.singular_values.shape[1] + 1))
@@ -175,19 +181,9 @@ class BlockCouplingResult(Result):
         """Coupling of random vectors, `layer layer`: 1 - null, or -null with `normalize=False`."""
         return float(self.normalize) - self.null
 
-    @typed
-    def plot(self, field: str = "coupling") -> plotly.graph_objects.Figure:
-        """A plotly figure of a field.
-
-        Args:
-            field: name of a tensor field.
-        """
-        fig = super().plot(field)
-        if field.startswith("by_length"):
-            counts = [int(n) for n in self.length_count]
-            words = (f"{label}<br>{n} prompt{'s' * (n != 1)}" for label, n in zip(self.lengths, counts, strict=True))
-            fig.update_xaxes(ticktext=list(words))
-        return fig
+    def measured_on(self, field: str) -> str:
+        counts = ", ".join(f"{int(n)}" for n in self.length_count)
+        return f"{counts} prompts of these lengths" if field.startswith("by_length") else ""
 
     @typed
     def mean(
@@ -226,17 +222,16 @@ class BlockCouplingResult(Result):
 
     def neighbours(self) -> float:
         """Mean coupling of neighbouring blocks, in both directions."""
-        return float(torch.cat([self.coupling.diagonal(1), self.coupling.diagonal(-1)]).nanmean())
+        return float(_of_neighbours(self.coupling))
 
     def headline(self) -> dict[str, float]:
         if len(self.values) < 2:
             return {"largest singular value": float(self.singular_values[:, 0].max())}
         quantity = f"{'coupling' if self.normalize else '-m'}, k = {self.ks[0]}"
         return {
-            f"{quantity}, mean over pairs of different blocks": self.mean(),
-            "the same of random vectors": self.mean("null_coupling"),
-            "the same of neighbouring blocks": self.neighbours(),
-            "prompts": float(self.prompts),
+            f"{quantity}, mean over pairs": self.mean(),
+            "coupling of random vectors": self.mean("null_coupling"),
+            "coupling of neighbours": self.neighbours(),
         }
 
 
@@ -384,6 +379,8 @@ class BlockCoupling(Analyzer):
         length_variance = sums["length_square"][lengths] / many - by_length.square()
         d_model = int(sums["width"]) // samples
         ks = tuple(min(k, d_model) for k in self.ks)
+        coupling, by_chance = (float(self.normalize) - matrix for matrix in (by_k[0], null[0]))
+        different = ~torch.eye(len(coupling), dtype=torch.bool)
         by_row = torch.zeros(2, 0, dtype=torch.float64)
         if self.per_prompt:
             by_row = torch.stack([sums["prompt coupling"] / sums["prompt count"], sums["prompt tokens"]])
@@ -391,7 +388,7 @@ class BlockCoupling(Analyzer):
             values=by_k[0],
             defined=count[0] / samples,
             std=(square - by_k[0].square()).clamp(min=0).sqrt(),
-            coupling=float(self.normalize) - by_k[0],
+            coupling=coupling,
             null=null[0],
             by_k=by_k,
             null_by_k=null,
@@ -400,6 +397,9 @@ class BlockCoupling(Analyzer):
             by_length=by_length,
             by_length_std=torch.where(many > 1, length_variance.clamp(min=0).sqrt(), math.nan),
             length_count=many,
+            mean_coupling=torch.stack(
+                [coupling[different].nanmean(), _of_neighbours(coupling), by_chance[different].nanmean()]
+            ),
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),
@@ -414,3 +414,8 @@ class BlockCoupling(Analyzer):
             layers=run.layers,
             provenance=run.provenance,
         )
+
+
+def _of_neighbours(coupling: Tensor) -> Tensor:
+    """Mean over pairs of neighbouring blocks, in both directions."""
+    return torch.cat([coupling.diagonal(1), coupling.diagonal(-1)]).nanmean()

@@ -140,7 +140,7 @@ class CCAResult(CalibratedMatrix):
         return other  # type: ignore[no-any-return]  # of this class
 
     def headline(self) -> dict[str, float]:
-        return self.to_last_headline("CCA") | {"samples": self.samples} | self.null_headline()
+        return self.to_last_headline("CCA") | self.null_headline()
 
 
 @typed

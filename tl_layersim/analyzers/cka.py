@@ -99,15 +99,8 @@ class CKAResult(MinibatchMatrix):
         return arccos_distance(self)
 
     def headline(self) -> dict[str, float]:
-        return self.to_last_headline("CKA") | self.null_headline() | self._samples()
-
-    def _samples(self) -> dict[str, float]:
-        return {
-            "samples in a minibatch": self.mean_minibatch,
-            "smallest effective fraction of samples of any layer": float(
-                self.effective_samples.nan_to_num(math.inf).min() / self.samples
-            ),
-        }
+        fraction = float(self.effective_samples.nan_to_num(math.inf).min() / self.samples)
+        return self.to_last_headline("CKA") | self.null_headline() | {"smallest effective fraction of samples": fraction}
 
 
 @typed

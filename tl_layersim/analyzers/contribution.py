@@ -96,10 +96,10 @@ class ContributionResult(Result):
         blocks = [stack_and_block(name) for name in self.sublayers]
         first = torch.tensor([block < (1 + max(n for stack, n in blocks if stack == own)) / 2 for own, block in blocks])
         numbers = {
-            f"{what}, median of the {half} half of the blocks": field[chosen].nanquantile(0.5)
+            f"{what}, {half} half of the blocks": field[chosen].nanquantile(0.5)
             for what, field in (
-                ("norm of sublayer outputs over norm of the stream", self.values),
-                ("cosine of sublayer outputs with the stream", self.cosine),
+                ("relative norm", self.values),
+                ("cosine with the stream", self.cosine),
             )
             for half, chosen in (("first", first), ("second", ~first))
             if bool(chosen.any())

@@ -191,10 +191,8 @@ class CosineResult(LayerMatrix):
         return {
             f"COS({self.first_layer()}, last)": float(to_last[0]),
             "COS(last but one, last)": float(to_last[-2]),
-            "fraction of steps at which mean COS to the last layer rises": float(
-                (steps > 0).double().mean() if len(steps) else math.nan
-            ),
-            "fraction of tokens whose COS to the last layer rises at every step": float(self.monotone_share),
+            "rising steps (fraction)": float((steps > 0).double().mean() if len(steps) else math.nan),
+            "tokens that rise at every step (fraction)": float(self.monotone_share),
         }
 
 

@@ -104,15 +104,8 @@ class EffectiveRankResult(Result):
         known = ~self.values.isnan()
         if not bool(known.any()):
             return {}
-        names = [name for name, one in zip(self.layers, known, strict=True) if one]
-        values, widths = self.values[known], torch.tensor(self.widths)[known]
-        low, last = int(values.argmin()), len(values) - 1
-        return {
-            f"lowest effective rank, at {names[low]} (width {int(widths[low])})": float(values[low]),
-            f"effective rank at {names[last]} (width {int(widths[last])})": float(values[last]),
-            f"participation ratio at {names[last]}": float(self.participation_ratio[known][last]),
-            "samples": float(self.samples),
-        }
+        low = int(self.values.where(known, math.inf).argmin())
+        return super().headline() | {f"lowest effective rank, at {self.layers[low]}": float(self.values[low])}
 
     def finding(self) -> str:
         known = (~self.values.isnan()).nonzero()[:, 0]

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float64
@@ -33,9 +33,6 @@ from ._citations import JIANG
 from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding
 from .probe_kernels import held_out
-
-if TYPE_CHECKING:
-    import plotly.graph_objects
 
 MOST_THRESHOLDS = 10_000
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
@@ -92,9 +89,10 @@ class ExitCurveResult(Result):
         "layer",
         label="Positions",
         title="Positions that exit at each block",
-        caption="For each threshold of the top probability " + EXITS_SOURCE,
+        caption="Fraction of positions, for each threshold of the top probability " + EXITS_SOURCE,
         within=(0, math.inf),
         out_of="values",
+        drawn="fractions",
     )
     accuracy: Float64[Tensor, " threshold"] = axes(
         "threshold",
@@ -124,13 +122,13 @@ class ExitCurveResult(Result):
     )
     speedup: Float64[Tensor, " threshold"] = axes(
         "threshold",
-        label="All blocks / blocks run",
-        title="Speed-up of early exits against their quality",
+        label="Speed-up (all blocks / blocks run)",
+        title="Speed-up of early exits against their agreement",
         caption="A point for each threshold of the top probability: blocks of the full model over blocks run, against the "
-        "fraction of predictions at the exits that equal the last layer's, and against perplexity where positions have "
-        "targets. An exit check is an unembedding, which in a small model costs more than a block; the paper's ratio does "
-        "not include it " + EXITS_SOURCE,
+        "fraction of predictions at the exits that equal the last layer's. An exit check is an unembedding, which in a small "
+        "model costs more than a block; the paper's ratio does not include it " + EXITS_SOURCE,
         within=(1, math.inf),
+        drawn="agreement",
     )
     part_exits: Float64[Tensor, "part threshold layer"] = axes(
         "part", "threshold", "layer", within=(0, math.inf), out_of="part_exits"
@@ -163,22 +161,6 @@ class ExitCurveResult(Result):
     def parts(self) -> tuple[str, str]:
         """Labels of the `part` axis: the half of the rows that thresholds are chosen on, and the held-out half."""
         return "choice", "held-out"
-
-    @typed
-    def plot(self, field: str = "speedup") -> plotly.graph_objects.Figure:
-        """The speed-up against agreement and perplexity, a point for each threshold; or another field, as of any result.
-
-        Args:
-            field: "speedup", "exits" for the fraction of positions that exit at each block, or "accuracy", "agreement" and
-                "perplexity" for curves over the threshold.
-        """
-        from ..reporting.panels import exit_heatmap, exit_tradeoff
-
-        if field in ("exits", "values"):
-            return exit_heatmap(self, self.declared().title)
-        if field != "speedup":
-            return super().plot(field)
-        return exit_tradeoff(self, self.declared("speedup").title)
 
     @typed
     def at(self, threshold: int | float, held_out: bool = False) -> ExitPoint:

@@ -81,8 +81,7 @@ class LinearPredictivityResult(CalibratedMatrix):
         return other  # type: ignore[no-any-return]  # of this class
 
     def headline(self) -> dict[str, float]:
-        counts = {"samples": self.samples, "held-out samples": self.held_out_samples}
-        return self.to_last_headline("R2") | counts | self.null_headline()
+        return self.to_last_headline("R2") | self.null_headline()
 
 
 @typed

@@ -109,37 +109,19 @@ class LinearProbeResult(Result):
         """The classes that are predicted, the same as `labels`."""
         return self.labels
 
-    def baseline(self, field: str) -> tuple[str, float] | None:
-        return ("most frequent class in training", float(self.majority)) if field == "accuracy" else None
+    def baselines(self, field: str) -> dict[str, float]:
+        return {"most frequent class in training": float(self.majority)} if field == "values" else {}
 
     def measured_on(self, field: str) -> str:
         train, test, classes = int(self.samples.sum()), int(self.test_samples.sum()), len(self.labels)
         return f"{train:,} training and {amount(test, 'held-out sample')}, {classes} classes (chance:\u00a0{1 / classes:.3g})"
 
-    @typed
-    def to_frame(self, field: str = "values") -> Any:
-        table = super().to_frame(field)
-        names = ("control_accuracy", "selectivity")
-        empty = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if name != field]
-        return table.drop(columns=[name for name in table if name in empty]) if bool(self.selectivity.isnan().all()) else table
-
     def headline(self) -> dict[str, float]:
         best = int(self.values.argmax())
-        first = self.first_layer()
-        ends = (
-            {}
-            if not self.in_depth_order
-            else {f"probe accuracy at {'the embedding' if first == 'embedding' else first}": float(self.values[0])}
-        )
-        if ends and len(self.values) > 1:
-            ends["probe accuracy at the last site"] = float(self.values[-1])
+        chosen = {f"highest accuracy, at {self.layers[best]}": float(self.values[best])}
         if not bool(self.selectivity.isnan().any()):
-            ends[f"selectivity at {self.layers[best]}"] = float(self.selectivity[best])
-        return ends | {
-            f"highest probe accuracy, at {self.layers[best]}": float(self.values[best]),
-            "accuracy of the most frequent class": float(self.majority),
-            "held-out samples": float(self.test_samples.sum()),
-        }
+            chosen[f"selectivity at {self.layers[best]}"] = float(self.selectivity[best])
+        return super().headline() | chosen | {"accuracy of the most frequent class": float(self.majority)}
 
 
 @typed

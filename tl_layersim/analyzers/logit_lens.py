@@ -170,7 +170,7 @@ class LogitLensResult(Result):
             f"accuracy after {block}": float(self.accuracy[middle]),
             "perplexity of the last layer": float(self.perplexity[-1]),
             f"agreement of {block} with the last": float(self.agreement[middle]),
-            "fraction of positions whose target probability rises at every block": float(self.monotone_share),
+            "positions that rise at every block (fraction)": float(self.monotone_share),
         }
         return {name: number for name, number in numbers.items() if not math.isnan(number)}
 

@@ -51,7 +51,7 @@ class MutualKNNResult(MinibatchMatrix):
     k: int
 
     def headline(self) -> dict[str, float]:
-        about = {"expected for neighbours at random": float(self.chance), "samples in a minibatch": self.mean_minibatch}
+        about = {"expected for neighbours at random": float(self.chance)}
         return self.to_last_headline("shared neighbours") | self.null_headline() | about
 
 

@@ -50,7 +50,8 @@ class NeuralCollapseResult(Result):
     values_name: ClassVar[str] = "nc1"
     values: Float64[Tensor, " residual"] = axes(
         "residual",
-        label="NC1 (variability within / between classes)",
+        label="NC1",
+        unit="variability within / between classes",
         title="Within-class variability collapse",
         caption="NC1 of each layer: low where samples of a class are close together relative to the distances between classes "
         "(Jiang, Zhou and Zhu 2024, appendix B.3, figure 16; Papyan, Han and Donoho 2020).",
@@ -73,17 +74,6 @@ class NeuralCollapseResult(Result):
     def nc1(self) -> Tensor:
         """NC1 of each layer, `residual`; the same as `values`."""
         return self.values
-
-    def headline(self) -> dict[str, float]:
-        classes = {"classes": float(len(self.labels))}
-        if not self.in_depth_order:
-            known = self.values[~self.values.isnan()]
-            return ({"lowest NC1 of any site": float(known.min())} if len(known) else {}) | classes
-        nc1 = {"NC1 of the last layer": float(self.values[-1])}
-        if len(self.values) > 1:
-            first = self.first_layer()
-            nc1 = {f"NC1 of {'the embedding' if first == 'embedding' else first}": float(self.values[0])} | nc1
-        return {name: v for name, v in nc1.items() if not math.isnan(v)} | classes
 
 
 @typed

@@ -78,7 +78,7 @@ class ProcrustesResult(CalibratedMatrix):
         return arccos_distance(self)
 
     def headline(self) -> dict[str, float]:
-        return self.to_last_headline("Procrustes") | {"samples": self.samples} | self.null_headline()
+        return self.to_last_headline("Procrustes") | self.null_headline()
 
 
 @typed

@@ -49,7 +49,7 @@ class RSAResult(MinibatchMatrix):
     )
 
     def headline(self) -> dict[str, float]:
-        return self.to_last_headline("RSA") | self.null_headline() | {"samples in a minibatch": self.mean_minibatch}
+        return self.to_last_headline("RSA") | self.null_headline()
 
 
 @typed

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -29,9 +29,6 @@ from ._hsic import beyond_rounding
 from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding
 
-if TYPE_CHECKING:
-    import plotly.graph_objects
-
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
 
 
@@ -43,7 +40,7 @@ class SaturationResult(Result):
     Attributes:
         values: `layer`, the same as `counts`: number of tokens that saturate at each block.
         cumulative: `layer`, fraction of tokens that saturate at this block or below; 1 at the last block.
-        early_share: fraction of tokens that saturate before the last block.
+        early_share: saturated before the last block (fraction).
         cosine_to_last: `layer`, mean over the tokens that saturate at a block of the cosine between their residuals at this
             block and at the last block; NaN without such tokens, or if all their residuals are zero (with centring: equal to
             the mean).
@@ -58,16 +55,18 @@ class SaturationResult(Result):
         "layer",
         label="Tokens that saturate",
         title="Tokens that saturate at each block",
-        caption="Bars: number of tokens whose most likely next token is final from each block on. Line, right axis: fraction "
-        "of tokens that saturate at each block or before " + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
+        caption="Number of tokens whose most likely next token is final from each block on "
+        + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
         within=(0, math.inf),
         out_of="values",
+        drawn="bars",
     )
     cumulative: Float64[Tensor, " layer"] = axes(
         "layer",
         label="Tokens",
         unit="fraction",
         title="Tokens that have saturated by each layer",
+        caption="Fraction of tokens that saturate at each block or before " + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
         within=(0, 1),
         by_chance=(0,),
     )
@@ -94,27 +93,14 @@ class SaturationResult(Result):
         """Number of tokens that saturate at each block, `layer`; the same as `values`."""
         return self.values
 
-    @typed
-    def plot(self, field: str = "counts") -> plotly.graph_objects.Figure:
-        """Saturation events by block as bars, with the cumulative fraction as a line; or another field, as of any result.
-
-        Args:
-            field: "counts", or "cumulative" and "cosine_to_last" for curves over the blocks.
-        """
-        from ..reporting.panels import saturation_bars
-
-        if field not in ("counts", "values"):
-            return super().plot(field)
-        return saturation_bars(self, self.declared().title)
-
     def headline(self) -> dict[str, float]:
         blocks = torch.arange(len(self.values), dtype=torch.float64)
         numbers = {
-            "fraction of tokens that saturate before the last block": float(self.early_share),
-            f"mean saturation block, of 0 to {len(self.values) - 1}": float((self.values * blocks).sum() / self.values.sum()),
+            "saturated before the last block (fraction)": float(self.early_share),
+            "mean saturation block": float((self.values * blocks).sum() / self.values.sum()),
         }
         if not math.isnan(self.correlation):
-            numbers["correlation of events with the cosine to the last layer"] = float(self.correlation)
+            numbers["correlation with the cosine to the last layer"] = float(self.correlation)
         return numbers
 
     def finding(self) -> str:

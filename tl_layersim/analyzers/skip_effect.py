@@ -109,11 +109,11 @@ class SkipEffectResult(Result):
     def headline(self) -> dict[str, float]:
         half = len(self.values) // 2
         numbers = {
-            "relative change of later blocks, mean over pairs": self.values.nanmean(),
-            "the same, for skipped blocks of the first half": self.values[:half].nanmean(),
-            "the same, for skipped blocks of the second half": self.values[half:].nanmean(),
-            "relative change of later blocks at later positions": self.later.nanmean(),
-            "change of the output probabilities, mean over skipped blocks": self.probability_change.nanmean(),
+            "relative change, mean over pairs": self.values.nanmean(),
+            "relative change, first half skipped": self.values[:half].nanmean(),
+            "relative change, second half skipped": self.values[half:].nanmean(),
+            "relative change at later positions": self.later.nanmean(),
+            "change of the probabilities, mean": self.probability_change.nanmean(),
         }
         return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 

@@ -145,7 +145,7 @@ class RegressionMetricsResult(Result):
             "Spearman correlation of the last layer": float(self.values[-1]),
             "Pearson correlation of the last layer": float(self.pearson[-1]),
         }
-        return {name: value for name, value in numbers.items() if not math.isnan(value)} | {"rows": float(self.rows)}
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
 @typed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -25,9 +25,6 @@ from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
 from ._trajectory_kernel import DECADES, trajectory_kernel
 from .base import Analyzer, Run, SiteNeed, Weight, need_head, need_tokens
-
-if TYPE_CHECKING:
-    import plotly.graph_objects
 
 
 @dataclass(frozen=True)
@@ -104,6 +101,7 @@ class TrajectoryResult(Result):
         "residual",
         label="Norm of the residual",
         title="Norm of the residual stream over tokens",
+        caption="Quantiles over tokens, by layer " + AUBRY.format("figures 23 and 24, row 3"),
         within=(0, math.inf),
     )
     update_norm: Float64[Tensor, " layer"] = axes(
@@ -117,6 +115,8 @@ class TrajectoryResult(Result):
         "layer",
         label="Norm of the update",
         title="Norm of the update of each block over tokens",
+        caption="Updates are equally long if layers are equidistant, which they are not in trained language models "
+        + AUBRY.format("figures 23 and 24, row 3"),
         within=(0, math.inf),
     )
     growth: Float64[Tensor, " layer"] = axes(
@@ -131,11 +131,8 @@ class TrajectoryResult(Result):
     lss_quantiles: Float64[Tensor, " quantile"] = axes(
         "quantile",
         label="Line-shape score",
-        title="Line-shape score, and norms by layer",
-        caption="Left: the line-shape score of tokens, median and quantiles; 1 is a straight path through the layers; points "
-        "are the means of the rows of the data. Right: norms of the residual stream and of the update of each block, as "
-        "quantiles over tokens. Updates are equally long if layers are equidistant, which they are not in trained language "
-        "models " + AUBRY.format("figures 23 and 24, rows 1 and 3"),
+        title="Line-shape score over tokens",
+        caption="Quantiles over tokens; 1 is a straight path through the layers " + AUBRY.format("figures 23 and 24, row 1"),
         within=(1, math.inf),
     )
     expodistance_mean: Float64[Tensor, ""] = axes(label="Expodistance", within=(0, math.inf))
@@ -214,24 +211,6 @@ class TrajectoryResult(Result):
         """Distribution of the equidistance over tokens."""
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
 
-    @typed
-    def plot(self, field: str = "lss_quantiles") -> plotly.graph_objects.Figure:
-        """The line-shape score of tokens beside the norms by layer; or another field, as of any result.
-
-        Args:
-            field: "lss_quantiles", or another tensor field such as "norm_quantiles" or "growth".
-        """
-        from ..reporting.curves import with_baseline
-        from ..reporting.panels import shape_and_norms
-        from ..reporting.style import with_subtitle
-
-        if field == "windowed_lss" and self.window:
-            fig = with_baseline(super().plot(field), "straight path", 1.0, "dot")
-            return with_subtitle(fig, f"Window of {self.window} steps; a step is the update of a block")
-        if field != "lss_quantiles":
-            return super().plot(field)
-        return shape_and_norms(self, self.declared("lss_quantiles").title)
-
     def by_prompt(self) -> dict[str, float]:
         """Mean line-shape score of each row of the data, by names such as "row 3", as `relate` takes them; without NaN.
 
@@ -240,10 +219,13 @@ class TrajectoryResult(Result):
         """
         return defined_by_row(self.prompt_lss, self.prompt_rows, "Trajectory")
 
-    def baseline(self, field: str) -> tuple[str, float] | None:
+    def baselines(self, field: str) -> dict[str, float]:
         if field == "windowed_lss" and self.window:
-            return f"independent steps (√{self.window})", math.sqrt(self.window)
-        return ("independent positions (2π/3)", 2 * math.pi / 3) if field == "curvature" else None
+            return {f"independent steps (√{self.window})": math.sqrt(self.window), "straight path": 1.0}
+        return {"independent positions (2π/3)": 2 * math.pi / 3} if field == "curvature" else {}
+
+    def measured_on(self, field: str) -> str:
+        return f"windows of {self.window} blocks" if field == "windowed_lss" else ""
 
     @property
     def centres(self) -> tuple[str, ...]:

@@ -36,28 +36,22 @@ def show_file(call: CommandCall) -> None:
     """
     from .. import load
 
-    reports, html = _reports(load(call.options["file"])), call.options["html"]
-    if html is not None and len(reports) > 1:
-        raise LayersimError(f"`html` is {html}, one page; {call.options['file']} has a report for each model of a sweep.")
-    for key, report in reports.items():
-        if key:
-            print(f"{key}:")
-        for name in names_of(call.options["table"] or []):
-            _print_field(report, name)
-        if not call.options["table"]:
-            _print_report(report)
-        if html is not None:
-            print(f"Report:  {Path(report.to_html(html)).resolve()}")
+    report, html = _report(load(call.options["file"])), call.options["html"]
+    for name in names_of(call.options["table"] or []):
+        _print_field(report, name)
+    if not call.options["table"]:
+        _print_report(report)
+    if html is not None:
+        print(f"Report:  {Path(report.to_html(html)).resolve()}")
 
 
-def _reports(loaded: Any) -> dict[str, Any]:
-    """The reports of a file, each by the key of its model in a sweep; a single report has the key ''."""
+def _report(loaded: Any) -> Any:
+    """The report of a file; of one result, a report of it alone."""
     from ..core.results import Report, Result
 
-    if isinstance(loaded, Result):
-        name = type(loaded).__name__.removesuffix("Result").lower() or "result"
-        return {"": Report({name: loaded})}
-    return {"": loaded} if isinstance(loaded, Report) else {str(key): report for key, report in loaded.items()}
+    if not isinstance(loaded, Result):
+        return loaded
+    return Report({type(loaded).__name__.removesuffix("Result").lower() or "result": loaded})
 
 
 def _print_report(report: Any) -> None:
@@ -109,7 +103,7 @@ def _print_field(report: Any, name: str) -> None:
     measure, _, field = name.partition(".")
     if measure not in report:
         raise LayersimError(f"`table` is {name}; the file holds {', '.join(report)}.")
-    frame = report[measure].to_frame(field or "values")
+    frame = report[measure].to_frame(field or None)
     numbers = [str(column) for column in frame.columns if frame[column].dtype.kind == "f"]
     cells = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row] for row in frame.itertuples(index=False)]
     print_table([str(column) for column in frame.columns], cells, name, numbers=numbers)

@@ -249,11 +249,11 @@ def timed(*, time: bool = False) -> None:
     without=["server", "layers", "unembed", "verify"],
 )
 def estimate_cost(call: CommandCall) -> None:
-    """Estimate FLOPs, memory and time of a report before the run.
+    """Estimate FLOPs, memory and traffic of a report before the run; with --time, its time.
 
     Examples:
     tl-layersim estimate gpt2 --tokens 1000000
-    tl-layersim estimate meta-llama/Llama-3.1-70B --devices 8xH100
+    tl-layersim estimate meta-llama/Llama-3.1-70B --analyzers logit_lens
     tl-layersim estimate gpt2 --time --device cuda
     """
     from .. import demo_model, estimate, open_model

@@ -26,6 +26,7 @@ class Declaration:
     within: tuple[float, float] | None
     by_chance: tuple[float, ...]
     out_of: str
+    drawn: str
 
     @property
     def words(self) -> str:
@@ -45,6 +46,7 @@ def axes(
     within: tuple[float, float] | None = (-math.inf, math.inf),
     by_chance: tuple[float, ...] = (),
     out_of: str = "",
+    drawn: str = "",
 ) -> Any:
     """Declare a dataclass field that holds a float64 tensor over the named axes.
 
@@ -70,6 +72,9 @@ def axes(
             accuracy. Its interval there has a width.
         out_of: for counts, which grow with the data, the attribute whose sum they are counted out of, such as the field
             itself. The interval of a count is that of its fraction.
+        drawn: how its figure differs from a heat map over two axes and lines over one: "bars"; "fractions", a heat map of each
+            row divided by its sum; "lines" over the last of several axes; "tokens" and "paths" of one prompt; or the name of
+            another field, over which the values are drawn.
     """
     declared = Declaration(
         axes=names,
@@ -82,6 +87,7 @@ def axes(
         within=within,
         by_chance=by_chance,
         out_of=out_of,
+        drawn=drawn,
     )
     metadata = {"declared": declared}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)

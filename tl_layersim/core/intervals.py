@@ -257,7 +257,17 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
 
 
 def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
-    """Half the width of the interval of each headline number, NaN where it has none; empty without intervals.
+    """Half the width of the interval of each headline number that has one; empty without intervals.
+
+    Args:
+        result: with or without replicates.
+        level: of confidence.
+    """
+    return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result, level).items()}
+
+
+def headline_intervals(result: Any, level: float = 0.95) -> dict[str, ConfidenceInterval]:
+    """The interval of each headline number that has one; empty without intervals.
 
     A number that is whole on all data and on every part of it is a count, such as of prompts, and has no interval. A p-value
     has none either, nor an extreme over layers: the jackknife fails where another layer is the largest in other data. An entry
@@ -267,18 +277,17 @@ def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
         result: with or without replicates.
         level: of confidence.
     """
-    if not result.has_intervals:
-        return {}
-    value = result.headline()
+    value = result.headline() if result.has_intervals else {}
     each = [one.headline() for one in result.replicates]
-    margins = {}
-    for name in value:
+    intervals = {}
+    for name in filter(has_margin, value):
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
         counted = float(whole).is_integer() and all(number.is_integer() for number in own.tolist())
-        found = _number_interval(result, whole, own, level) if has_margin(name) and not counted else None
-        margins[name] = math.nan if found is None else float(found.high - found.low) / 2
-    return margins
+        found = None if counted else _number_interval(result, whole, own, level)
+        if found is not None and not bool(found.low.isnan()):
+            intervals[name] = found
+    return intervals
 
 
 def has_margin(headline: str) -> bool:

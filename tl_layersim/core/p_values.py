@@ -28,13 +28,19 @@ def report_p_values(report: Mapping[str, Any], method: Correction) -> pandas.Dat
         report: results by name.
         method: of the adjustment.
     """
-    tables = [
-        p_value_lines(field, {axis: result.coordinates(axis) for axis in axes}, getattr(result, field), tested, name)
-        for name, result in report.items()
-        for field, axes in result.tensor_fields().items()
-        if is_p_value_field(field) and bool((tested := distinct_tests(result, field)).any())
-    ]
-    return adjusted_table(tables, method)
+    tables = []
+    for name, result in report.items():
+        for field, axes in result.tensor_fields().items():
+            tested = distinct_tests(result, field) if is_p_value_field(field) else None
+            if tested is not None and bool(tested.any()):
+                table = label_table({axis: result.coordinates(axis) for axis in axes})
+                table[P_VALUE] = getattr(result, field).numpy().reshape(-1)
+                table.insert(0, "analyzer", name)
+                table.insert(1, "field", field)
+                tables.append(table[tested.numpy().reshape(-1)])
+    found = joined_tables(tables, (P_VALUE,))
+    found[P_ADJUSTED] = adjusted(torch.tensor(found[P_VALUE].to_numpy(dtype=float)), method).numpy()
+    return found
 
 
 def is_p_value_field(field: str) -> bool:
@@ -79,38 +85,6 @@ def is_symmetric(values: Tensor) -> bool:
     return square and torch.allclose(values, values.T, rtol=1e-6, atol=0, equal_nan=True)
 
 
-def p_value_lines(
-    field: str, labels: Mapping[str, tuple[Any, ...]], p: Tensor, tested: Tensor, analyzer: str = ""
-) -> pandas.DataFrame:
-    """The p-values of a field as a table, a line for each test.
-
-    Args:
-        field: its name.
-        labels: along each axis.
-        p: the p-values.
-        tested: which of them are tests of their own.
-        analyzer: name of the result; no such column without it.
-    """
-    table = label_table(labels)
-    table.insert(0, "field", field)
-    if analyzer:
-        table.insert(0, "analyzer", analyzer)
-    table[P_VALUE] = p.numpy().reshape(-1)
-    return table[tested.numpy().reshape(-1)]
-
-
-def adjusted_table(tables: Sequence[pandas.DataFrame], method: Correction) -> pandas.DataFrame:
-    """Tables of p-values below one another, with a column of p-values that are adjusted over all of them.
-
-    Args:
-        tables: see `p_value_lines`.
-        method: of the adjustment.
-    """
-    found = joined_tables(tables, (P_VALUE,))
-    found[P_ADJUSTED] = adjusted(torch.tensor(found[P_VALUE].to_numpy(dtype=float)), method).numpy()
-    return found
-
-
 def adjusted(p: Tensor, method: Correction) -> Tensor:
     """p-values adjusted for their number; NaN is no test, and the two halves of a symmetric matrix count once.
 
@@ -122,15 +96,24 @@ def adjusted(p: Tensor, method: Correction) -> Tensor:
         >>> adjusted(torch.tensor([0.01, 0.04, float("nan")]).double(), "holm")
         tensor([0.0200, 0.0400,    nan], dtype=torch.float64)
     """
+    return adjusted_together([p], method)[0]
+
+
+def adjusted_together(each: Sequence[Tensor], method: Correction) -> list[Tensor]:
+    """p-values of several fields, adjusted for the number of all of them; see `adjusted`.
+
+    Args:
+        each: p-values of a field, of any shape.
+        method: "holm" or "fdr_bh".
+    """
     from statsmodels.stats.multitest import multipletests
 
-    symmetric = is_symmetric(p)
-    once = counted_once(p)
-    tested = once & ~p.isnan()
-    out = torch.full_like(p, math.nan)
-    if bool(tested.any()):
-        out[tested] = torch.as_tensor(multipletests(p[tested].numpy(), method=method)[1], dtype=p.dtype)
-    return out.where(once, out.T) if symmetric else out
+    tested = [counted_once(p) & ~p.isnan() for p in each]
+    known = torch.cat([p[own] for p, own in zip(each, tested, strict=True)])
+    found = torch.as_tensor(multipletests(known.numpy(), method=method)[1] if len(known) else known, dtype=torch.float64)
+    parts = torch.split(found, [int(own.sum()) for own in tested])
+    filled = [torch.full_like(p, math.nan).masked_scatter(own, part) for p, own, part in zip(each, tested, parts, strict=True)]
+    return [out.where(counted_once(p), out.T) if is_symmetric(p) else out for p, out in zip(each, filled, strict=True)]
 
 
 def counted_once(p: Tensor) -> Tensor:

@@ -6,16 +6,18 @@ import os
 from abc import ABC
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .argument_checks import typed
 from .hub import push_report
+from .labelled_tables import report_table
 from .p_values import Correction, report_p_values
-from .report_tables import headline_numbers, tidy_table, write_csv, write_json
+from .report_tables import headline_numbers, headline_table, latex, markdown, tidy_table, write_csv, write_json
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
+    import xarray
 
 
 class ReportExports(Mapping[str, Any], ABC):
@@ -29,7 +31,7 @@ class ReportExports(Mapping[str, Any], ABC):
         After `intervals=True` also the ends `low` and `high` of the 95 % interval and the standard error `se`, NaN where a
         field has none. Layers are ordered as in the model. Fields that the run did not measure are left out.
 
-        `result.to_frame()` is the wide table of one field, with a column for each field over the same axes.
+        `result.to_frame()` is the wide table of one result, with a column for each field over the axes of its `values`.
 
         Examples:
             >>> import tl_layersim as lsim
@@ -40,6 +42,19 @@ class ReportExports(Mapping[str, Any], ABC):
             (8, True)
         """
         return tidy_table(self)
+
+    def to_xarray(self) -> xarray.DataTree:
+        """The labelled tables of all results, see `Result.to_xarray`, with a node for each by its name.
+
+        `tl_layersim.stack` makes one table of many reports.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.LogitLens(), lsim.CKA()])
+            >>> float(report.to_xarray()["logit_lens"]["accuracy"].max()) > 0.3
+            True
+        """
+        return report_table(self)
 
     @typed
     def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
@@ -71,15 +86,19 @@ class ReportExports(Mapping[str, Any], ABC):
         return report_p_values(self, method)
 
     @typed
-    def plot(self) -> plotly.graph_objects.Figure:
+    def plot(self, width: Literal["column", "text"] | None = None, title: str | None = None) -> plotly.graph_objects.Figure:
         """One plotly figure with the first picture of each result, such as the heatmap of CKA beside the curve of a lens.
+
+        Args:
+            width: as in `Result.plot`. In a column the panels are below one another.
+            title: above all panels; None for the model and the data, "" for none.
 
         Raises:
             LayersimError: no result of the report has a picture.
         """
-        from ..reporting.report_panels import report_figure
+        from ..reporting.panels import report_figure
 
-        return report_figure(self)
+        return report_figure(self, width, title)
 
     @typed
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
@@ -92,6 +111,23 @@ class ReportExports(Mapping[str, Any], ABC):
             OSError: the file cannot be written; an older file at `path` is unchanged.
         """
         return write_csv(self, path)
+
+    def to_latex(self) -> str:
+        """The headline numbers as a LaTeX table, with half of their 95 % intervals after `intervals=True`.
+
+        It uses the package booktabs. `result.to_latex(field)` is the table of a field.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.LogitLens())
+            >>> report.to_latex().splitlines()[4].split(" & ")[:2]
+            ['logit\\\\_lens', 'accuracy of the last layer']
+        """
+        return latex(headline_table(self))
+
+    def to_markdown(self) -> str:
+        """The headline numbers as a Markdown table, with half of their 95 % intervals after `intervals=True`."""
+        return markdown(headline_table(self))
 
     @typed
     def to_json(self, path: str | os.PathLike[str]) -> Path:
@@ -114,6 +150,7 @@ class ReportExports(Mapping[str, Any], ABC):
 
         Keys are the name of the result, a slash and the description in lower-case letters, digits and _, such as
         "cka/cka_last_but_one_last". Sites that are findings are left out of them, so that curves over a training have one name.
+        After `intervals=True` the ends of 95 % intervals are beside the numbers, under the same key with _low and _high.
 
         Examples:
             >>> import tl_layersim as lsim
@@ -160,6 +197,8 @@ class ReportExports(Mapping[str, Any], ABC):
     @typed
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained HTML page with a summary, tables, and every figure with its explanation.
+
+        The page opens from disk without a network. It has about 5 MB, most of which is plotly.js.
 
         Args:
             path: of the page.

@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .intervals import bounds_of
-from .label_table import label_table
+from .errors import LayersimError
+from .findings import site_in_words
+from .intervals import bounds_of, field_named, headline_intervals, headline_texts, margin_text
+from .label_table import COLUMNS, label_table
 from .storage import replacing
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) ->
         own = [list(table[name].cat.categories) for table in tables if name in table and hasattr(table[name], "cat")]
         if own:
             # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
-            found[name] = pandas.Categorical(found[name], categories=_merged(own), ordered=True)
+            found[name] = pandas.Categorical(found[name], categories=merged_labels(own), ordered=True)
     return found
 
 
@@ -78,8 +80,16 @@ def _tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
     return tables
 
 
-def _merged(lists: list[list[Any]]) -> list[Any]:
-    """The labels of all lists, those of a shorter list after their predecessors in it."""
+def merged_labels(lists: list[list[Any]]) -> list[Any]:
+    """The labels of all lists, those of a shorter list after their predecessors in it.
+
+    Args:
+        lists: of labels, in order.
+
+    Examples:
+        >>> merged_labels([["block 0", "block 1"], ["block 0", "block 1", "block 10"]])
+        ['block 0', 'block 1', 'block 10']
+    """
     merged: list[Any] = []
     for labels in sorted(lists, key=len, reverse=True):
         place = 0
@@ -145,12 +155,80 @@ def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
     """
     numbers: dict[str, float] = {}
     for name, result in report.items():
+        intervals = headline_intervals(result)
         for text, value in result.headline().items():
             # A site that is a finding would give another name at every step of a training.
             short = _logger_name(re.sub(r" \(.*\)$", "", text.partition(", at ")[0]))
             keys = (f"{name}/{own}" for own in (short, _logger_name(text), *(f"{short}_{n}" for n in range(2, 1000))))
-            numbers[next(key for key in keys if key not in numbers)] = float(value)
+            key = next(key for key in keys if key not in numbers)
+            numbers[key] = float(value)
+            if text in intervals:
+                numbers |= {f"{key}_low": float(intervals[text].low), f"{key}_high": float(intervals[text].high)}
     return numbers
+
+
+def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
+    """The headline numbers of all results as text, with half of their intervals; see `Report.to_latex`.
+
+    Args:
+        report: results by name.
+    """
+    import pandas
+
+    lines = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
+    return pandas.DataFrame(lines, columns=["analyzer", "measure", "value"])
+
+
+def field_table(result: Any, field: str) -> pandas.DataFrame:
+    """A field as text with half of its intervals: a line for each label of its first axis; see `Result.to_latex`.
+
+    Args:
+        result: whose field.
+        field: its name, of a field over one axis or two.
+
+    Raises:
+        LayersimError: the field is over another number of axes.
+    """
+    import pandas
+
+    held = field_named(result, field)
+    names, values = result.tensor_fields()[held], getattr(result, held)
+    if len(names) not in (1, 2):
+        raise LayersimError(f"`field` is {field!r}, which has {len(names)} axes; a table shows one or two.")
+    margins = values.new_full(values.shape, math.nan)
+    if result.has_intervals and bounds_of(result)[held] is not None:
+        ends = result.interval(held)
+        margins = (ends.high - ends.low) / 2
+    texts = [
+        margin_text(value, margin) for value, margin in zip(values.flatten().tolist(), margins.flatten().tolist(), strict=True)
+    ]
+    lines = [list(map(site_in_words, map(str, result.coordinates(axis)))) for axis in names]
+    columns = lines[1] if len(lines) == 2 else [result.declared(held).words]
+    rows = [texts[n * len(columns) : (n + 1) * len(columns)] for n in range(len(lines[0]))]
+    return pandas.DataFrame(
+        [[label, *row] for label, row in zip(lines[0], rows, strict=True)],
+        columns=[COLUMNS.get(names[0], names[0]).replace("_", " "), *columns],
+    )
+
+
+def latex(table: pandas.DataFrame) -> str:
+    """A table of texts as LaTeX with the lines of the package booktabs, escaped.
+
+    Args:
+        table: of texts.
+    """
+    text: str = table.to_latex(index=False, escape=True, column_format="l" * (table.shape[1] - 1) + "r")
+    return text.replace("±", r"$\pm$").replace("²", r"\textsuperscript{2}")
+
+
+def markdown(table: pandas.DataFrame) -> str:
+    """A table of texts as Markdown, escaped.
+
+    Args:
+        table: of texts.
+    """
+    text: str = table.replace(r"([|*_<\\`])", r"\\\1", regex=True).to_markdown(index=False, disable_numparse=True)
+    return text
 
 
 def _logger_name(text: str) -> str:

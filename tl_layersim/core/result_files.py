@@ -17,7 +17,7 @@ from .field_types import refuse_other_types
 from .hub import downloaded, is_hub_address
 from .intervals import with_replicates
 from .provenance import Provenance
-from .result_kinds import class_of, kind_of, sweep_class
+from .result_kinds import class_of, kind_of
 from .storage import by_first_name, read, reading
 
 # Results of a kind that a result holds: without each block of the data, and of untrained models.
@@ -78,11 +78,11 @@ def pack_report(report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Te
 
 
 def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:
-    """Read a result, a report or a sweep from a file.
+    """Read a result or a report from a file.
 
     Args:
         path: of the file, or its address on the hub.
-        kinds: of files that are accepted: "result", "report" or "sweep".
+        kinds: of files that are accepted: "result" or "report".
         base: the class `Result`.
         report: the class `Report`.
 
@@ -96,11 +96,6 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
     with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
         if header["kind"] == "result":
             loaded = _unpack(path, header, tensors, base, report)
-        elif header["kind"] == "sweep":
-            parts = by_first_name(map(str, range(len(header["keys"]))), tensors)
-            each = zip(header["reports"], parts.values(), strict=True)
-            reports = [_unpack_report(path, own, part, base, report) for own, part in each]
-            loaded = sweep_class()(dict(zip(header["keys"], reports, strict=True)))
         else:
             loaded = _unpack_report(path, header["results"], tensors, base, report)
         # Malformed values that pass the type check fail here, while the error can still name the file.

@@ -44,12 +44,6 @@ def _import_all() -> None:
             importlib.import_module(info.name)
 
 
-def sweep_class() -> type[Any]:
-    """The class of the reports of many models, which a later package defines."""
-    found: type[Any] = importlib.import_module(f"{PACKAGE}.analysis.sweep_results").Sweep
-    return found
-
-
 def below(cls: type[Any]) -> Iterator[type[Any]]:
     """All imported subclasses, direct and indirect."""
     for sub in cls.__subclasses__():

@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -21,6 +21,7 @@ from .findings import in_depth_order, site_in_words
 from .intervals import bounds_of, field_named, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .label_table import BLOCK_AXES, label_table
+from .labelled_tables import result_table
 from .notebook_display import report_as_html, result_as_html
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
@@ -29,15 +30,17 @@ from .wording import headed
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
+    import xarray
 from .picture import Picture
 from .provenance import Provenance
 from .report_exports import ReportExports
+from .report_tables import field_table, latex, markdown
 
 # Before the name of a field in `plot`.
 UNTRAINED = "untrained "
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
-    *("baseline", "coordinates", "declared", "distance_name", "finding", "first_layer"),
+    *("baselines", "coordinates", "declared", "distance_name", "finding", "first_layer"),
     *("in_depth_order", "measured_on", "null_headline", "of_untrained", "pictures"),
     *("refuse_other_shapes", "sites_headline", "tensor_fields", "to_last_headline"),
     *("transposed", "values_name", "with_halves"),
@@ -130,7 +133,7 @@ class Result(ABC):
             Picture(self.values_name if name == "values" else name, declared[name].title, declared[name].caption)
             for name in shown
             # A report shows no empty figures.
-            if len(declared[name].axes) in (1, 2) and not bool(getattr(self, name).isnan().all())
+            if (len(declared[name].axes) in (1, 2) or declared[name].drawn) and not bool(getattr(self, name).isnan().all())
         )
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
@@ -148,45 +151,105 @@ class Result(ABC):
         return tuple(getattr(self, f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"))
 
     @typed
-    def to_frame(self, field: str = "values") -> pandas.DataFrame:
-        """A tidy table with one line for each entry of a field; other fields over the same axes are further columns.
+    def to_frame(self, field: str | None = None) -> pandas.DataFrame:
+        """A tidy table with one line for each entry of a field.
 
         Layers are in column `layer`, or in `row_layer` and `column_layer` for a matrix. If the run was made with
         `intervals=True`, the ends of the 95 % interval of a column `x` are in `x_low` and `x_high`. If it was made with
         `baseline="untrained"`, the mean over untrained models is in `x_untrained`.
 
         Args:
-            field: name of a tensor field.
+            field: name of a tensor field, which is the only one in the table. None for `values` and all fields over the same
+                axes that were measured.
 
         Raises:
             LayersimError: the result has no such field.
         """
-        axis_names = self._axes_of(field)
+        axis_names = self._axes_of(field or "values")
+        alike = [name for name, names in self.tensor_fields().items() if names == axis_names]
+        measured = [name for name in alike if name == "values" or not bool(getattr(self, name).isnan().all())]
         table = label_table({axis: self.coordinates(axis) for axis in axis_names})
-        for name, names in self.tensor_fields().items():
-            if names == axis_names:
-                column = self.values_name if name == "values" else name
-                table[column] = getattr(self, name).numpy().reshape(-1)
-                if self.has_intervals and bounds_of(self)[name] is not None:
-                    found = self.interval(name)
-                    table[f"{column}_low"], table[f"{column}_high"] = (end.numpy().reshape(-1) for end in found[1:3])
-                if (twins := self.of_untrained(name)) is not None:
-                    table[f"{column}_untrained"] = twins.mean(0).numpy().reshape(-1)
+        for name in measured if field is None else [field_named(self, field)]:
+            column = self.values_name if name == "values" else name
+            table[column] = getattr(self, name).numpy().reshape(-1)
+            if self.has_intervals and bounds_of(self)[name] is not None:
+                found = self.interval(name)
+                table[f"{column}_low"], table[f"{column}_high"] = (end.numpy().reshape(-1) for end in found[1:3])
+            if (twins := self.of_untrained(name)) is not None:
+                table[f"{column}_untrained"] = twins.mean(0).numpy().reshape(-1)
         return table
 
+    def to_xarray(self) -> xarray.Dataset:
+        """A labelled table of all fields that were measured, with a variable for each.
+
+        Dimensions are the axes of the fields, such as `layer`, with their labels as coordinates; `layer_depth` is the relative
+        depth of the sites along `layer`, 0 at the first residual layer and 1 at the last. Variables have the attributes
+        `long_name`, `units` and `description`. The provenance is in the attributes of the table. After `intervals=True` the
+        ends of the 95 % interval of `x` and its standard error are `x_low`, `x_high` and `x_se`; with `baseline="untrained"`
+        the mean over untrained models is `x_untrained`.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.LogitLens())
+            >>> table = report["logit_lens"].to_xarray()
+            >>> table["cross_entropy"].dims, table["cross_entropy"].attrs["units"]
+            (('layer',), 'nats')
+            >>> table["accuracy"].sel(layer="blocks.7.hook_resid_post").item() == report["logit_lens"].accuracy[-1].item()
+            True
+        """
+        return result_table(self)
+
     @typed
-    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
-        """A plotly figure of a field: a heatmap over two layer axes, lines over one, labelled with layer names.
+    def to_latex(self, field: str = "values") -> str:
+        """A field as a LaTeX table, a line for each label of its first axis, with half of the 95 % intervals if it has them.
+
+        It uses the package booktabs.
 
         Args:
-            field: name of a tensor field; "untrained x" for the mean of field x over untrained models.
+            field: name of a tensor field over one axis or two.
+
+        Raises:
+            LayersimError: the result has no such field, or the field is over other axes.
         """
-        from ..reporting.figures import figure, untrained_figure
+        return latex(field_table(self, field))
 
-        if field.startswith(UNTRAINED):
-            return untrained_figure(self, field.removeprefix(UNTRAINED))
+    @typed
+    def to_markdown(self, field: str = "values") -> str:
+        """A field as a Markdown table, as `to_latex`.
 
-        return figure(self, self.values_name if field == "values" else field, self._axes_of(field))
+        Args:
+            field: name of a tensor field over one axis or two.
+        """
+        return markdown(field_table(self, field))
+
+    @typed
+    def plot(
+        self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
+    ) -> plotly.graph_objects.Figure:
+        """A plotly figure of a field: a heat map over two axes of layers, lines over one, labelled with layer names.
+
+        `figure.write_image("figure.pdf")` writes it as PDF, SVG or PNG, with the extra `png` (kaleido).
+
+        Args:
+            field: name of a tensor field; "untrained x" for the mean of field x over untrained models. By default that of the
+                first figure of a report.
+            width: None for the screen; for papers "column" (3.25 inches) or "text" (6.75 inches), with letters of 8 to 9 points
+                and without the line below the title, whose words belong in the caption.
+            title: None for that of the field, "" for none.
+
+        Raises:
+            LayersimError: the result has no such field, the run did not measure it, or it has more than two axes.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.LogitLens())
+            >>> figure = report["logit_lens"].plot("accuracy", width="column", title="")
+            >>> figure.layout.width  # 3.25 inches
+            312
+        """
+        from ..reporting.figures import figure
+
+        return figure(self, field, width, title)
 
     def with_halves(self, first: Any, second: Any) -> Any:
         """The result of a comparison with what the results of two halves of the data say of its reliability.
@@ -270,9 +333,9 @@ class Result(ABC):
         """One sentence with the main numbers, for the top of a report; empty for that of the matrix or the headline."""
         return ""
 
-    def baseline(self, field: str) -> tuple[str, float] | None:
-        """Name and value of a reference line in the figure of a field; None for none."""
-        return None
+    def baselines(self, field: str) -> dict[str, float]:
+        """Names and values of reference lines in the figure of a field; empty for none."""
+        return {}
 
     def measured_on(self, field: str) -> str:
         """Number and kind of the samples of a field, as its figure names them; empty for the tokens or rows of the run."""
@@ -410,7 +473,7 @@ class Report(ReportExports):
 
 @typed
 def load(path: str | os.PathLike[str]) -> Any:
-    """Read a `Result`, a `Report` or a `Sweep` from the file that its `save` wrote, on disk or on the Hugging Face hub.
+    """Read a `Result` or a `Report` from the file that its `save` wrote, on disk or on the Hugging Face hub.
 
     Args:
         path: of the file; or hf://user/name for the report that `push_to_hub` uploaded, hf://user/name/file.safetensors for
@@ -421,7 +484,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version; or the
             hub has no such file, or cannot be reached.
     """
-    return load_kind(path, ("result", "report", "sweep"), Result, Report)
+    return load_kind(path, ("result", "report"), Result, Report)
 
 
 __all__ = ["LayerCurve", "LayerMatrix", "Picture", "Provenance", "Report", "Result", "axes", "load"]

@@ -181,16 +181,18 @@ def with_article(noun: str) -> str:
 
 
 def duration_in_words(seconds: float) -> str:
-    """A duration in seconds or, from two minutes on, in minutes.
+    """A duration in seconds, from two minutes on in minutes, or from two hours on in hours.
 
     Args:
         seconds: its length.
 
     Examples:
-        >>> duration_in_words(35.2), duration_in_words(600)
-        ('35 seconds', '10 minutes')
+        >>> duration_in_words(35.2), duration_in_words(600), duration_in_words(9000)
+        ('35 seconds', '10 minutes', '2.5 hours')
     """
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def first_line(error: BaseException) -> str:

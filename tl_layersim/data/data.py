@@ -172,6 +172,10 @@ class Data:
         column = list(self.column) if isinstance(self.column, tuple) else self.column
         return known | {"column": column, "positions": self.selection.record(), "chat_template": _short(self.chat_template)}
 
+    def __dir__(self) -> list[str]:
+        # What a user sets; other members are for functions that read the data.
+        return [one.name for one in fields(self) if one.init]
+
     def __repr__(self) -> str:
         title, lines = self._shown()
         return "\n  ".join([title, *lines])

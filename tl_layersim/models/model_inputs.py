@@ -131,20 +131,29 @@ def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> 
     main = getattr(module, "main_input_name", model.main_input) if decodes else model.main_input
     if main not in ROW_AXES:
         return (token,), more
+    return (), {main: _in_dtype(torch.zeros(1, *shape_of_row(module, model, main)), model)} | more
+
+
+def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int, ...]:
+    """Shape of one image or recording that a model takes.
+
+    Args:
+        module: the model.
+        model: the description of the same model.
+        name: of the input.
+
+    Raises:
+        LayersimError: the size is not known from the configuration.
+    """
     config = getattr(module, "config", None)
+    config = getattr(config, "vision_config", config) if name == PIXELS else config
     size, bins = getattr(config, "image_size", None), getattr(config, "num_mel_bins", None)
     length = getattr(config, "max_source_positions", None)
-    shape: tuple[int, ...] | None = None
-    if main == PIXELS and size is not None:
-        shape = (1, getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
-    elif main == "input_features" and bins is not None and length is not None:
-        shape = (1, bins, 2 * length)
-    if shape is None:
-        raise LayersimError(
-            f"`remote` needs a model whose inputs have a known size, and the configuration of {model.name} does not give "
-            f"that of `{main}`."
-        )
-    return (), {main: _in_dtype(torch.zeros(shape), model)} | more
+    if name == PIXELS and size is not None:
+        return (getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
+    if name == "input_features" and bins is not None and length is not None:
+        return (bins, 2 * length)
+    raise LayersimError(f"The configuration of {model.name} does not give the size of `{name}`.")
 
 
 def shared_positions(sources: Sequence[Source], batch: Batch) -> int:

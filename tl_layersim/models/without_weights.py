@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.errors import warn
-from ..core.operation_meter import CPU_ATTENTION, tensors_in
 from ..data.batches import Batch
 from .hooked import HookedSource
 from .named_model import load_without_weights, model_of_config
 from .view import View, tokens_alone
 
+# Attention on a CPU, which holds no `pos pos` weights.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Fields of a config.json that transformers converts to others.
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "torch_dtype", "auto_map")
 # Fields of a view that follow from the data alone.
@@ -76,6 +77,10 @@ class WeightlessSource(HookedSource):
     def _check_weights(self, model: torch.nn.Module) -> None:
         """Nothing is refused: weights are not needed."""
 
+    def count_positions(self, batch: Batch) -> int:
+        with without_values():
+            return super().count_positions(batch)
+
     def collect(self, batch: Batch) -> View:
         view, known = super().collect(batch), tokens_alone(batch)
         # Token ids have values, on which minibatches and targets depend.
@@ -100,7 +105,7 @@ class _PythonValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.tolist and args[0].is_meta:
             return []
-        if func is torch.nn.functional.scaled_dot_product_attention and not args[3:] and len(args) == 3 and args[0].is_meta:
+        if func is torch.nn.functional.scaled_dot_product_attention and len(args) == 3 and args[0].is_meta:
             query, key, value = args
             return CPU_ATTENTION(query, key, value)[0] if query.shape[-1] == value.shape[-1] else func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -112,7 +117,7 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = [*tensors_in(args), *tensors_in(kwargs.values())]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name == "_to_copy" and given[0].dtype == torch.bool and not given[0].is_meta and _to_meta(kwargs):
             return _with_fraction(func(*args, **kwargs), float(given[0].double().mean()) if given[0].numel() else 1.0)
         if not any(tensor.is_meta for tensor in given):

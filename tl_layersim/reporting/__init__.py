@@ -1,6 +1,7 @@
-"""Figures of results by kind, and the HTML page of a report.
+"""Figures from five primitives, and the HTML page of a report.
 
-Other packages may import from these modules when they draw: `figures`, `curves`, `connections`, `models`, `network`,
-`notebook`, `overlays`, `panels`, `report_panels`, `scatter`, `stitches`, `sweeps`, `tokens`, `token_paths`, `differences`,
-`interval_bands`, `html`; `labels` and `site_labels`, quantities and sites in words; `style`, colours.
+`figures` chooses the figure of a field: `heat_map`, `lines` (also quantiles and paths), `bars`, `network` or `token_grid`.
+`panels` puts figures beside one another; `html` writes the page, `notebook` what notebooks show, `findings` the sentences.
+`style` holds sizes, colours and layout; `colour_scales`, `interval_bands` and `site_labels` what the primitives share.
+Figures of tables of many runs are in `run_figures`, `models`, `differences`, `scatter` and `stitches`.
 """

@@ -50,6 +50,10 @@ class ColourScale(NamedTuple):
         """Settings of a plotly heatmap."""
         return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
 
+    def axis(self) -> dict[str, Any]:
+        """Settings of a colour axis that several heat maps share."""
+        return {"colorscale": self.name, "cmin": self.low, "cmax": self.high}
+
 
 def scale_of(result: Result, field: str, values: Any) -> ColourScale:
     """The colour scale of a field: fixed ends where the field has bounds, ends that fit the values where it has none.
@@ -173,36 +177,6 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
     return {"text": on_cells(texts, values, scale), "texttemplate": "%{text}", "textfont": {"size": size}}
 
 
-def chance_decimals(values: Any) -> int:
-    """The number of decimals of values of random pairings: two digits of the largest, or 2 where that takes too many.
-
-    Args:
-        values: those that are drawn.
-
-    Examples:
-        >>> chance_decimals([0.0391, 0.0393]), chance_decimals([0.0018, 0.0027]), chance_decimals([-0.00024, 0.00003])
-        (3, 4, 2)
-    """
-    decimals = _decimals_of(max(abs(_smallest(values)), abs(_largest(values))), 2)
-    return decimals if 2 <= decimals <= MOST_CELL_DECIMALS else 2
-
-
-def range_in_words(low: float, high: float, digits: int = 2) -> str:
-    """Two numbers with as many decimals each: enough for these digits of the larger one, and to tell both apart.
-
-    Args:
-        low: the first number.
-        high: the second number.
-        digits: of the number that is larger without its sign.
-
-    Examples:
-        >>> range_in_words(0.03912, 0.03931), range_in_words(-0.0607, 0.187, 3)
-        ('0.0391 to 0.0393', '-0.061 to 0.187')
-    """
-    decimals = max(0, _decimals_of(max(abs(low), abs(high)), digits), _decimals_of(high - low, 1))
-    return f"{low:.{decimals}f} to {high:.{decimals}f}"
-
-
 def on_cells(texts: Sequence[Sequence[str]], values: Any, scale: ColourScale) -> list[list[str]]:
     """Texts as markup, each in black or white, whichever is easier to read on the colour of its cell.
 
@@ -248,11 +222,6 @@ def luminance(colour: Sequence[float]) -> float:
     parts = [part / 255 for part in colour]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def _decimals_of(value: float, digits: int) -> int:
-    """Number of decimals that give a positive value these significant digits; 0 for 0."""
-    return digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
 
 
 def _smallest(values: Any) -> float:

@@ -1,139 +1,94 @@
-"""Figures of the difference of two results: heatmaps about 0, and curves with bands."""
+"""Figures of differences of two results: curves with bands, and heat maps about 0."""
 
 from __future__ import annotations
 
 import html
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import hex_to_rgb
 
-from ..core.jackknife import ConfidenceInterval
-from ..core.results import Result
+from ..core.errors import LayersimError
 from .colour_scales import about_zero, on_cells
-from .curves import LAYER_AXES
-from .figures import LAYER_MATRICES
-from .labels import axis_title
-from .matrix import square_cells
-from .site_labels import short_names
-from .style import PALETTE, colour_bar, layer_axis, styled, turn_labels, with_subtitle
+from .heat_map import MATRICES, Side, heat_map
+from .interval_bands import Ends
+from .lines import Series, lines
+from .site_labels import axis_title, series_label
+from .style import model_name, series_look, with_room_for_legend, with_subtitle
 
-# Series over layers up to this number are curves, more are a heatmap.
+if TYPE_CHECKING:
+    import xarray
+
+# Series over layers up to this number are curves, more are a heat map.
 MOST_CURVES = 5
-DEPTH = "Relative depth"
+# Colour of cells without a difference, which no colour of the scale resembles.
+UNDEFINED = "#c8c8c8"
 
 
-def difference_figure(
-    result: Result,
-    field: str,
-    labels: dict[str, tuple[Any, ...]],
-    found: ConfidenceInterval,
-    level: float,
-    relative_depth: bool,
-    names: tuple[str, str],
-) -> go.Figure:
-    """The figure of the difference of one field.
+def difference_figure(array: xarray.DataArray) -> go.Figure:
+    """The figure of the difference of one field: curves with their intervals as bands, or a heat map.
+
+    A dot in a cell of a heat map says that the interval of this cell excludes 0. Dots are not corrected for the number of
+    cells; "p_adjusted" of the array is. Cells that no block of the data changes, such as the diagonal of a similarity, are
+    grey.
 
     Args:
-        result: one of the two results.
-        field: its field.
-        labels: along one axis or two, names of sites or relative depths.
-        found: the difference and its interval.
-        level: of the interval.
-        relative_depth: whether sites stand at their relative depths.
-        names: of the two runs.
+        array: a variable of `difference`, over one axis or two beside `statistic`.
+
+    Raises:
+        LayersimError: the array has other axes.
     """
-    words = result.declared(field).words
-    unit = f"Difference: {words}"
-    title = f"Difference: {words.partition(' (')[0]}"
-    of_runs = f"{names[1]} minus {names[0]}"
-    axes = tuple(labels)
-    if len(axes) == 1 or (axes not in LAYER_MATRICES and len(labels[axes[0]]) <= MOST_CURVES):
-        fig = _curves(labels, found)
-        fig.update_yaxes(title=unit, zeroline=True, zerolinecolor="#888")
-        _label(fig.update_xaxes, axes[-1], labels[axes[-1]], relative_depth)
-        styled(fig, title, height=420).update_layout(showlegend=len(axes) > 1, margin_b=56 if len(axes) == 1 else 110)
-        note = f"{of_runs}; band: {level:.0%} interval of each point"
-    else:
-        fig = _heatmap(labels, found, title, words, relative_depth)
-        note = f"{of_runs}; dot: the {level:.0%} interval of the cell excludes 0, not corrected for the number of cells"
+    axes = [str(dim) for dim in array.dims if dim != "statistic"]
+    if len(axes) not in (1, 2):
+        raise LayersimError(
+            f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select labels."
+        )
+    about = array.attrs
+    words = f"{about.get('long_name', 'Difference')}" + (f" ({about['units']})" if "units" in about else "")
+    titles = f"Difference: {words.partition(' (')[0]}", f"Difference: {words}"
+    models = [model_name(str(about.get(which, which))) for which in ("first", "second")]
+    of_runs = f"{models[1]} minus {models[0]}" if models[0] != models[1] else "second run minus first run"
+    interval = f"{100 * about.get('level', 0.95):g} % interval"
+    value, low, high, error = (array.sel(statistic=name).values for name in ("difference", "low", "high", "se"))
+    labels = [tuple(array[axis].values.tolist()) for axis in axes]
+    # Sites stand at relative depths where they have no names.
+    places = [str(array[axis].attrs.get("long_name", "")) for axis in axes]
+    if len(axes) == 1 or (tuple(axes) not in MATRICES and len(value) <= MOST_CURVES):
+        rows = zip(*(np.atleast_2d(one) for one in (value, low, high)), strict=True)
+        names = [series_label(axes[0], label) for label in labels[0]] if len(axes) == 2 else ["difference"]
+        looks = series_look(len(names), ordered=axes[0] in ("quantile", "k", "threshold"))
+        series = [
+            Series(name, own, Ends(least, most), **look)
+            for name, look, (own, least, most) in zip(names, looks, rows, strict=True)
+        ]
+        fig = lines(labels[-1], series, *titles, "relative_depth" if places[-1] else axes[-1])
+        fig.update_yaxes(rangemode="tozero", zeroline=True, zerolinecolor="#888888")
+        note = f"{of_runs}; band: {interval} of each point"
+        return with_subtitle(with_room_for_legend(fig) if len(names) > 1 else fig, html.escape(note, quote=False))
+    defined = (error > 0) | (value != 0)
+    shown = np.where(defined, value, np.nan)
+    scale = about_zero(shown)
+    # Two digits of the largest difference.
+    decimals = max(0, 1 - math.floor(math.log10(scale.high)))
+    sides = [_side(axis, own, place) for axis, own, place in zip(axes, labels, places, strict=True)]
+    fig = heat_map(
+        shown, (sides[0], sides[1]), scale, titles, ends=Ends(low, high), decimals=decimals, square=tuple(axes) in MATRICES
+    )
+    dots = on_cells(np.where((low > 0) | (high < 0), "•", "").tolist(), shown, scale)
+    [cells] = fig.data
+    numbers = cells.text if cells.text is not None else np.full(shown.shape, "")
+    text = [["<br>".join(filter(None, pair)) for pair in zip(*own, strict=True)] for own in zip(numbers, dots, strict=True)]
+    cells.update(text=text, texttemplate="%{text}", hoverongaps=False)
+    note = f"{of_runs}; dot: the {interval} of the cell excludes 0, not corrected for the number of cells"
+    if not bool(np.isfinite(shown).all()):
+        fig.update_layout(plot_bgcolor=UNDEFINED)
+        note += "; grey: no block of the data changes it"
     return with_subtitle(fig, html.escape(note, quote=False))
 
 
-def _curves(labels: dict[str, tuple[Any, ...]], found: ConfidenceInterval) -> go.Figure:
-    names = list(labels.values())[-1]
-    value, low, high = (np.atleast_2d(end.numpy()) for end in found[:3])
-    series = [f"{axis} = {label}" for axis, own in list(labels.items())[:-1] for label in own] or ["difference"]
-    fig = go.Figure()
-    x = list(range(len(names)))
-    for number, label in enumerate(series):
-        colour = PALETTE[number % len(PALETTE)]
-        band = "rgba({}, {}, {}, 0.15)".format(*hex_to_rgb(colour))
-        edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-        fig.add_scatter(x=x, y=high[number], legendgroup=label, **edge)
-        fig.add_scatter(x=x, y=low[number], fill="tonexty", fillcolor=band, legendgroup=label, **edge)
-        fig.add_scatter(
-            x=x,
-            y=value[number],
-            name=label,
-            legendgroup=label,
-            mode="lines+markers",
-            line={"color": colour},
-            marker={"color": colour},
-            customdata=np.stack([np.array(names, dtype=object), low[number], high[number]], axis=-1),
-            hovertemplate="%{customdata[0]}<br>%{y:.4g} (%{customdata[1]:.4g} to %{customdata[2]:.4g})<extra></extra>",
-        )
-    return fig
-
-
-def _heatmap(
-    labels: dict[str, tuple[Any, ...]], found: ConfidenceInterval, title: str, unit: str, relative_depth: bool
-) -> go.Figure:
-    (row_axis, rows), (column_axis, columns) = labels.items()
-    value, low, high = (end.numpy() for end in found[:3])
-    scale = about_zero(value)
-    dots = np.where((low > 0) | (high < 0), "•", "")
-    fig = go.Figure(
-        go.Heatmap(
-            z=value,
-            x=list(range(len(columns))),
-            y=list(range(len(rows))),
-            colorbar=colour_bar(f"Difference: {unit}"),
-            text=on_cells(dots.tolist(), value, scale),
-            texttemplate="%{text}",
-            textfont={"size": 14},
-            hoverongaps=False,
-            **scale.trace(),
-            customdata=[
-                [(row, column, low[i, j], high[i, j]) for j, column in enumerate(columns)] for i, row in enumerate(rows)
-            ],
-            hovertemplate="row: %{customdata[0]}<br>column: %{customdata[1]}<br>difference: %{z:.4g} "
-            "(%{customdata[2]:.4g} to %{customdata[3]:.4g})<extra></extra>",
-        )
-    )
-    _label(fig.update_xaxes, column_axis, columns, relative_depth)
-    _label(fig.update_yaxes, row_axis, rows, relative_depth)
-    if not relative_depth and column_axis in LAYER_AXES:
-        turn_labels(fig, columns)
-    height = 500
-    if (row_axis, column_axis) in LAYER_MATRICES:
-        shown = [short_names(names) if not relative_depth else ["0.00"] * len(names) for names in (rows, columns)]
-        height = square_cells(fig, shown[0], shown[1])
-    fig.update_xaxes(showgrid=False)
-    fig.update_yaxes(showgrid=False)
-    return styled(fig, title, height=height)
-
-
-def _label(update: Any, axis: str, names: tuple[Any, ...], relative_depth: bool) -> None:
-    """Label an axis whose positions are 0, 1, 2, ...: sites, relative depths, or other labels."""
-    if relative_depth and all(isinstance(name, float) for name in names):
-        step = max(1, -(-len(names) // 12))
-        ticks = [f"{name:.2f}" for name in names]
-        update(title=DEPTH, tickvals=list(range(0, len(names), step)), ticktext=ticks[::step])
-    elif all(isinstance(name, str) for name in names):
-        layer_axis(update, names, "After block")
-    else:
-        step = max(1, -(-len(names) // 12))
-        shown = [str(name) for name in names]
-        update(title=axis_title(axis), tickvals=list(range(0, len(names), step)), ticktext=shown[::step])
+def _side(axis: str, labels: tuple[Any, ...], place: str) -> Side:
+    """Rows or columns: sites by name, relative depths, or other labels."""
+    if all(isinstance(label, str) for label in labels):
+        return Side(labels, "After block")
+    return Side(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])

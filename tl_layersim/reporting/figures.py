@@ -1,88 +1,67 @@
-"""The figure of a result's field, chosen by its axes: a heatmap over two layer axes, curves over one."""
+"""The figure of a result's field, chosen by its axes and by what it declares: heat map, lines, bars, paths or token grid."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
-from ..core.intervals import bounds_of
+from ..core.intervals import bounds_of, field_named
 from ..core.provenance import JOINT
-from ..core.results import Result
-from .curves import (
-    LOG_FACTOR,
-    Series,
-    from_lower_bound,
-    lines,
-    quantile_lines,
-    sublayer_lines,
-    with_baseline,
-    with_least_span,
-)
+from ..core.results import UNTRAINED, Result
+from .bars import bars
+from .heat_map import MATRICES, matrix_heat_map, series_heat_map, share_heat_map
 from .interval_bands import Ends, interval_ends
-from .labels import series_label
-from .matrix import layer_heatmap, series_heatmap
-from .names_of_models import names_of_models
-from .site_labels import site_words
-from .stitches import step_curve
-from .style import GREY, MOST_LINES, described, series_look
-from .two_models import model_lines
-
-LAYER_MATRICES = (
-    ("row", "column"),
-    ("row_block", "column_block"),
-    ("skipped", "affected"),
-    ("vision_layer", "text_layer"),
-    ("vision_layer", "other_vision_layer"),
-    ("text_layer", "other_text_layer"),
+from .lines import (
+    Series,
+    is_wide,
+    lines,
+    named_points,
+    paths,
+    quantile_lines,
+    step_curve,
+    sublayer_lines,
+    with_baselines,
+    within_bounds,
 )
+from .models import model_heatmap
+from .site_labels import axis_title, series_label, short_names, site_words
+from .style import DASHES, GREY, MOST_LINES, described, names_of_models, series_look, sized
+from .token_grid import token_grid
+
 # Axes along which a few series have an order.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
 
-def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
+def figure(result: Result, field: str | None = None, width: str | None = None, title: str | None = None) -> go.Figure:
     """The figure of one field, with its intervals where the result has them, and with model and tokens below its title.
 
     Args:
         result: whose field.
-        field: its name.
-        axes: its axes: any one, two of layers, or another one and one of layers.
+        field: its name, or "untrained " and its name; None for that of the first picture.
+        width: "column" or "text" for the size of a paper; None for the screen.
+        title: None for that of the field, "" for none.
 
     Raises:
-        ValueError: the field has other axes.
+        LayersimError: the result has no such field, it was not measured, or it has more than two axes.
     """
-    held = "values" if field == result.values_name else field
-    bounds = bounds_of(result).get(held) or (-math.inf, math.inf)
-    fig = from_lower_bound(with_least_span(_field_figure(result, field, axes), bounds), bounds[0])
-    return described(fig, result.provenance, result.measured_on(field))
-
-
-def untrained_figure(result: Result, field: str) -> go.Figure:
-    """The figure of the mean of a field over untrained models.
-
-    Args:
-        result: with untrained models.
-        field: its name.
-
-    Raises:
-        LayersimError: the run had no untrained models.
-    """
-    held = "values" if field == result.values_name else field
-    twins = result.of_untrained(held)
-    if twins is None:
-        raise LayersimError(f"`untrained {field}` was not measured; baseline='untrained' of `analyze` measures it.")
-    own: dict[str, Any] = {held: twins.mean(0)}
-    shown = replace(result, **own, replicates=(), block_tokens=(), untrained=())
-    fig = shown.plot(field)
-    return fig.update_layout(title_text=f"{fig.layout.title.text}, untrained, mean of {len(twins)} seeds")
+    field = field or (result.pictures[0].field if result.pictures else "values")
+    if field.startswith(UNTRAINED):
+        return sized(_untrained_figure(result, field.removeprefix(UNTRAINED)), width, title)
+    held = field_named(result, field)
+    if bool(getattr(result, held).isnan().all()):
+        raise LayersimError(f"`field` is {field!r}, which has no defined value: this run did not measure it.")
+    fig = within_bounds(_field_figure(result, held, width), bounds_of(result).get(held) or (-math.inf, math.inf))
+    return sized(described(fig, result.provenance, result.measured_on(held)), width, title)
 
 
 def title_of(result: Result, field: str) -> str:
-    """The title of a field's figure: that of its picture in reports, else its title in words.
+    """The title of a field's figure, with "head" or "site" for "layer" where the sites are others.
 
     Args:
         result: whose field.
@@ -91,90 +70,117 @@ def title_of(result: Result, field: str) -> str:
     return site_words(result.layers, result.declared(field).title)
 
 
-def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
-    values = (result.values if field == result.values_name else getattr(result, field)).numpy()
-    unit, title, ends = result.declared(field).words, title_of(result, field), interval_ends(result, field)
-    if axes in LAYER_MATRICES:
-        return layer_heatmap(result, field, axes, title, unit, ends)
+def _untrained_figure(result: Result, field: str) -> go.Figure:
+    """The figure of the mean of a field over untrained models."""
+    held = field_named(result, field)
+    twins = result.of_untrained(held)
+    if twins is None:
+        raise LayersimError(f"`untrained {field}` was not measured; baseline='untrained' of `analyze` measures it.")
+    own: dict[str, Any] = {held: twins.mean(0)}
+    fig = figure(replace(result, **own, replicates=(), block_tokens=(), untrained=()), field)
+    return fig.update_layout(title_text=f"{fig.layout.title.text}, untrained, mean of {len(twins)} seeds")
+
+
+def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
+    declared, axes, values = result.declared(field), result.tensor_fields()[field], getattr(result, field).numpy()
+    titles, ends = (title_of(result, field), declared.words), interval_ends(result, field)
+    labels = [result.coordinates(axis) for axis in axes]
+    if declared.drawn == "tokens":
+        return token_grid(result, titles, width)
+    if declared.drawn == "paths":
+        skipped = int(result.provenance.options.get("skip_first", 0))
+        shares = result.explained.tolist()
+        return paths(values, shares, result.tokens, result.layers, titles[0], skipped)
+    if declared.drawn == "bars":
+        return bars(labels[0], values, ends, axes[0], titles)
+    if declared.drawn == "fractions":
+        return share_heat_map(result, field, axes, titles)
+    if declared.drawn == "lines":
+        return _many_lines(result, axes, labels, values, titles)
+    if declared.drawn:
+        # Over another field, a point for each label of their axis.
+        other = result.declared(declared.drawn)
+        sides = getattr(result, declared.drawn).numpy(), values
+        names = [f"{label:g}" for label in labels[0]]
+        both = interval_ends(result, declared.drawn), ends
+        return named_points(sides, both, names, axis_title(axes[0]), (titles[0], other.words, declared.words))
+    if axes == ("row_model", "column_model"):
+        return model_heatmap(result, *titles, ends)
+    if axes in MATRICES:
+        return matrix_heat_map(result, field, axes, titles, ends)
     if len(axes) == 1:
         return _curve(result, field, axes[0], values, ends)
     if len(axes) != 2:
-        raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")
-    labels, names = result.coordinates(axes[0]), result.coordinates(axes[1])
-    if axes in (("layer", "direction"), ("residual", "direction")):
-        # By depth, a line for each of a few directions: the first, the last, and some between.
-        shown = sorted({round(n) for n in np.geomspace(1, len(names), min(len(names), MOST_LINES))})
-        series = [
-            Series(series_label("direction", n), values[:, n - 1], ends and ends.at((slice(None), n - 1)), **look)
-            for n, look in zip(shown, series_look(len(shown), ordered=True), strict=True)
-        ]
-        return lines(labels, series, title, unit, axes[0], log=True)
+        raise LayersimError(f"`field` is {field!r}, which has {len(axes)} axes; a figure shows one or two. Use to_frame.")
     if axes[0] == "quantile":
-        return quantile_lines(labels, names, values, (title, unit), axes[1], ends)
-    if axes[0] in ("model", "stage"):
-        return model_lines((labels, names), values, (title, unit), axes[1], ends, result.declared(field))
-    if len(labels) <= MOST_LINES:
-        looks = series_look(len(labels), ordered=axes[0] in ORDERED_AXES)
-        series = [
-            Series(series_label(axes[0], label), values[n], ends and ends.at(n), **look)
-            for n, (label, look) in enumerate(zip(labels, looks, strict=True))
-        ]
-        return lines(names, series, title, unit, axes[1])
-    return series_heatmap(result, field, axes, title, unit, ends)
+        return quantile_lines(labels[0], labels[1], values, titles, axes[1], ends)
+    if axes[1] == "direction":
+        # By depth, a line for each of a few directions: the first, the last, and some between.
+        shown = sorted({round(n) for n in np.geomspace(1, len(labels[1]), min(len(labels[1]), MOST_LINES))})
+        axes, labels = axes[::-1], [tuple(shown), labels[0]]
+        values, ends = values.T[np.array(shown) - 1], ends and Ends(*(end.T[np.array(shown) - 1] for end in ends))
+    elif len(labels[0]) > MOST_LINES and axes[0] not in ("model", "stage"):
+        return series_heat_map(result, field, axes, titles, ends)
+    names = labels[0] if axes[0] in ("model", "stage", "comparison") else [series_label(axes[0], label) for label in labels[0]]
+    looks = series_look(len(names), ordered=axes[0] in ORDERED_AXES)
+    series = [Series(str(name), values[n], ends and ends.at(n), **looks[n]) for n, name in enumerate(names)]
+    better = f"{titles[1]}<br>{declared.better} is better" if declared.better else titles[1]
+    log = axes[0] == "direction" or (declared.scale == "log" and is_wide(values))
+    return lines(labels[1], series, titles[0], better, axes[1], log)
 
 
-def _of_two_models(
-    result: Result, field: str, first: Series, names: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], list[Series]] | None:
-    """A curve of each of two compared models, over the sites of the deeper one; None if the field is not of both."""
-    other = f"column_{field}"
-    if JOINT not in result.provenance.model or other not in result.tensor_fields():
-        return None
-    columns = result.coordinates("column")
+def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values: Any, titles: tuple[str, str]) -> go.Figure:
+    """Lines over the last axis, on a logarithmic axis: a colour for each label of the first, a dash for each of the others."""
+    shown = [short_names(own) if own and str(own[0]) in result.layers else own for own in labels[:-1]]
+    colours = series_look(len(labels[0]), ordered=len(labels[0]) > MOST_LINES)
+    rows = values.reshape(-1, values.shape[-1])
+    series = []
+    for n, (row, parts) in enumerate(zip(rows, product(*shown), strict=True)):
+        others = len(rows) // len(labels[0])
+        words = ", ".join(series_label(axis, part) for axis, part in zip(axes, parts, strict=False))
+        look = colours[n // others] | {"dash": DASHES[n % others % len(DASHES)]}
+        series.append(Series(words, np.where(row > 0, row, np.nan), **look))
+    return lines(labels[-1], series, *titles, axes[-1], log=True)
+
+
+def _of_two_models(result: Result, field: str, own: Series, names: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Series]]:
+    """The labels and the curve of a field, or curves of both compared models over the sites of the deeper one."""
+    other, columns = f"column_{field}", result.coordinates("column")
     shorter, longer = sorted((names, columns), key=len)
-    if longer[: len(shorter)] != shorter:
-        return None
-    second = Series("", getattr(result, other).numpy(), interval_ends(result, other))
-    models, looks = names_of_models(result.provenance), series_look(2, ordered=False)
+    if JOINT not in result.provenance.model or other not in result.tensor_fields() or longer[: len(shorter)] != shorter:
+        return names, [own]
+
+    def padded(values: Any) -> Any:
+        return np.pad(np.asarray(values, dtype=float), (0, len(longer) - len(values)), constant_values=np.nan)
+
+    models = names_of_models(result.provenance)
     if len(models) != 2:
         # Both were loaded from the same class or path.
         models = ("first model", "second model")
-    series = [
-        Series(
-            model,
-            _padded(one.values, longer),
-            one.ends and Ends(_padded(one.ends.low, longer), _padded(one.ends.high, longer)),
-            **look,
-        )
-        for model, one, look in zip(models, (first, second), looks, strict=True)
+    both = (own.values, own.ends), (getattr(result, other).numpy(), interval_ends(result, other))
+    looks = series_look(2, ordered=False)
+    return longer, [
+        Series(model, padded(values), ends and Ends(*map(padded, ends)), **look)
+        for model, (values, ends), look in zip(models, both, looks, strict=True)
     ]
-    return longer, series
-
-
-def _padded(values: Any, names: tuple[Any, ...]) -> Any:
-    return np.pad(np.asarray(values, dtype=float), (0, len(names) - len(values)), constant_values=np.nan)
 
 
 def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None) -> go.Figure:
     """The figure of a field over one axis."""
-    unit, title, names = result.declared(field).words, title_of(result, field), result.coordinates(axis)
+    declared, title, names = result.declared(field), title_of(result, field), result.coordinates(axis)
+    baselines = result.baselines(field)
     if axis == "sublayer":
-        return sublayer_lines(names, values, title, unit, ends)
+        return sublayer_lines(names, values, title, declared.words, ends)
     if axis == "step" and len(values):
-        return step_curve(values, title, unit, ends)
-    known = values[np.isfinite(values)]
-    declared = result.declared(field)
-    log = declared.scale == "log" and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
-    reference = result.baseline(field)
+        return with_baselines(step_curve(values, title, declared.words, ends), baselines)
+    twins = result.of_untrained(field)
     # Beside a reference line, the legend has no room for the unit, which stands on the axis.
-    own = Series(unit if reference is None else unit.partition(" (")[0], values, ends)
-    both = _of_two_models(result, field, own, names)
-    names, series = both or (names, [own])
-    twins = result.of_untrained("values" if field == result.values_name else field)
-    if both is None and twins is not None:
-        label = f"untrained, mean of {len(twins)} seeds"
-        series = [own._replace(label="trained"), Series(label, twins.mean(0).numpy(), None, GREY, "square", "dash")]
-    fig = lines(names, series, title, unit, axis, log)
+    own = Series(declared.label if baselines else declared.words, values, ends)
+    names, series = _of_two_models(result, field, own, names)
+    if len(series) == 1 and twins is not None:
+        untrained = Series(f"untrained, mean of {len(twins)} seeds", twins.mean(0).numpy(), None, GREY, "square", "dash")
+        series = [own._replace(label="trained"), untrained]
+    fig = lines(names, series, title, declared.words, axis, declared.scale == "log" and is_wide(values))
     if declared.scale == "free":
         fig.update_yaxes(rangemode="normal")
-    return fig if reference is None else with_baseline(fig, *reference)
+    return with_baselines(fig, baselines)

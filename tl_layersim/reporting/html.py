@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import zlib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -14,21 +11,21 @@ from typing import Any
 from jinja2 import Environment
 
 from ..core.intervals import headline_texts
+from ..core.label_table import COLUMNS
 from ..core.provenance import Provenance
+from ..core.report_tables import field_table
 from ..core.results import UNTRAINED, Result
 from ..core.storage import replacing
-from .figure_json import figure_json
 from .findings import finding, side_by_side
-from .names_of_models import names_of_models
-from .number_tables import number_table
-from .plotly_bundle import plotly_bundle
-from .site_ranges import is_stream, site_ranges
-from .style import FONT
+from .site_labels import axis_title, is_stream, series_label, site_ranges
+from .style import FONT, names_of_models
 
 # Findings at the top of the page; those of further analyzers are in their sections.
 MOST_FINDINGS = 6
+# Larger tables are left to `to_frame`.
+MOST_LINES, MOST_COLUMNS = 300, 7
 # Elements of the page that its script and its contents find by these names, which results may have too.
-OWN_NAMES = ("summary", "numbers", "plotly", "figures")
+OWN_NAMES = ("summary", "numbers", "figures")
 # Names of the parts of a provenance in words.
 RECORD = {
     "model": "Model",
@@ -48,18 +45,20 @@ RECORD = {
 
 
 def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Path:
-    """Write the page; it opens from disk and needs no network.
+    """Write the page; it opens from disk and needs no network. It holds the whole of plotly.js, which has 4.5 MB.
 
     Raises:
         OSError: the file cannot be written.
     """
     from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
 
-    figures: list[dict[str, Any]] = []
+    figures: list[str] = []
     sections = [_section(name, result, figures) for name, result in report.items()]
-    bundle = plotly_bundle(frozenset(trace.get("type", "scatter") for one in figures for trace in one["data"]))
     first = next(iter(report.values()), None)
     names = " and ".join(names_of_models(first.provenance)) if first else "no model"
+    findings = [(name, text) for name, result in report.items() if (text := finding(result))][:MOST_FINDINGS]
+    shown = [section for section in sections if section["plots"] and section["name"] in dict(findings)]
     folder = files(__package__) / "page"
     style, script, page = ((folder / file).read_text(encoding="utf-8") for file in ("page.css", "page.js", "page.html.j2"))
     html = (
@@ -69,7 +68,8 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
             title=f"Layers of {names}",
             analyzers=", ".join(report) or "no results",
             facts=_facts(report) if first else [],
-            findings=[(name, text) for name, result in report.items() if (text := finding(result))][:MOST_FINDINGS],
+            findings=findings,
+            first_plot=shown[0]["plots"][0] if shown else None,
             stream=all(is_stream(result.layers) for result in report.values()),
             sections=sections,
             warnings=_warnings(report),
@@ -78,26 +78,14 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
             intervals=_intervals(report),
             style=Markup(style.replace("FONT", FONT)),
             script=Markup(script),
-            figures=Markup(packed(json.dumps(figures, separators=(",", ":"), allow_nan=False)) if figures else ""),
-            bundle=Markup(packed(bundle) if figures else ""),
+            # No text of a result can end the element.
+            figures=Markup(f"[{','.join(figures)}]".replace("<", "\\u003c")),
+            plotly=Markup(get_plotlyjs() if figures else ""),
         )
     )
     with replacing(path) as file:
         file.write(html.encode())
     return Path(path)
-
-
-def packed(text: str) -> str:
-    """A text that the script of the page unpacks: compressed by zlib, in base 64.
-
-    Args:
-        text: any.
-
-    Examples:
-        >>> zlib.decompress(base64.b64decode(packed("layers"))).decode()
-        'layers'
-    """
-    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def _environment() -> Environment:
@@ -111,22 +99,19 @@ def _anchor(name: str) -> str:
     return f"{name}/" if name in OWN_NAMES else name
 
 
-def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page shows of one result; the data of its figures are added to a list."""
+def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
+    """What the page shows of one result; its figures are added to a list, as JSON."""
     plots = []
     for picture in result.pictures:
-        if not _has_values(result, picture.field):
-            continue
         shown = [(picture.field, picture.title)]
-        if len(result.tensor_fields().get(picture.field, ())) == 2 and result.of_untrained(picture.field) is not None:
+        if len(result.declared(picture.field).axes) == 2 and result.of_untrained(picture.field) is not None:
             shown.append((f"{UNTRAINED}{picture.field}", f"{picture.title}, untrained"))
         for field, title in shown:
-            figure = figure_json(result.plot(field))
-            layout = figure["layout"]
-            size = {"width": layout.get("width", 700), "height": layout.get("height", 450)}
-            table = number_table(result, picture.field)
+            figure = result.plot(field)
+            size = {"width": figure.layout.width, "height": figure.layout.height}
+            table = _numbers(result, picture.field)
             plots.append({"number": len(figures), "title": title, "meaning": picture.meaning, "table": table, **size})
-            figures.append(figure)
+            figures.append(figure.to_json())
     models, lines = side_by_side(result)
     return {
         "name": name,
@@ -141,11 +126,19 @@ def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[s
     }
 
 
-def _has_values(result: Result, field: str) -> bool:
-    """Whether a field has an entry that is defined: the norm ratio of blocks has none at sites inside blocks."""
-    table = result.to_frame(field)
-    values = getattr(result, field) if field in result.tensor_fields() else result.values
-    return bool(table.size) and not bool(values.isnan().all())
+def _numbers(result: Result, field: str) -> dict[str, Any]:
+    """The numbers of a figure as text, a line for each site; empty for matrices and for tables that are too large."""
+    axes = result.declared(field).axes
+    if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] in COLUMNS):
+        return {}
+    table = field_table(result, field)
+    columns = [axis_title(axes[-1]), result.declared(field).words]
+    if len(axes) == 2:
+        table = table.set_index(table.columns[0]).T.reset_index()
+        columns = [columns[0], *(series_label(axes[0], label) for label in result.coordinates(axes[0]))]
+    if len(table) > MOST_LINES or table.shape[1] > MOST_COLUMNS:
+        return {}
+    return {"columns": columns, "lines": table.replace("nan", "–").to_numpy().tolist()}
 
 
 def _facts(report: Mapping[str, Result]) -> list[tuple[str, str, str]]:

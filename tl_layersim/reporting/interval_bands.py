@@ -16,8 +16,6 @@ from ..core.results import Result
 INTERVALS = "95 % intervals"
 # Opacities of a band and of its outline, which shows the interval of a point without neighbours.
 FILL, OUTLINE = 0.16, 0.22
-# Pixels of a marker and of a line, where a figure sets none.
-MARKER, LINE = 6, 2
 
 
 class Ends(NamedTuple):
@@ -157,71 +155,17 @@ def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
 
 
 def intervals_in_words(fig: go.Figure) -> str:
-    """The marks of the intervals in a figure, or the marks that hide them; empty for a figure that draws no intervals.
+    """The marks of the intervals in a figure; empty for a figure that draws no intervals.
 
     Args:
-        fig: with bands of `add_band` and error bars of `whiskers`, and with its axes and its height.
+        fig: with bands of `add_band` and error bars of `whiskers`.
 
     Examples:
         >>> bars = whiskers(np.array([0.3]), Ends(np.array([0.2]), np.array([0.5])))
         >>> intervals_in_words(go.Figure(go.Scatter(x=[0], y=[0.3], error_y=bars)))
         'whiskers: 95 % intervals'
-        >>> narrow = whiskers(np.array([0.3, 0.9]), Ends(np.array([0.299, 0.9]), np.array([0.301, 0.9])))
-        >>> intervals_in_words(go.Figure(go.Scatter(x=[0, 1], y=[0.3, 0.9], error_y=narrow)))
-        '95 % intervals: within the markers'
     """
-    seen = {"bands": [_band_shows(fig, trace) for trace in fig.data if trace.meta == INTERVALS]}
-    seen["whiskers"] = [
-        _whiskers_show(fig, trace, side) for trace in fig.data for side in ("x", "y") if _has_whiskers(trace, side)
-    ]
-    drawn = [name for name, shown in seen.items() if any(shown)]
-    if drawn:
-        return f"{' and '.join(drawn)}: {INTERVALS}"
-    hidden = " and ".join(mark for name, mark in (("bands", "lines"), ("whiskers", "markers")) if seen[name])
-    return f"{INTERVALS}: within the {hidden}" if hidden else ""
-
-
-def _has_whiskers(trace: Any, side: str) -> bool:
-    bar = getattr(trace, f"error_{side}", None)
-    ends = (end for end in (bar.array, bar.arrayminus) if end is not None) if bar is not None else ()
-    return any(bool((np.nan_to_num(_as_floats(end)) > 0).any()) for end in ends)
-
-
-def _whiskers_show(fig: go.Figure, trace: Any, side: str) -> bool:
-    """Whether any whisker of a trace is longer than its marker."""
-    bar, values = getattr(trace, f"error_{side}"), _as_floats(getattr(trace, side))
-    # Plotly draws markers where a trace of points sets no mode.
-    marked = trace.type == "scatter" and "markers" in (trace.mode or "markers")
-    radius = (MARKER if trace.marker.size is None else float(np.max(trace.marker.size))) / 2 if marked else LINE / 2
-    return _largest_gap(fig, trace, side, values - _as_floats(bar.arrayminus), values + _as_floats(bar.array)) / 2 > radius
-
-
-def _band_shows(fig: go.Figure, trace: Any) -> bool:
-    """Whether a band is thicker than its line at any point."""
-    ends = _as_floats(trace.y)
-    runs = [run[np.isfinite(run)] for run in np.split(ends, np.flatnonzero(np.isnan(ends)))]
-    high = np.concatenate([run[: len(run) // 2] for run in runs])
-    low = np.concatenate([run[len(run) // 2 :][::-1] for run in runs])
-    return _largest_gap(fig, trace, "y", low, high) > LINE + 1
-
-
-def _largest_gap(fig: go.Figure, trace: Any, side: str, low: Any, high: Any) -> float:
-    """The largest distance of two ends in pixels, on the axis of a trace as plotly draws it at first."""
-    name = getattr(trace, f"{side}axis") or side
-    axis = fig.layout[f"{side}axis{name[1:]}"]
-    drawn = [_as_floats(getattr(one, side)) for one in fig.data if (getattr(one, f"{side}axis", None) or side) == name]
-    zero = axis.rangemode == "tozero" or any(one.type == "bar" for one in fig.data)
-    values = np.concatenate([*drawn, low, high, [0.0] if zero and axis.type != "log" else []])
-    if axis.type == "log":
-        values, low, high = (np.log10(np.where(array > 0, array, np.nan)) for array in (values, low, high))
-    values = values[np.isfinite(values)]
-    span = abs(float(np.subtract(*axis.range))) if axis.range else float(np.ptp(values)) if len(values) else 0.0
-    room = (fig.layout.height or 450) - 160 if side == "y" else (fig.layout.width or 600) - 90
-    first, last = axis.domain or (0.0, 1.0)
-    widths = (high - low)[np.isfinite(high - low)]
-    return float(widths.max()) / span * room * (last - first) if len(widths) and span > 0 else 0.0
-
-
-def _as_floats(values: Any) -> Any:
-    """The numbers of a list of plotly, with NaN where there is none."""
-    return np.array([] if values is None else list(values), dtype=float)
+    bars = [trace[side].array for trace in fig.data for side in ("error_x", "error_y") if side in trace]
+    marks = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data)
+    marks += ["whiskers"] * any(bar is not None and np.nansum(np.array(bar, dtype=float)) > 0 for bar in bars)
+    return f"{' and '.join(marks)}: {INTERVALS}" if marks else ""

@@ -1,250 +1,168 @@
-"""Figures of many models: heat map of models by models, dendrogram, and distances within and between groups."""
+"""Figures of many models: heat map of models by models, dendrogram, and means within and between groups."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from .colour_scales import MOST_NUMBERS, about_zero, on_cells, scale_within
-from .interval_bands import Ends, cell_hover, hover_texts, point_hover, whiskers
-from .matrix import square_cells
-from .style import (
-    BLUE,
-    DARK,
-    DASHES,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALETTE,
-    PURPLE,
-    SYMBOLS,
-    WIDTH,
-    colour_bar,
-    layer_axis,
-    styled,
-    turn_labels,
-    with_subtitle,
-)
+from ..core.wording import equation, p_value_text
+from .colour_scales import about_zero, scale_within
+from .heat_map import Side, heat_map
+from .interval_bands import Ends
+from .lines import Series, lines
+from .style import DARK, DASHES, GREY, PALETTE, SYMBOLS, styled, with_subtitle
+
+if TYPE_CHECKING:
+    import xarray
 
 # Distances of a model to itself are 0 up to this.
 OWN_DISTANCE = 1e-9
-# Fewest pairs of models whose quartiles are drawn.
-FEWEST_OF_BOX = 5
-# Colours of lines within groups and between them.
-WITHIN, BETWEEN = (BLUE, GREEN, DARK), (ORANGE, PURPLE)
-# Pixels of a character, of an axis title with its tick labels, and of a legend.
-CHARACTER, TITLED, LEGEND = 7, 46, 34
+# Longest names below a heat map of models that are not turned; most letters side by side below a dendrogram.
+UPRIGHT, ACROSS = 2, 70
+# Pixels of a plot of lines, of a character, and from one line of text to the next.
+WIDE, PLOT, CHARACTER, LINE = 510, 306, 7, 16
 
 
-def model_heatmap(
-    values: Any,
-    names: Sequence[str],
-    groups: Sequence[str],
-    title: str,
-    quantity: str,
-    sides: tuple[str, str],
-    ends: Ends | None = None,
-) -> go.Figure:
-    """Heat map of models by models, with the numbers in the cells of a small one.
+def clusters(distances: Any) -> Any:
+    """Average linkage of models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it: of the
+    mean over both directions, each at least 0.
 
     Args:
-        values: `model model`.
-        names: of the models, in the order of the rows.
-        groups: of the models, or none; the colours of the names.
+        distances: `model model`, an array.
+    """
+    from scipy.cluster.hierarchy import linkage
+
+    above = np.clip(distances, 0, None)
+    both = (above + above.T) / 2
+    return linkage(both[np.triu_indices(len(both), 1)], method="average", optimal_ordering=True)
+
+
+def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
+    """Heat map of models by models, with similar models side by side. Names have the colours of their groups.
+
+    Args:
+        grid: a `ModelGrid`.
         title: of the figure.
         quantity: title of the colour bar.
-        sides: titles of the rows and of the columns.
         ends: of the intervals of the values; None without intervals.
     """
-    # Penalties of both signs; 0 is then the middle colour.
-    signed = bool(np.nanmin(values) < -OWN_DISTANCE)
-    scale = about_zero(values) if signed else scale_within(values, (-math.inf, math.inf))
-    numbers: dict[str, Any] = {}
-    if len(names) <= MOST_NUMBERS:
-        numbers = {"text": on_cells(_in_one_unit(values), values, scale), "texttemplate": "%{text}", "textfont": {"size": 11}}
-    heat = go.Heatmap(
-        z=values,
-        colorbar=colour_bar(quantity),
-        xgap=1,
-        ygap=1,
-        **scale.trace(),
-        **cell_hover(names, names, ends, html.escape(quantity)),
-        **numbers,
-    )
-    fig = go.Figure(heat)
-    ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
-    fig.update_xaxes(title=sides[1], tickangle=-90 if max(map(len, names)) > 2 else 0, **ticks)
-    fig.update_yaxes(title=sides[0], **ticks)
-    _legend_of_groups(fig, groups)
-    height = square_cells(fig, names, names)
-    return _with_legend(styled(fig, title, height=height), names if fig.layout.xaxis.tickangle else [], bool(groups), 1.0)
+    from scipy.cluster.hierarchy import leaves_list
+
+    values = grid.values.numpy()
+    known = bool(np.isfinite(values[~np.eye(len(values), dtype=bool)]).all())
+    order = leaves_list(clusters(values)) if known else np.arange(len(values))
+    values, ends = values[order][:, order], ends and ends.at(np.ix_(order, order))
+    names = tuple(grid.models[n] for n in order)
+    groups = [grid.groups[n] for n in order] if grid.groups else []
+    scale = about_zero(values) if np.nanmin(values) < -OWN_DISTANCE else scale_within(values, (-math.inf, math.inf))
+    side = Side(names, "Model", list(names))
+    fig = heat_map(values, (side, side), scale, (title, quantity), ends=ends, decimals=2)
+    ticks = {"tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
+    fig.update_xaxes(tickangle=-90 if max(map(len, names)) > UPRIGHT else 0, **ticks).update_yaxes(**ticks)
+    return styled(_with_groups(fig, groups), title)
 
 
-def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: str, quantity: str) -> go.Figure:
-    """Dendrogram of models.
+def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequence[str]) -> go.Figure:
+    """Dendrogram of models. A link that joins models of one group has the colour of the group.
 
     Args:
-        merges: `merge 4`, as of `scipy.cluster.hierarchy.linkage`.
-        names: of the models, in the order in which they were clustered.
-        groups: of the models, or none; the colours of the names.
-        title: of the figure.
-        quantity: title of the vertical axis.
+        array: distances, `model model`, finite off the diagonal.
+        names: of the models.
+        groups: of the models, or none.
     """
-    from plotly.figure_factory import create_dendrogram
+    from scipy.cluster.hierarchy import dendrogram
 
-    numbers = np.arange(len(names), dtype=float)
-    # The distances are known already; the figure needs their merges only.
-    fig = create_dendrogram(numbers[:, None], labels=numbers.astype(int), distfun=lambda x: x, linkagefun=lambda _: merges)
-    order = [int(number) for number in fig.layout.xaxis.ticktext]
-    fig.update_traces(line={"color": GREY, "width": 2}, hoverinfo="y", showlegend=False)
-    for trace, colour in zip(fig.data, _link_colours(merges, groups), strict=True):
-        trace.line.color = colour
-    shown = [[names[n] for n in order], [groups[n] for n in order] if groups else []]
-    turned = _angle(names)
-    ticks = {"ticktext": _coloured(*shown), "tickangle": turned, "ticks": "", "showline": False, "showgrid": False}
+    merges = clusters(array.values)
+    below = [{group} for group in groups or [""] * len(names)]
+    for first, second in merges[:, :2].astype(int):
+        below.append(below[first] | below[second])
+    colours = [_colours(groups).get("".join(one), GREY) if len(one) == 1 else GREY for one in below]
+    drawn = dendrogram(merges, no_plot=True, link_color_func=lambda n: colours[n])
+    fig = go.Figure()
+    for x, y, colour in zip(drawn["icoord"], drawn["dcoord"], drawn["color_list"], strict=True):
+        fig.add_scatter(x=x, y=y, mode="lines", line={"color": colour, "width": 2}, hoverinfo="y", showlegend=False)
+    order = drawn["leaves"]
+    ticktext = _coloured([names[n] for n in order], [groups[n] for n in order] if groups else [])
     # Leaves stand at 5, 15, 25, ...
-    fig.update_xaxes(title="Model", range=[0, 10 * len(names)], mirror=False, **ticks)
-    fig.update_yaxes(title=quantity, rangemode="tozero", showline=True, mirror=False, ticks="outside", showgrid=True)
-    fig.update_layout(showlegend=len(groups) > 0)
-    _legend_of_groups(fig, groups)
-    height = 400 + (int(_label_room(names)) if turned else 0)
-    return _with_legend(styled(fig, title, height=height), names if turned else [], bool(groups), 0.8)
+    places = {"tickmode": "array", "tickvals": [10 * n + 5 for n in range(len(names))], "range": [0, 10 * len(names)]}
+    turned = -45 if sum(len(name) + 2 for name in names) > ACROSS else 0
+    fig.update_xaxes(title="Model", ticktext=ticktext, tickangle=turned, showgrid=False, **places)
+    fig.update_yaxes(title=_words(array), rangemode="tozero")
+    fig = styled(_with_groups(fig, groups), "Dendrogram of the models")
+    return with_subtitle(fig, "directions below 0 count as 0" if bool((array < -OWN_DISTANCE).any()) else "")
 
 
-def group_distances(
-    series: Mapping[str, Any], inside: Sequence[bool], quantity: str, test: str, ends: Mapping[str, Ends] | None = None
-) -> go.Figure:
-    """The distances of pairs of models, each as a point, by the groups of the two; with boxes of quartiles of enough pairs.
+def group_figure(found: xarray.Dataset) -> go.Figure:
+    """Means within and between groups of models: lines over sites with bands, or points with whiskers, of one deviation.
 
-    Args:
-        series: distances by comparison.
-        inside: for each comparison, whether both models are of one group.
-        quantity: title of the vertical axis.
-        test: the result of the test in words, below the title.
-        ends: of the intervals of the distances by comparison; None without intervals.
-    """
-    fig = go.Figure()
-    shown: set[bool] = set()
-    boxes = False
-    for (name, values), within in zip(series.items(), inside, strict=True):
-        hover: dict[str, Any] = {"hovertemplate": "%{y:.4f}<extra></extra>"}
-        if ends is not None:
-            hover = {"customdata": hover_texts(ends[name]), "hovertemplate": "%{y:.4f}%{customdata}<extra></extra>"}
-        has_box = len(values) >= FEWEST_OF_BOX
-        boxes = boxes or has_box
-        fig.add_box(
-            y=values,
-            name=html.escape(name),
-            boxpoints="all",
-            jitter=0.4,
-            pointpos=0,
-            # A line of width 0 leaves the points alone.
-            line={"width": 1.5 if has_box else 0},
-            whiskerwidth=0.5 if has_box else 0,
-            fillcolor="rgba(0, 0, 0, 0)",
-            marker={"color": BLUE if within else ORANGE, "size": 7},
-            legendgroup=str(within),
-            showlegend=False,
-            **hover,
-        )
-        shown.add(within)
-    for within in sorted(shown, reverse=True):
-        label, colour = ("within a group", BLUE) if within else ("between groups", ORANGE)
-        fig.add_scatter(
-            x=[None], y=[None], mode="markers", name=label, legendgroup=str(within), marker={"color": colour, "size": 9}
-        )
-    fig.update_xaxes(title="Groups of the two models", automargin=True, tickangle=_angle(list(series)))
-    low = min((float(np.min(values)) for values in series.values() if len(values)), default=0.0)
-    fig.update_yaxes(title=quantity, rangemode="tozero" if low >= 0 else "normal")
-    title = f"{quantity.partition(' (')[0]} within and between groups"
-    names = list(series) if _angle(list(series)) else []
-    fig = styled(fig, title, height=420 + int(0.8 * _label_room(names)))
-    note = f"{html.escape(test)}. A point is a pair of models{'; boxes are quartiles' if boxes else ''}."
-    return with_subtitle(_with_legend(fig, names, True, 0.8), note[:1].upper() + note[1:])
-
-
-def group_lines(
-    values: Any, sd: Any, names: Sequence[str], sites: Sequence[str], quantity: str, ends: Ends | None = None
-) -> go.Figure:
-    """Line plot over layers of the means within and between groups, with bands of one standard deviation.
-
-    Intervals of the means are whiskers: the bands are the spread of the models. Lines within groups and lines between groups
-    have colours of their own, and each comparison its dash and marker, so that lines that lie on each other can be told apart.
+    A comparison within a group has the colour of the group in other figures of the models, one between groups is dark or grey.
+    Each line has its name at its end.
 
     Args:
-        values: `comparison site`.
-        sd: `comparison site`, NaN where it is not known.
-        names: of the comparisons.
-        sites: names of the layers, or labels of stitch points.
-        quantity: title of the vertical axis.
-        ends: of the intervals of the values; None without intervals.
+        found: what `compare_groups` returns.
     """
-    fig = go.Figure()
-    inside = [name.startswith("within ") for name in names]
-    for n, (name, within) in enumerate(zip(names, inside, strict=True)):
-        colours, k = WITHIN if within else BETWEEN, inside[:n].count(within)
-        colour, dash, symbol = colours[k % len(colours)], DASHES[k % len(DASHES)], SYMBOLS[k % len(SYMBOLS)]
-        label, x = html.escape(name), list(range(len(sites)))
-        spread = np.nan_to_num(sd[n])
-        edges = np.concatenate([values[n] + spread, (values[n] - spread)[::-1]])
-        band = {"fill": "toself", "fillcolor": colour, "opacity": 0.15, "line": {"width": 0}, "hoverinfo": "skip"}
-        fig.add_scatter(x=x + x[::-1], y=edges, mode="lines", showlegend=False, legendgroup=label, **band)
-        own = None if ends is None else ends.at(n)
-        fig.add_scatter(
-            x=x,
-            y=values[n],
-            name=label,
-            legendgroup=label,
-            mode="lines+markers",
-            line={"color": colour, "width": 2, "dash": dash},
-            marker={"symbol": symbol},
-            **point_hover(list(sites), own, label),
-            **({} if own is None else {"error_y": whiskers(values[n], own)}),
-        )
-    if any("," in site for site in sites):
-        # A stitch point of other layers in each model.
-        fig.update_xaxes(title="Stitch point", tickmode="array", tickvals=x, ticktext=[str(n + 1) for n in x])
-    else:
-        layer_axis(fig.update_xaxes, tuple(sites), "After block")
-        turn_labels(fig, tuple(sites))
-    fig.update_yaxes(title=quantity)
-    title = f"{quantity.partition(' (')[0]} within and between groups, by layer"
-    fig = _with_legend(styled(fig, title, height=420), [], True, 1.0)
-    return with_subtitle(fig, "Bands: standard deviation over pairs" + ("; whiskers are of the means" if ends else ""))
+    # The first two comparisons are of all groups together.
+    found = found.isel(comparison=slice(2, None)).transpose("comparison", ...)
+    names, firsts, seconds = (found[one].values.tolist() for one in ("comparison", "first_group", "second_group"))
+    further = [str(dim) for dim in found["mean"].dims[1:]]
+    mean, sd = found["mean"].values, found["sd"].fillna(0).values
+    labels = tuple(map(str, found[further[0]].values)) if further else tuple(names)
+    # A stitch point joins other layers in each model.
+    joined = any("," in label for label in labels) and bool(further)
+    if joined:
+        labels = tuple(str(n + 1) for n in range(len(labels)))
+    if not further:
+        mean = np.where(np.eye(len(names), dtype=bool), mean, np.nan)
+    colours, series, between = _colours(firsts + seconds), [], 0
+    for n, name in enumerate(names):
+        within = firsts[n] == seconds[n]
+        between += not within
+        colour, look = (colours[firsts[n]], 0) if within else ((DARK, GREY)[between % 2], between)
+        dash, symbol = DASHES[look % len(DASHES)], SYMBOLS[look % len(SYMBOLS)]
+        series.append(Series(html.escape(name), mean[n], Ends(mean[n] - sd[n], mean[n] + sd[n]), colour, symbol, dash))
+    title = f"{found['mean'].attrs.get('long_name', 'Distance')} within and between groups"
+    fig = lines(labels, series, title, _words(found["mean"]), "site" if further else "comparison")
+    fig.update_layout(showlegend=False).update_yaxes(rangemode="normal")
+    if joined:
+        fig.update_xaxes(title="Stitch point")
+    if further:
+        _names_at_ends(fig)
+        return with_subtitle(fig, "Bands: standard deviation over pairs of models")
+    p, drawn = equation("p", p_value_text(float(found["p_value"]))), "" if found.attrs["exact"] else "random "
+    test = f"{float(found['difference']):.3g}, {html.escape(p)} ({found.attrs['relabelings']:,} {drawn}relabelings)"
+    return with_subtitle(fig, f"Whiskers: standard deviation over pairs of models. Difference of means {test}")
 
 
-def _in_one_unit(values: Any) -> list[list[str]]:
-    """Numbers as text with as many decimals as give the largest three digits."""
-    largest = float(np.abs(np.nan_to_num(values)).max())
-    decimals = max(0, 2 - int(np.floor(np.log10(largest)))) if largest > 0 else 0
-    return [[f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row] for row in values.tolist()]
+def _names_at_ends(fig: go.Figure) -> None:
+    """Write the name of each line at its end, one below the other, on an axis with room for them."""
+    drawn = [trace for trace in fig.data if trace.name]
+    known = np.concatenate([np.asarray(trace.y, dtype=float) for trace in fig.data])
+    place, gap = math.inf, float(np.nanmax(known) - np.nanmin(known)) * LINE / PLOT
+    first, last = drawn[0].x[0], drawn[0].x[-1]
+    for trace in sorted(drawn, key=lambda trace: -float(trace.y[-1])):
+        place = min(float(trace.y[-1]), place - gap)
+        fig.add_annotation(x=last, y=place, text=trace.name, font={"color": trace.line.color}, showarrow=False)
+    fig.update_annotations(xanchor="left", xshift=8)
+    room = CHARACTER * max(len(trace.name) for trace in drawn) + 12
+    fig.update_xaxes(range=[first - 0.2, first + (last - first + 0.2) * WIDE / max(WIDE - room, 100)])
 
 
-def _link_colours(merges: Any, groups: Sequence[str]) -> list[str]:
-    """The colour of each link of a dendrogram, in scipy's order: that of a group if all models below are of it, else grey."""
-    from scipy.cluster.hierarchy import dendrogram as drawn
-
-    below = [{group} for group in groups]
-    if groups:
-        for first, second in merges[:, :2].astype(int):
-            below.append(below[first] | below[second])
-    colours = _colours(groups)
-    of_link = [colours[next(iter(one))] if len(one) == 1 else GREY for one in below]
-    return list(drawn(merges, no_plot=True, link_color_func=lambda n: of_link[n] if groups else GREY)["color_list"])
+def _words(array: xarray.DataArray) -> str:
+    """The quantity with its unit."""
+    name, unit = array.attrs.get("long_name", "Distance"), array.attrs.get("units")
+    return f"{name} ({unit})" if unit else name
 
 
 def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
     """Names in the colours of their groups."""
     colours = _colours(groups)
-    plain = [html.escape(name) for name in names]
-    if not groups:
-        return plain
-    return [f'<span style="color:{colours[group]}">{name}</span>' for name, group in zip(plain, groups, strict=True)]
+    shown = zip(map(html.escape, names), groups or [""] * len(names), strict=True)
+    return [f'<span style="color:{colours[group]}">{name}</span>' if group in colours else name for name, group in shown]
 
 
 def _colours(groups: Sequence[str]) -> dict[str, str]:
@@ -252,38 +170,10 @@ def _colours(groups: Sequence[str]) -> dict[str, str]:
     return {group: PALETTE[n % len(PALETTE)] for n, group in enumerate(sorted(set(groups)))}
 
 
-def _legend_of_groups(fig: go.Figure, groups: Sequence[str]) -> None:
-    # The entries say what colours mean: there is nothing that a click could hide.
-    fig.update_layout(legend={"itemclick": False, "itemdoubleclick": False})
+def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
+    """The figure with a legend of the groups, if there are any."""
     for group, colour in _colours(groups).items():
-        _legend_entry(fig, html.escape(group), colour)
-
-
-def _legend_entry(fig: go.Figure, name: str, colour: str) -> None:
-    """An entry of the legend that belongs to no points."""
-    marker = {"color": colour, "size": 10, "symbol": "square"}
-    fig.add_scatter(x=[None], y=[None], mode="markers", name=name, marker=marker, showlegend=True)
-
-
-def _angle(names: Sequence[str]) -> int:
-    """The angle of labels along the horizontal axis: turned where they would overlap."""
-    return -45 if (max(map(len, names)) + 2) * len(names) * CHARACTER > WIDTH - 100 else 0
-
-
-def _label_room(names: Sequence[str]) -> float:
-    """Pixels of upright labels below the horizontal axis."""
-    return float(CHARACTER * max(map(len, names), default=0))
-
-
-def _with_legend(fig: go.Figure, names: Sequence[str], legend: bool, slope: float) -> go.Figure:
-    """The figure with room for its legend below the labels of the horizontal axis.
-
-    Args:
-        fig: as `styled` leaves it.
-        names: labels that are turned; none for others.
-        legend: whether there is one.
-        slope: sine of the angle of the labels.
-    """
-    below = max(fig.layout.margin.b, TITLED + slope * _label_room(names)) + (LEGEND if legend else 0)
-    height = fig.layout.height + (LEGEND if legend else 0)
-    return fig.update_layout(height=int(height), margin_b=int(below))
+        marker = {"color": colour, "size": 10, "symbol": "square"}
+        fig.add_scatter(x=[None], y=[None], mode="markers", name=html.escape(group), marker=marker, showlegend=True)
+    # There is nothing that a click could hide.
+    return fig.update_layout(showlegend=bool(groups), legend={"itemclick": False, "itemdoubleclick": False})

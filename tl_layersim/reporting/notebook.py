@@ -9,7 +9,7 @@ from jinja2 import Environment
 from ..core.intervals import headline_texts
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
-from .names_of_models import names_of_models
+from .style import names_of_models
 
 # Colours are those of the notebook, light or dark.
 NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""

@@ -1,44 +1,147 @@
-"""Figures of a regression: one point for each model or prompt, the fit, and its confidence band."""
+"""Figures of fits: scores over numbers of models with a confidence band, and a quantity over depth with its curves."""
 
 from __future__ import annotations
 
 import html
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from .style import BLUE, FAINT, GREY, ORANGE, styled, with_subtitle
+from ..core.errors import LayersimError
+from ..core.wording import equation, p_value_text
+from .interval_bands import Ends, add_band
+from .site_labels import short_names
+from .style import BLUE, GREEN, GREY, ORANGE, layer_axis, model_name, styled, with_room_for_legend, with_subtitle
+
+if TYPE_CHECKING:
+    import xarray
+
+    from ..analysis.score_relation import Relation
 
 # Most points that carry their names.
 MOST_NAMES = 24
 
 
-def regression(x: Any, y: Any, names: list[str], line: dict[str, Any], titles: tuple[str, str, str, str]) -> go.Figure:
-    """Points with their names, the fit through them, and its confidence band.
+def regression(found: Relation, predictor: str) -> go.Figure:
+    """Scores over one predictor with the names of the points, the fit through them, and its confidence band.
 
     Args:
-        x: of the points.
-        y: of the points.
-        names: of the points.
-        line: `x`, `fit`, `low` and `high` of the fit and its band.
-        titles: of the figure, below it, and of its two axes.
+        found: of `relate`.
+        predictor: its name. Scores are moved along the fit to where the others have their means.
     """
+    own, others = found.predictors[predictor], found.predictors.drop(columns=predictor)
+    y = found.scores - (others - others.mean()) @ found.coefficients["coefficient"].drop(predictor)
+    band, few = found.band(predictor), len(y) <= MOST_NAMES
     fig = go.Figure()
-    edge = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-    fig.add_scatter(x=line["x"], y=line["high"], **edge)
-    fig.add_scatter(x=line["x"], y=line["low"], fill="tonexty", fillcolor=FAINT.format(0.15), **edge)
-    fig.add_scatter(x=line["x"], y=line["fit"], mode="lines", line={"color": BLUE}, hoverinfo="skip")
-    few = len(names) <= MOST_NAMES
-    hover = "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"
+    add_band(fig, band["value"].to_numpy(), Ends(band["low"].to_numpy(), band["high"].to_numpy()), BLUE)
+    fig.add_scatter(x=band["value"], y=band["fit"], mode="lines", line={"color": BLUE}, hoverinfo="skip")
     # Names of neighbours stand above and below their points in turn, so that fewer of them overlap.
-    above = (np.argsort(np.argsort(x)) % 2 == 0).tolist()
-    sides = ["top center" if own else "bottom center" for own in above]
-    points = {"mode": "markers+text" if few else "markers", "textposition": sides, "hovertemplate": hover}
-    marker = {"size": 9 if few else 6, "color": ORANGE}
-    text = {"text": [html.escape(name) for name in names], "textfont": {"size": 11, "color": GREY}}
-    fig.add_scatter(x=x, y=y, marker=marker, cliponaxis=False, **text, **points)
+    fig.add_scatter(
+        x=own,
+        y=y,
+        mode="markers+text" if few else "markers",
+        text=[html.escape(str(name)) for name in own.index],
+        textposition=["top center" if place % 2 else "bottom center" for place in own.rank(method="first")],
+        textfont={"size": 11, "color": GREY},
+        marker={"size": 9 if few else 6, "color": ORANGE},
+        cliponaxis=False,
+        hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
+    )
     fig.update_layout(showlegend=False)
-    fig.update_xaxes(title=titles[2])
-    fig.update_yaxes(title=titles[3])
-    return with_subtitle(styled(fig, titles[0]), html.escape(titles[1]))
+    fig.update_xaxes(title=predictor)
+    fig.update_yaxes(title=str(found.scores.name))
+    score, *names = (str(name).partition(" (")[0] for name in (found.scores.name, predictor, *others))
+    title = f"{score} against {_inside(names[0])}"
+    title += f", given {', '.join(map(_inside, names[1:]))}" if len(names) > 1 else ""
+    p = equation("p", p_value_text(found.coefficients["p_value"][predictor]))
+    note = f"R² = {found.r_squared:.2f}, {p}, {len(y)} points · band: {100 * found.confidence:g} % interval of the fit"
+    return with_subtitle(styled(fig, title), html.escape(note))
+
+
+def _inside(words: str) -> str:
+    """Words in lower case inside a title, but not the initials of a name such as "CKA"."""
+    return words if words[1:2].isupper() else words[:1].lower() + words[1:]
+
+
+def fit_figure(fit: xarray.Dataset) -> go.Figure:
+    """A quantity over depth, with its exponential and its line; of untrained models the points and the exponential.
+
+    The equations in the legend take the numbers of the axis.
+
+    Args:
+        fit: of `exponential_fit`, over no axis but `model`.
+
+    Raises:
+        LayersimError: it is over other axes, of which a label has to be selected.
+    """
+    others = [str(dim) for dim in fit["rate"].dims if dim != "model"]
+    if others:
+        raise LayersimError(f"The fits are over {', '.join(others)}; a figure shows one of them. Select a label of each axis.")
+    trained = fit.sel(model="trained") if "model" in fit.dims else fit
+    [axis] = trained["values"].dims
+    sites, depth = tuple(fit[axis].values.tolist()), fit["depth"].values
+    number, start, note = axis_number(sites, depth.tolist())
+    x = np.linspace(depth[0], depth[-1], 100)
+    fig = go.Figure()
+
+    def draw(one: Any, name: str, points: str, curve: str, symbol: str) -> None:
+        a, b = one["amplitude"].item(), one["rate"].item()
+        hover = "%{customdata}<br>%{y:.4g}<extra></extra>"
+        marker = {"size": 8, "color": points, "symbol": symbol}
+        y = one["values"].values
+        fig.add_scatter(x=depth, y=y, mode="markers", name=name, marker=marker, customdata=list(sites), hovertemplate=hover)
+        words = f"{a * np.exp(b * start):.4g} exp({b:.4g} {number})"
+        fig.add_scatter(x=x, y=a * np.exp(b * x), mode="lines", name=words, line={"color": curve}, hoverinfo="skip")
+
+    draw(trained, "measured", BLUE, ORANGE, "circle")
+    slope, intercept = trained["slope"].item(), trained["intercept"].item()
+    words = f"{intercept + slope * start:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} {number}"
+    fig.add_scatter(
+        x=x, y=intercept + slope * x, mode="lines", name=words, line={"color": GREY, "dash": "dash"}, hoverinfo="skip"
+    )
+    if "model" in fit.dims:
+        draw(fit.sel(model="untrained"), "untrained, mean", GREEN, GREEN, "square-open")
+    layer_axis(fig.update_xaxes, sites, "After block")
+    # Positions of `layer_axis` are 0, 1, 2, ...; sites stand at their depths.
+    fig.update_xaxes(tickvals=[float(depth[at]) for at in fig.layout.xaxis.tickvals])
+    about = fit.attrs
+    quantity = str(about.get("long_name", "Value"))
+    fig.update_yaxes(title=quantity + (f" ({about['units']})" if "units" in about else ""))
+    found = (
+        f"R² = {trained['r_squared'].item():.3f} of the exponential, {trained['linear_r_squared'].item():.3f} of the line{note}"
+    )
+    if "model" in fit.dims:
+        found += f"; untrained: {fit['r_squared'].sel(model='untrained').item():.3f} of the exponential"
+    labels = [f"{name} {fit[name].item()}" for name in trained.coords if fit[name].ndim == 0 and name != "model"]
+    title = ", ".join(
+        [f"Exponential {'decay' if trained['rate'].item() < 0 else 'growth'} of the {_inside(quantity)}", *labels]
+    )
+    on = [model_name(str(about["model"])), f"{about['tokens']:,} tokens"] if "model" in about else []
+    return with_subtitle(with_room_for_legend(styled(fig, title)), html.escape(" · ".join([found, *on])))
+
+
+def axis_number(sites: tuple[str, ...], depth: Sequence[float]) -> tuple[str, float, str]:
+    """The number that an equation over depth takes: the block's number where tick labels are numbers, else the depth l.
+
+    Args:
+        sites: names of the sites.
+        depth: of each site.
+
+    Returns:
+        The name of the number, the depth at which it is 0, and a note on the axis, which is empty where labels are enough.
+
+    Examples:
+        >>> axis_number(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"), [0, 1, 2])
+        ('block', 1, '; embed: block -1')
+        >>> axis_number(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"), [0, 1, 2])
+        ('l', 0, '; l = 0 at into 0.mlp, l = 2 at 1.mlp')
+    """
+    labels = short_names(sites)
+    starts = {place - int(label) for place, label in zip(depth, labels, strict=True) if label.isdecimal()}
+    others = [n for n, label in enumerate(labels) if not label.isdecimal()]
+    if len(starts) != 1 or others not in ([], [0]):
+        return "l", 0, f"; l = {depth[0]:g} at {labels[0]}, l = {depth[-1]:g} at {labels[-1]}"
+    [start] = starts
+    return "block", start, f"; {labels[0]}: block {depth[0] - start:g}" if others else ""

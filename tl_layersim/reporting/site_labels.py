@@ -1,10 +1,55 @@
-"""Tick labels and axis titles of sites: block numbers, heads, families of hook points, module paths."""
+"""Words on axes: names of axes and lines, tick labels and titles of sites, and ranges of sites."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
+AXES = {
+    "affected": "Affected block",
+    "batch": "Batch",
+    "centre": "After block",
+    "direction": "Number of the direction",
+    "draw": "Permutation",
+    "label": "Class",
+    "layer": "Block",
+    "length": "Prompt length (tokens)",
+    "look": "Evaluation",
+    "other_text_layer": "After block of the text tower",
+    "other_vision_layer": "After block of the vision tower",
+    "prediction": "Predicted class",
+    "prompt_row": "Row of the data",
+    "residual": "After block",
+    "skipped": "Skipped block",
+    "step": "Training step",
+    "text_layer": "After block of the text tower",
+    "threshold": "Threshold of the top probability",
+    "vision_layer": "After block of the vision tower",
+    "back_bias": "Dimension of the back",
+    "back_dim": "Dimension of the back",
+    "block": "Block",
+    "comparison": "Groups of the two models",
+    "component": "Principal component",
+    "connection": "Block",
+    "dim": "Dimension of the stream",
+    "dimension": "Dimension of the stream",
+    "front_dim": "Dimension of the front",
+    "k": "Number of most likely predictions (k)",
+    "model": "Model",
+    "quantile": "Quantile (fraction of tokens below)",
+    "stage": "Stage",
+    "token": "Token of the prompt",
+}
+# Names of lines, of which there is one for each label of an axis.
+SERIES = {
+    "direction": "direction {}",
+    "k": "top {}",
+    "look": "after {:,} steps",
+    "quantile": "{:.0%} of tokens below",
+    "threshold": "threshold {:g}",
+}
+# Axes whose labels are names.
+NAMED = ("comparison", "model", "stage")
 # Titles of an axis whose sites are all of one kind, by the end of their TransformerLens name.
 FAMILY_TITLES = {
     "hook_resid_mid": "Between attention and MLP of block",
@@ -36,6 +81,8 @@ STACK_TITLES = {
 }
 STREAM = ("hook_resid_pre", "hook_resid_post")
 FINAL_NORM = "ln_final.hook_normalized"
+# Names of sites that are listed one by one.
+MOST_LISTED = 6
 _SITE = re.compile(
     r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
 )
@@ -181,3 +228,87 @@ def _short_paths(names: tuple[str, ...]) -> list[str]:
         f"into {'.'.join(part[common:])}" if name.endswith(".input") else ".".join(part[common:])
         for name, part in zip(names, parts, strict=True)
     ]
+
+
+def axis_title(axis: str) -> str:
+    """An axis in words, with its unit.
+
+    Examples:
+        >>> axis_title("length"), axis_title("head_number")
+        ('Prompt length (tokens)', 'Head number')
+    """
+    return AXES.get(axis) or _words(axis)
+
+
+def series_label(axis: str, label: object) -> str:
+    """The name of a line that belongs to one label of an axis.
+
+    Examples:
+        >>> series_label("k", 5), series_label("look", 1000), series_label("model", "before"), series_label("head_group", 2)
+        ('top 5', 'after 1,000 steps', 'before', 'head group 2')
+    """
+    if axis in NAMED:
+        return str(label)
+    template = SERIES.get(axis)
+    return template.format(label) if template else f"{_words(axis).lower()} {label}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def is_stream(names: tuple[str, ...]) -> bool:
+    """Whether all sites are inputs and outputs of blocks.
+
+    Args:
+        names: of the sites.
+    """
+    return all((site := parse_site(name)) is not None and site.place in STREAM for name in names)
+
+
+def site_ranges(names: tuple[str, ...]) -> str:
+    """The number of sites and the names of the first and the last of each family.
+
+    The input of block 0 and the outputs of all blocks are one family, the residual stream.
+
+    Args:
+        names: of the sites.
+
+    Examples:
+        >>> site_ranges(tuple(f"blocks.{i}.hook_attn_out" for i in range(32)))
+        '32 sites: blocks.0.hook_attn_out to blocks.31.hook_attn_out'
+        >>> site_ranges(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post", "model.norm"))
+        '4 sites: blocks.0.hook_resid_pre to blocks.1.hook_resid_post, model.norm'
+    """
+    families: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        site = parse_site(name)
+        place = "" if site is None else "stream" if site.place in STREAM else site.place
+        families.setdefault(("", "") if site is None else (site.stack, place), []).append(name)
+    parts: list[str] = []
+    for (_, place), own in families.items():
+        if place and len(own) > 1:
+            parts.append(f"{own[0]} to {own[-1]}")
+        elif len(own) > MOST_LISTED:
+            parts += [*own[: MOST_LISTED - 1], "...", own[-1]]
+        else:
+            parts += own
+    return f"{len(names)} site{'s' if len(names) > 1 else ''}: {', '.join(parts)}"
+
+
+def visible_token(token: str, letters: int | None = None) -> str:
+    """A token as one line of plain text in which outer spaces are visible.
+
+    Args:
+        token: as text.
+        letters: most letters; a longer token ends with an ellipsis.
+
+    Examples:
+        >>> visible_token(" girl"), visible_token("a\\n"), visible_token(""), visible_token(" extraordinary", 8)
+        ('·girl', 'a\\\\n', '(empty)', '·extrao…')
+    """
+    inner = token.strip(" ")
+    before = len(token) - len(token.lstrip(" "))
+    shown = "·" * before + inner + "·" * (len(token) - before - len(inner) if inner else 0)
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown) or "(empty)"
+    return shown if letters is None or len(shown) <= letters else f"{shown[: letters - 1]}…"

@@ -1,4 +1,4 @@
-"""Figures of stitches and trainings: losses by step, penalties by batch, and penalties between models by stitch point."""
+"""Lines of stitches between models, by stitch point."""
 
 from __future__ import annotations
 
@@ -8,105 +8,14 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from .colour_scales import range_in_words
 from .interval_bands import Ends, hover_texts, whiskers
-from .labels import axis_title
-from .site_labels import short_names
-from .style import BLUE, DASHES, FAINT, GREEN, GREY, ORANGE, PALETTE, layer_axis, styled, with_room_for_legend
+from .site_labels import axis_title, short_names
+from .style import DASHES, GREY, PALETTE, layer_axis, styled, with_room_for_legend
 
-# Most steps in the moving mean of a training.
-SMOOTHED = 25
 # Lines that are nearer than the range of all values divided by this are one line on the screen.
 SAME = 1000
 # Markers of models with themselves.
 OWN_SYMBOLS = ("x", "cross", "star", "diamond-open")
-
-
-def step_curve(losses: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Loss by training step, and its moving mean.
-
-    Args:
-        losses: `step`.
-        title: of the figure.
-        quantity: title of the vertical axis.
-        ends: of the intervals of the losses, shown where the pointer is; None without intervals.
-    """
-    fig = go.Figure()
-    steps = np.arange(1, len(losses) + 1)
-    width = min(SMOOTHED, len(losses) // 4)
-    each = {"color": FAINT.format(0.45), "width": 1} if width > 1 else {"color": BLUE}
-    texts = [""] * len(losses) if ends is None else list(hover_texts(ends))
-    hover = {"customdata": texts, "hovertemplate": "step %{x}<br>%{y:.4f}%{customdata}<extra></extra>"}
-    fig.add_scatter(
-        x=steps,
-        y=losses,
-        name="training, each step",
-        mode="lines" if width > 1 else "lines+markers",
-        line=each,
-        **hover,
-    )
-    if width > 1:
-        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-        centre = steps[: len(smooth)] + (width - 1) / 2
-        mean = {
-            "name": f"training, mean of {width} steps",
-            "hovertemplate": "%{y:.4f}<extra>mean of " + f"{width} steps</extra>",
-        }
-        fig.add_scatter(x=centre, y=smooth, mode="lines", line={"color": BLUE}, **mean)
-    fig.update_xaxes(title=axis_title("step"))
-    fig.update_yaxes(title=quantity)
-    return styled(fig, title).update_layout(showlegend=width > 1)
-
-
-def learning_curve(losses: Any, loss: float, alone: float, unit: str) -> go.Figure:
-    """Loss by training step, its moving mean, and the held-out losses of the stitched model and of the back alone.
-
-    Args:
-        losses: `step`.
-        loss: of the stitched model on held-out data.
-        alone: of the back alone on the same data.
-        unit: of a loss.
-    """
-    fig = step_curve(losses, "Learning curve of the adapter", f"Cross-entropy ({unit})")
-    for value, name, dash, colour in (
-        (loss, "stitched, held-out", "dash", ORANGE),
-        (alone, "back alone, held-out", "dot", GREEN),
-    ):
-        fig.add_scatter(
-            x=[1, max(len(losses), 2)],
-            y=[value, value],
-            name=f"{name}: {value:.3f}",
-            mode="lines",
-            line={"dash": dash, "color": colour},
-            hoverinfo="name",
-        )
-    return fig.update_layout(showlegend=True)
-
-
-def over_groups(values: Any, interval: tuple[float, float, float], title: str, unit: str) -> go.Figure:
-    """The penalty of each batch, with the mean as a line and its interval as a band.
-
-    Args:
-        values: `batch`.
-        interval: the mean, and the lower and upper end of its interval.
-        title: of the figure.
-        unit: of the values.
-    """
-    fig = go.Figure()
-    middle, low, high = interval
-    numbers = list(range(len(values)))
-    ends = [-0.5, len(values) - 0.5]
-    if np.isfinite(low):
-        band = {"fill": "toself", "fillcolor": FAINT.format(0.15), "line": {"width": 0}, "hoverinfo": "skip"}
-        name = f"95 % interval: {range_in_words(low, high, 3)}"
-        fig.add_scatter(x=[*ends, *ends[::-1]], y=[high, high, low, low], mode="lines", name=name, **band)
-    mean = {"name": f"mean: {middle:.3g}", "hoverinfo": "name"}
-    fig.add_scatter(x=ends, y=[middle, middle], mode="lines", line={"color": BLUE}, **mean)
-    hover = "batch %{x}<br>%{y:.4f}<extra></extra>"
-    fig.add_scatter(x=numbers, y=values, mode="markers", name="each batch", marker={"color": ORANGE}, hovertemplate=hover)
-    fig.update_xaxes(title=axis_title("batch"))
-    fig.update_yaxes(title=f"Penalty ({unit})", zeroline=True, zerolinecolor="#888888")
-    return styled(fig, title)
 
 
 def directions(

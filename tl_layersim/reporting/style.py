@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 import math
+import re
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 from plotly.colors import sample_colorscale
@@ -35,125 +38,99 @@ SOLID = {"color": BLUE, "width": 2}
 SEQUENTIAL = "Viridis"
 # Colours about 0.
 DIVERGING = "RdBu_r"
-# Size of a figure of curves: all of it is readable in a column of 600 pixels.
+# Pixels of a figure on the screen: all of it is readable in a column of 600 pixels.
 WIDTH, HEIGHT = 600, 400
-# Most tick labels on an axis of layers.
+# Most tick labels on an axis of sites.
 MOST_TICKS = 24
-MOST_HEAD_TICKS = 40
-# Pixels above the title, where plotly shows its buttons.
-BUTTONS = 24
+# Most heads with a label each; of more, the first head of a block has one.
+MOST_HEADS = 16
+# Pixels above the title, where plotly shows its buttons; of a colour bar; and of a colour bar in a paper.
+BUTTONS, BAR, PAPER_BAR = 24, 88, 72
+# Highest plot of square cells over its width; and in a paper, in pixels.
+HIGHEST, PAPER_HIGHEST = 1.6, 430
 # Number of letters from which a tick label is turned.
 LONG_LABEL = 6
-# Pixels of a line of the title, of the subtitle, above the subtitle, and below both; pixels of a letter of the title.
-TITLE_LINE, SUBTITLE_LINE, ABOVE_SUBTITLE, BELOW_TITLE, TITLE_LETTER = 21, 18, 8, 14, 8.3
+# Width of a letter over the size of its font.
+LETTER = 0.55
 MINUS = "\u2212"
 # Numbers on axes and colour bars: powers of 10 beyond 99,999 and below 0.0001, and no letters such as µ.
 TICK_NUMBERS = {"exponentformat": "power", "minexponent": 4, "separatethousands": True}
-# Pixels of a letter of an axis title.
-AXIS_LETTER = 7.8
-# Pixels of an entry of a legend without its name, of a letter of its name, and of a row of entries.
-LEGEND_ENTRY, LEGEND_LETTER, LEGEND_ROW = 50, 7, 20
 # Names of the templates, as `fig.update_layout(template=...)` takes them.
-SCREEN, PRINT = "tl_layersim", "tl_layersim_print"
+SCREEN, PAPER = "tl_layersim", "tl_layersim_paper"
 
 
-def _template(font: dict[str, Any], axis: dict[str, Any], line: float, marker: float) -> go.layout.Template:
-    """A template: white background, these fonts and axes, and lines and markers of this size where a figure sets none."""
-    scatter = {"line": {"width": line}, "marker": {"size": marker}}
-    bar = {"outlinewidth": 0, "ticks": "outside", "ticklen": 4, "thickness": 16, **TICK_NUMBERS}
+class Size(NamedTuple):
+    """Width of a figure and of its letters in pixels of 1/96 inch, and the height of a plot of lines over the width.
+
+    Attributes:
+        template: its name.
+        width: of the figure.
+        font: size of letters.
+        title: size of the letters of the title.
+        shape: height of a plot of lines over the width of the figure; 0 for the height that the figure has.
+    """
+
+    template: str
+    width: int
+    font: int
+    title: int
+    shape: float = 0.0
+
+
+# Of `plot(width=...)`: 3.25 and 6.75 inches, with letters of 8 and titles of 9 points.
+SIZES = {
+    None: Size(SCREEN, WIDTH, 13, 17),
+    "column": Size(PAPER, 312, 11, 12, 0.52),
+    "text": Size(PAPER, 648, 11, 12, 0.4),
+}
+
+
+def _template(size: Size, ink: str, line: float, marker: float) -> go.layout.Template:
+    axis = {
+        "automargin": True,
+        "gridcolor": "#e6e6e6",
+        "linecolor": ink,
+        "showline": True,
+        "ticks": "outside",
+        "ticklen": 4,
+        "tickcolor": ink,
+        "zeroline": False,
+        "title": {"standoff": size.font - 3},
+        **TICK_NUMBERS,
+    }
+    bar = {"outlinewidth": 0, "ticks": "outside", "ticklen": 4, "thickness": size.font + 3, **TICK_NUMBERS}
+    text = {"family": FONT, "size": size.font, "color": "#333333" if size.template == SCREEN else "black"}
     return go.layout.Template(
         layout={
-            "font": font,
+            "font": text,
             "colorway": list(PALETTE),
             "paper_bgcolor": "white",
             "plot_bgcolor": "white",
-            "xaxis": axis | TICK_NUMBERS,
-            "yaxis": axis | TICK_NUMBERS,
+            "xaxis": axis,
+            "yaxis": axis,
             "hoverlabel": {"align": "left", "font": {"family": FONT, "size": 12}},
             "modebar": {"remove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]},
             "colorscale": {"sequential": SEQUENTIAL, "diverging": DIVERGING},
         },
-        data={"scatter": [scatter], "heatmap": [{"colorbar": bar}]},
+        data={"scatter": [{"line": {"width": line}, "marker": {"size": marker}}], "heatmap": [{"colorbar": bar}]},
     )
 
 
-plotly.io.templates[SCREEN] = _template(
-    {"family": FONT, "size": 13, "color": "#333333"},
-    {
-        "automargin": True,
-        "gridcolor": "#e6e6e6",
-        "linecolor": "#999999",
-        "showline": True,
-        "ticks": "outside",
-        "ticklen": 4,
-        "tickcolor": "#999999",
-        "zeroline": False,
-        "title": {"standoff": 10},
-    },
-    line=2,
-    marker=6,
-)
-plotly.io.templates[PRINT] = _template(
-    {"family": "Helvetica, Arial, sans-serif", "size": 15, "color": "black"},
-    {
-        "automargin": True,
-        "gridcolor": "#dddddd",
-        "linecolor": "black",
-        "linewidth": 1.5,
-        "showline": True,
-        "mirror": True,
-        "ticks": "outside",
-        "ticklen": 5,
-        "tickwidth": 1.5,
-        "tickcolor": "black",
-        "zeroline": False,
-        "title": {"standoff": 10},
-    },
-    line=3,
-    marker=9,
-)
+plotly.io.templates[SCREEN] = _template(SIZES[None], "#999999", line=2, marker=6)
+plotly.io.templates[PAPER] = _template(SIZES["text"], "black", line=1.5, marker=4.5)
 
 
 def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH) -> go.Figure:
     """The figure with its title, size, font and margins; the legend stands below the axes, and never over the curves.
 
     Args:
-        fig: to style.
+        fig: to style. One heat map of square cells gets the height that it needs.
         title: what the figure shows; a long one is broken into lines.
         height: of the figure in pixels, without plotly's buttons.
         width: of the figure in pixels.
     """
-    lines = _broken(title, int((width - 40) / TITLE_LETTER))
-    for axis in fig.select_yaxes():
-        # The title of a vertical axis is no longer than the axis.
-        if axis.title.text:
-            axis.title.text = "<br>".join(_broken(axis.title.text, int((height - 110) / AXIS_LETTER)))
-    return fig.update_layout(
-        title={
-            "text": "<br>".join(lines),
-            "font": {"size": 17},
-            "x": 0,
-            "xref": "container",
-            "xanchor": "left",
-            "y": 1,
-            "yanchor": "top",
-            "pad": {"t": BUTTONS, "l": 16},
-            "automargin": False,
-        },
-        template=SCREEN,
-        height=height + BUTTONS,
-        width=width,
-        margin={"l": 64, "r": 24, "t": BUTTONS + TITLE_LINE * len(lines) + BELOW_TITLE, "b": 56},
-        legend={
-            "orientation": "h",
-            "xref": "container",
-            "x": 0.5,
-            "xanchor": "center",
-            "yref": "container",
-            "y": 0.01,
-            "yanchor": "bottom",
-        },
-    )
+    fig.update_layout(title={"text": title, "subtitle": {"text": ""}})
+    return _laid_out(fig, SIZES[None]._replace(width=width), height - 94)
 
 
 def described(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
@@ -176,32 +153,155 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
     """
     if not text:
         return fig
-    letters = int((fig.layout.width - 40) / (0.8 * TITLE_LETTER))
-    lines = _broken(text, letters)
-    before = fig.layout.title.subtitle.text
-    size = SUBTITLE_LINE * len(lines) + (0 if before else ABOVE_SUBTITLE)
-    fig.update_layout(
-        title_subtitle={"text": "<br>".join([before, *lines] if before else lines), "font": {"size": 13, "color": GREY}},
-        height=fig.layout.height + size,
-        margin_t=fig.layout.margin.t + size,
-    )
-    return fig
+    fig.layout.title.subtitle.text = "<br>".join(filter(None, (fig.layout.title.subtitle.text, text)))
+    return _laid_out(fig, SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
+
+
+def sized(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
+    """The figure with another title, or in the size of a paper, where its caption says what stands below a title.
+
+    Args:
+        fig: as `styled` leaves it.
+        width: "column", "text", or None for the screen.
+        title: None for that of the figure, "" for none.
+        pixels: width of a panel; 0 for that of the whole figure.
+    """
+    if title is not None:
+        fig.layout.title.text = html.escape(title, quote=False)
+    if width or title == "":
+        fig.layout.title.subtitle.text = ""
+    size = SIZES[width]
+    return _laid_out(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), _plot_height(fig))
 
 
 def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
-    """The figure with a height at which several rows of a legend leave the axes as high as one row does.
+    """The figure with a title of its legend, and a height at which rows of a legend leave the axes as high as one row does.
 
     Args:
         fig: as `styled` leaves it.
         title: of the legend, above its entries; "" for none.
     """
-    widths = [LEGEND_ENTRY + LEGEND_LETTER * len(trace.name or "") for trace in fig.data if trace.showlegend is not False]
-    room = fig.layout.width - 40
+    fig.update_layout(legend_title={"text": title, "side": "top center"})
+    return _laid_out(fig, SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
+
+
+def _plot_height(fig: go.Figure) -> float:
+    """Pixels of the plot of a figure that is laid out."""
+    return float(fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
+
+
+def _laid_out(fig: go.Figure, size: Size, plot: float) -> go.Figure:
+    """The figure in a size: title and subtitle in lines, margins, ticks with room, and a plot of this height in pixels."""
+    layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
+    bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
+    bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
+    bars += [layout.coloraxis.colorbar] if layout.coloraxis.colorscale else []
+    labels = {name: max([*map(_letters, _tick_texts(fig, name))], default=0) for name in "xy"}
+    for axis in fig.select_xaxes():
+        texts = [_letters(text) for text in axis.ticktext or ()]
+        share = (axis.domain[1] - axis.domain[0]) if axis.domain else 1.0
+        room = (size.width - 3 * labels["y"] * letter - 90) * share / max(len(texts), 1)
+        if axis.tickangle is None and any(letter * (a + b) / 2 + 3 > room for a, b in pairwise(texts)):
+            axis.tickangle = -90
+    turned = max((abs(math.sin(math.radians(axis.tickangle or 0))) for axis in fig.select_xaxes()), default=0.0)
+    left = min(2.2 * size.font + 14 + max(labels["y"], 4.5) * letter, 0.45 * size.width)
+    right = (PAPER_BAR if paper else BAR) if bars else 10 if paper else 24
+    wide = size.width - left - right
+    [*maps] = [trace for trace in fig.data if trace.type == "heatmap"]
+    square = layout.yaxis.scaleanchor is not None and len(maps) < 2
+    rows, columns = np.shape(maps[0].z) if maps else (1, 1)
+    if square:
+        plot = min(wide * min(rows / max(columns, 1), HIGHEST), PAPER_HIGHEST if paper else math.inf)
+    elif paper and len(maps) < 2:
+        plot = max(size.shape * size.width, (size.font + 2) * max((len(_tick_texts(fig, "y")), 1)))
+    for axes, room in ((fig.select_xaxes(), wide), (fig.select_yaxes(), plot)):
+        for axis in axes:
+            share = (axis.domain[1] - axis.domain[0]) if axis.domain else 1.0
+            if axis.title.text:
+                axis.title.text = _broken(axis.title.text, room * share / letter)
+    for bar in bars:
+        bar.title.text = _broken(bar.title.text or "", plot / letter)
+    x_lines = max(((axis.title.text or "").count("<br>") for axis in fig.select_xaxes()), default=0)
+    bottom = (2.4 + 1.3 * x_lines) * size.font + 12 + max(turned * labels["x"] * letter, size.font)
+    title = _broken((layout.title.text or "").replace("<br>", " "), (size.width - 40) / (0.49 * size.title))
+    small = [part.replace("\n", " ") for part in (layout.title.subtitle.text or "").split("<br>")]
+    subtitle = "<br>".join(_broken(part, (size.width - 40) / (0.5 * size.font)) for part in small if part)
+    top = 8.0 if paper else BUTTONS + 10
+    top += 1.25 * size.title * (title.count("<br>") + 1) if title else 0
+    top += 6 + 1.35 * size.font * (subtitle.count("<br>") + 1) if subtitle else 0
+    if paper:
+        _for_paper(fig, size, wide, plot, columns)
+    return fig.update_layout(
+        title={
+            "text": title,
+            "font": {"size": size.title},
+            "subtitle": {"text": subtitle, "font": {"size": size.font, "color": GREY}},
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "y": 1,
+            "yanchor": "top",
+            "pad": {"t": (6 if paper else BUTTONS) + 0.6 * size.title * title.count("<br>"), "l": 4 if paper else 16},
+            "automargin": False,
+        },
+        template=size.template,
+        width=size.width,
+        height=round(top + plot + bottom) + _legend_height(fig, size),
+        margin={"l": round(left), "r": right, "t": round(top), "b": round(bottom) + _legend_height(fig, size)},
+        legend={
+            "orientation": "h",
+            "xref": "container",
+            "x": 0.5,
+            "xanchor": "center",
+            "yref": "container",
+            "y": 0.01,
+            "yanchor": "bottom",
+        },
+    )
+
+
+def _for_paper(fig: go.Figure, size: Size, wide: float, high: float, columns: int) -> None:
+    """Letters of one size, ticks with room for their labels, and numbers in cells only where they have room."""
+    for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
+        texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
+        longest = max(map(_letters, texts), default=0)
+        each = LETTER * size.font * longest + 6 if across and longest > 3 and not axis.tickangle else size.font + 3
+        step = max(1, math.ceil(len(texts) * each / (wide if across else high)))
+        axis.tickfont.size = None
+        if step > 1:
+            axis.update(ticktext=texts[::step], tickvals=list(axis.tickvals)[::step])
+    for trace in fig.data:
+        if trace.type == "heatmap" and trace.texttemplate:
+            longest = max((_letters(text) for row in trace.text for text in row), default=0)
+            trace.textfont.size = size.font
+            if longest * LETTER * size.font > wide / max(columns, 1):
+                trace.texttemplate = None
+
+
+def _legend_height(fig: go.Figure, size: Size) -> int:
+    """Pixels of the rows of the legend below the axes."""
+    shown = [trace for trace in fig.data if trace.showlegend is not False and trace.type != "heatmap"]
+    named = fig.layout.showlegend or (fig.layout.showlegend is None and len(shown) > 1)
+    widths = [4 * size.font + LETTER * size.font * _letters(trace.name or "") for trace in shown] if named else []
+    room = size.width - 40
     # One row, or columns of equal width.
-    rows = 1 if sum(widths) <= room else -(-len(widths) // max(1, int(room / max(widths))))
-    extra = LEGEND_ROW * (rows - 1 + bool(title))
-    words = {"text": title, "side": "top center", "font": {"size": 13}}
-    return fig.update_layout(height=fig.layout.height + extra, legend_title=words)
+    rows = bool(widths) if sum(widths) <= room else -(-len(widths) // max(1, int(room / max(widths))))
+    return round(1.5 * size.font * (rows + bool(fig.layout.legend.title.text and widths)))
+
+
+def _tick_texts(fig: go.Figure, name: str) -> list[str]:
+    """Labels along the axes of one direction, where they are known: its ticks, or the names of rows and columns."""
+    axes = fig.select_xaxes() if name == "x" else fig.select_yaxes()
+    texts = [str(text) for axis in axes for text in axis.ticktext or ()]
+    if texts:
+        return texts
+    named = [trace[name] for trace in fig.data if trace.type in ("heatmap", "bar") and trace[name] is not None]
+    return [text for own in named for text in own if isinstance(text, str)]
+
+
+def _letters(text: str) -> int:
+    """Letters of markup in its longest line."""
+    return max(map(len, re.sub(r"<(?!br)[^>]*>|&[^;]*;", "", html.unescape(str(text))).split("<br>")))
 
 
 def on_what(provenance: Provenance, samples: str = "") -> str:
@@ -228,6 +328,15 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
     return " · ".join(part for part in (names, samples or count) if part)
 
 
+def names_of_models(provenance: Provenance) -> tuple[str, ...]:
+    """The names of the models of a run, one name for models of the same.
+
+    Args:
+        provenance: of a result of the run.
+    """
+    return tuple(dict.fromkeys(model_name(name) for name in provenance.model.split(JOINT)))
+
+
 def model_name(model: str) -> str:
     """A model's name as its hub writes it; of a folder, the last part of its path.
 
@@ -238,14 +347,13 @@ def model_name(model: str) -> str:
     return model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if is_path else model
 
 
-def _broken(text: str, letters: int) -> list[str]:
-    """A text in lines of at most so many letters, broken between words; a line with tags is left as it is."""
+def _broken(text: str, letters: float) -> str:
+    """Markup in lines of at most so many letters, broken between words; a line with tags is left as it is."""
     parts: list[str] = []
     for line in text.split("<br>"):
-        parts += (
-            [line] if "<" in line else textwrap.wrap(line, max(letters, 20), break_long_words=False, break_on_hyphens=False)
-        )
-    return parts or [""]
+        wrapped = textwrap.wrap(line, max(int(letters), 12), break_long_words=False, break_on_hyphens=False)
+        parts += [line] if "<" in line else wrapped
+    return "<br>".join(parts)
 
 
 def ordered_colours(count: int) -> list[str]:
@@ -344,15 +452,13 @@ def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: 
         names: of the sites.
         title: of the axis where the sites are residual layers, see `site_axis_title`.
     """
-    heads = heads_in_block(names)
-    step = max(1, -(-len(names) // (MOST_HEAD_TICKS if heads else MOST_TICKS)))
-    if heads and step > 1:
+    labels, heads = short_names(names), heads_in_block(names)
+    step = max(1, -(-len(names) // MOST_TICKS))
+    if heads and len(names) > MOST_HEADS:
         # The first head of a block, of every second block, ...
         step = heads * max(1, -(-len(names) // (heads * MOST_TICKS)))
-    labels = short_names(names)
     at = list(range(0, len(names), step))
-    size = {"tickfont": {"size": 9}} if heads else {}
-    update(title=site_axis_title(names, title), tickmode="array", tickvals=at, ticktext=[labels[i] for i in at], **size)
+    update(title=site_axis_title(names, title), tickmode="array", tickvals=at, ticktext=[labels[i] for i in at])
 
 
 def turn_labels(fig: go.Figure, names: tuple[str, ...]) -> None:
@@ -362,18 +468,8 @@ def turn_labels(fig: go.Figure, names: tuple[str, ...]) -> None:
         fig: whose horizontal axis `layer_axis` labelled.
         names: of the sites.
     """
-    if heads_in_block(names):
+    longest = max(map(len, short_names(names)), default=0)
+    if heads_in_block(names) and len(fig.layout.xaxis.ticktext) > MOST_HEADS // 2:
         fig.update_xaxes(tickangle=-90)
-    elif len(names) > 1 and max(map(len, short_names(names))) > LONG_LABEL:
+    elif len(names) > 1 and longest > LONG_LABEL:
         fig.update_xaxes(tickangle=-45)
-
-
-def token_text(token: str, bold: bool = False) -> str:
-    """A token as text that plotly does not read as markup.
-
-    Examples:
-        >>> token_text("<b>"), token_text("")
-        ('&lt;b&gt;', '(empty)')
-    """
-    plain = html.escape(token).replace("\n", "\\n") or "(empty)"
-    return f"<b>{plain}</b>" if bold else plain

@@ -132,7 +132,7 @@ def stitch_grid(
     """Stitch some models in all directions at some stitch points, each with itself included: figures 1 and 2 of Brown et al.
 
     The front's activations are computed once for each front and stitch point; the loss of the back alone once for each back.
-    With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `StitchGrid.between_models`.
+    With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `compare_groups`.
 
     Args:
         models: a mapping from names to models, each as in `analyze`.

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analysis.group_curves import GroupCurves, group_curves
-from ..analysis.model_groups import chosen_groups
 from ..core.argument_checks import typed
 from ..core.bounds import OpenFraction
 from ..core.errors import LayersimError
+from ..core.fields import Declaration
 from ..core.results import Result, axes
 from .adapter import Adapter
 from .intervals import Interval, over_batches
-from .penalties import Penalties, PenaltyField, adapter_words, penalties_between, penalty_words
 
 if TYPE_CHECKING:
-    import pandas
     import plotly.graph_objects
+    import xarray
 
     from .stitched_model import StitchedModel
 
@@ -214,21 +212,25 @@ class StitchResult(Result):
         return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {len(self.batch_tokens)} batches"])
 
     @typed
-    def plot(self, field: str = "") -> plotly.graph_objects.Figure:
+    def plot(
+        self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
+    ) -> plotly.graph_objects.Figure:
         """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
-        from ..reporting.stitches import learning_curve, over_groups
-        from ..reporting.style import described
+        from ..reporting.lines import Series, lines, with_baselines
+        from ..reporting.style import described, sized
 
-        field = field or ("curve" if len(self.values) else "penalty")
-        if field == "penalty":
-            each = (self.batch_loss - self.batch_back_loss) / self.batch_tokens
-            unit = f"nats per {self.unit}"
-            fig = over_groups(each.numpy(), self.penalty_interval(), "Stitching penalty of each batch", unit)
-            return described(fig, self.provenance)
-        if field not in ("curve", "values"):
-            return super().plot(field)
-        fig = learning_curve(self.values.numpy(), self.loss, self.back_loss, f"nats per {self.unit}")
-        return described(fig, self.provenance)
+        if field != "penalty" and (field or len(self.values)):
+            return super().plot(field, width, title)
+        each = (self.batch_loss - self.batch_back_loss) / self.batch_tokens
+        own, batches = Series("each batch", each.numpy()), tuple(range(len(each)))
+        fig = lines(batches, [own], "Stitching penalty of each batch", f"Penalty (nats per {self.unit})", "batch")
+        mean, low, high = self.penalty_interval()
+        ends = {"95 % interval, lower end": low, "95 % interval, upper end": high}
+        known = {name: value for name, value in ends.items() if math.isfinite(value)}
+        return sized(described(with_baselines(fig, {"mean": mean} | known), self.provenance), width, title)
+
+    def baselines(self, field: str) -> dict[str, float]:
+        return {"stitched, held-out": self.loss, "back alone, held-out": self.back_loss} if field == "values" else {}
 
     def headline(self) -> dict[str, float]:
         low, high = self.penalty_interval()[1:]
@@ -345,61 +347,44 @@ class StitchGrid(Result):
         """Stitching penalties in nats, `front back seam`, the same as `values`."""
         return self.values
 
+    def declared(self, field: str = "values") -> Declaration:
+        own = super().declared(field)
+        unit = f"nats per {self.unit}" if own.unit == "nats" else own.unit.replace("of targets", f"of {self.unit}s")
+        return replace(own, unit=unit)
+
     @typed
-    def between_models(self, seam: int | str | None = None, of: PenaltyField = "penalty") -> Penalties:
-        """Penalties of all fronts into all backs at one stitch point, by number or label; by default their mean over all.
+    def penalty_difference(
+        self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
+    ) -> xarray.Dataset:
+        """Penalty of one stitch minus that of another, by stitch point, with its interval over batches.
 
-        The result compares groups of models, and draws a heat map and a dendrogram (Brown et al. 2023, figure 2).
-        """
-        return penalties_between(self, seam, of)
-
-    def groups_by_seam(self, groups: Any = None, of: PenaltyField = "penalty") -> GroupCurves:
-        """Penalties by stitch point, as means within and between groups (Brown et al. 2023, figure 2 a).
+        `("a", "b")` minus `("b", "a")` is the asymmetry of two models: above 0 where the layers of "a" are of less use to "b"
+        than the other way round. `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
+        on these texts. By least squares and with identity a model loses nothing with itself, so that it equals the penalty.
 
         Args:
-            groups: a group for each model, see `stitch_grid`. Default: the groups that the models were stitched with.
-            of: the penalty in loss or in accuracy.
-        """
-        values = self.values if of == "penalty" else self.accuracy_penalty
-        labels = chosen_groups(groups, self.groups, self.fronts)
-        return group_curves(self, lambda _: values, labels, self.seams, penalty_words(of, self.unit))
+            stitch: names of the front and of the back.
+            other: names of the front and of the back of the stitch that is subtracted.
+            confidence: of the interval.
 
-    @typed
-    def asymmetry(self, first: str, second: str, confidence: OpenFraction = 0.95) -> pandas.DataFrame:
-        """Penalty of `first` into `second` minus that of `second` into `first`, by stitch point, with an interval over batches.
-
-        It is above 0 where the layers of `first` are of less use to `second` than the other way round.
+        Returns:
+            `difference`, `difference_low` and `difference_high` over `seam`, in nats.
 
         Raises:
             LayersimError: a name is not one of the models'.
         """
-        for name in (first, second):
+        import xarray
+
+        for name in (*stitch, *other):
             if name not in self.fronts:
                 raise LayersimError(f"{name!r} is not a model of this grid; its models are {', '.join(self.fronts)}.")
-        a, b = self.fronts.index(first), self.fronts.index(second)
-        return self._differences({(a, b): (b, a)}, confidence)[["seam", "difference", "low", "high"]]
-
-    @typed
-    def beyond_self(self, confidence: OpenFraction = 0.95) -> pandas.DataFrame:
-        """Penalty of each stitch of two models minus that of the back with itself, with its interval over batches.
-
-        The difference removes the cost or gain of fitting an adapter on these texts. By least squares and with identity a model
-        loses nothing with itself, so that the difference equals the penalty.
-        """
-        count = range(len(self.fronts))
-        return self._differences({(a, b): (b, b) for a in count for b in count if a != b}, confidence)
-
-    def _differences(self, pairs: dict[tuple[int, int], tuple[int, int]], confidence: float) -> pandas.DataFrame:
-        """The penalty of one pair minus that of another, batch by batch, for each pair and stitch point."""
-        import pandas
-
-        rows = []
-        for (a, b), other in pairs.items():
-            for s, seam in enumerate(self.seams):
-                difference = self.batch_penalty[a, b, s] - self.batch_penalty[(*other, s)]
-                interval = over_batches(difference, self.batch_tokens, confidence)
-                rows.append((self.fronts[a], self.fronts[b], seam, *interval))
-        return pandas.DataFrame(rows, columns=["front", "back", "seam", "difference", "low", "high"])
+        (a, b), (c, d) = ((self.fronts.index(one[0]), self.fronts.index(one[1])) for one in (stitch, other))
+        each = [
+            over_batches(sums, self.batch_tokens, confidence) for sums in self.batch_penalty[a, b] - self.batch_penalty[c, d]
+        ]
+        columns = zip(("difference", "difference_low", "difference_high"), zip(*each, strict=True), strict=True)
+        about = {"long_name": "Difference of penalties", "units": f"nats per {self.unit}"}
+        return xarray.Dataset({name: ("seam", list(own), about) for name, own in columns}, {"seam": list(self.seams)})
 
     def __repr__(self) -> str:
         how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
@@ -407,25 +392,26 @@ class StitchGrid(Result):
         return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
 
     @typed
-    def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
+    def plot(
+        self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
+    ) -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
         from ..reporting.interval_bands import intervals_in_words
         from ..reporting.stitches import directions
-        from ..reporting.style import with_subtitle
+        from ..reporting.style import sized, with_subtitle
 
-        field = "penalty" if field == "values" else field
+        field = "penalty" if field in (None, "values") else field
         if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):
-            return super().plot(field)
+            return super().plot(field, width, title)
         intervals = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
         values = self.values if field == "penalty" else getattr(self, field)
         low, high = intervals.get(field, (values, values))
         declared = self.declared(field)
-        axis = declared.words.replace("(nats)", f"(nats per {self.unit})").replace("of targets", f"of {self.unit}s")
-        words_of_figure = (declared.title, axis)
-        fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words_of_figure)
-        how = adapter_words(self.kind, self.fit)
+        words = (declared.title, declared.words)
+        fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
+        how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
         evaluation = f"{int(self.batch_tokens.sum()):,} {self.unit}s of evaluation"
-        return with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig))
+        return sized(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)
 
     def headline(self) -> dict[str, float]:
         own = torch.eye(len(self.fronts), dtype=torch.bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.results import Result, axes
-
-if TYPE_CHECKING:
-    import plotly.graph_objects
 
 # Fields of `LayerChange` at its one threshold.
 AT_THRESHOLD = ("exits", "exit_accuracy", "exit_agreement", "speedup")
@@ -175,17 +172,8 @@ class LayerChange(Result):
         """Cross-entropies in nats, `model layer`, the same as `values`."""
         return self.values
 
-    @typed
-    def plot(self, field: str = "cross_entropy") -> plotly.graph_objects.Figure:
-        """The figure of a field, see `Result.plot`; with the threshold below the title of a field of early exit.
-
-        Args:
-            field: name of a tensor field.
-        """
-        from ..reporting.style import with_subtitle
-
-        fig = super().plot(field)
-        return with_subtitle(fig, f"Threshold of the top probability: {self.threshold:g}") if field in AT_THRESHOLD else fig
+    def measured_on(self, field: str) -> str:
+        return f"threshold of the top probability: {self.threshold:g}" if field in AT_THRESHOLD else ""
 
     def headline(self) -> dict[str, float]:
         numbers: dict[str, float] = {}

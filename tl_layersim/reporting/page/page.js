@@ -4,22 +4,10 @@
 const CONFIG = { displaylogo: false, responsive: true };
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const places = [...document.querySelectorAll("[data-figure]")];
-let figures = null;
+const figures = JSON.parse(document.getElementById("figures").textContent);
 let printing = false;
 
-async function unpacked(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
-}
-
-async function start() {
-  if (!places.length) return;
-  if (!window.DecompressionStream) throw new Error("It lacks DecompressionStream, which browsers have since 2023.");
-  const [library, data] = await Promise.all([unpacked("plotly"), unpacked("figures")]);
-  const script = document.createElement("script");
-  script.textContent = library;
-  document.head.append(script);
-  figures = JSON.parse(data);
+function start() {
   const observer = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
@@ -35,6 +23,11 @@ function draw(place) {
   const inDark = dark.matches && !printing;
   const { width, ...layout } = inDark ? darkened(figure.layout) : structuredClone(figure.layout);
   layout.autosize = true;
+  // Heat maps of square cells are as much lower as they are narrower.
+  if (layout.yaxis && layout.yaxis.scaleanchor) {
+    layout.height -= Math.max(0, width - place.clientWidth);
+    place.style.height = `${layout.height}px`;
+  }
   const traces = inDark ? darkened(figure.data) : structuredClone(figure.data);
   if (inDark) onDarkPage(layout);
   Plotly.react(place, traces, layout, CONFIG);
@@ -120,7 +113,6 @@ document.querySelectorAll("table:has(thead)").forEach(sortable);
 markSection();
 dark.addEventListener("change", redraw);
 window.addEventListener("beforeprint", () => {
-  if (!figures) return;
   printing = true;
   places.forEach((place) => { if (place.dataset.drawn !== "light") draw(place); });
 });
@@ -128,10 +120,4 @@ window.addEventListener("afterprint", () => {
   printing = false;
   redraw();
 });
-start().catch((error) => {
-  for (const place of places) {
-    place.classList.add("failed");
-    place.textContent = `This browser cannot draw the figure. ${error.message}`;
-  }
-  console.error(error);
-});
+start();

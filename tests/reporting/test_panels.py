@@ -12,7 +12,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
-from tl_layersim.reporting.report_panels import panels
+from tl_layersim.reporting.panels import panels
+from tl_layersim.reporting.style import styled
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -41,48 +42,44 @@ def test_a_report_is_one_figure_of_its_first_pictures(report):
     assert len(places) == 3
     for a, b in combinations(places, 2):
         assert a[1] <= b[0] or b[1] <= a[0] or a[3] <= b[2] or b[3] <= a[2]
-    titles = [note.text for note in figure.layout.annotations]
-    words = ["Cosine similarity between layers", "Linear CKA between layers", "Cross-entropy of each layer's prediction"]
-    assert [title for title in titles if title.startswith("<b>")] == [f"<b>{one}</b>" for one in words]
-    assert figure.layout.title.text == f"LlamaForCausalLM · {report['cka'].provenance.tokens} tokens"
     assert list(figure.layout.xaxis.ticktext) == ["embed", "0", "1", "2"]
     assert figure.layout.yaxis2.scaleanchor == "x2"
 
 
-def test_second_axes_and_notes_of_a_panel_stay_with_it():
-    one = go.Figure(go.Scatter(y=[1, 2]))
-    two = go.Figure([go.Bar(y=[1, 2]), go.Scatter(y=[3, 4], yaxis="y2")])
-    two.update_layout(yaxis2={"overlaying": "y", "side": "right"}, title="both")
-    two.add_annotation(text="corner", x=1, y=1, xref="paper", yref="paper")
+@pytest.mark.parametrize("width", [None, "column", "text"])
+def test_no_panel_lies_on_another_one(report, width):
+    figure = report.plot(width=width, title="")
+    assert not figure.layout.title.text
+    high, wide = figure.layout.height, figure.layout.width
+    boxes = [(left * wide, right * wide, low * high, high_end * high) for left, right, low, high_end in domains(figure)]
+    # Titles stand above their panels, at least a line apart from the panel above.
+    tops = sorted({round(box[3]) for box in boxes})
+    for note in figure.layout.annotations:
+        assert not any(left < note.x * wide + 1 < right and low < note.y * high < top for left, right, low, top in boxes)
+    assert len(tops) == (3 if width == "column" else 2)
+    assert wide == {None: 1016, "column": 312, "text": 648}[width]
+
+
+def test_shapes_and_legends_of_a_panel_stay_with_it():
+    one = styled(go.Figure(go.Scatter(y=[1, 2], name="a")), "one")
+    two = styled(go.Figure([go.Bar(y=[1, 2], name="b"), go.Scatter(y=[3, 4], name="c")]), "two")
     two.add_shape(type="line", x0=0, x1=1, y0=2, y1=2, xref="x domain", yref="y")
-    whole = panels([("a", one), ("b", two)], ["", ""])
-    assert [(trace.xaxis, trace.yaxis) for trace in whole.data] == [("x", "y"), ("x2", "y2"), ("x2", "y3")]
-    assert whole.layout.yaxis3.overlaying == "y2"
-    corner = next(note for note in whole.layout.annotations if note.text == "corner")
-    assert corner.x == pytest.approx(whole.layout.xaxis2.domain[1])
+    whole = panels([one, two])
+    assert [(trace.xaxis, trace.yaxis, trace.legend) for trace in whole.data] == [
+        ("x", "y", "legend"),
+        *[("x2", "y2", "legend2")] * 2,
+    ]
+    assert [trace.showlegend for trace in whole.data] == [False, True, True]
     assert (whole.layout.shapes[0].xref, whole.layout.shapes[0].yref) == ("x2 domain", "y2")
 
 
-def test_panels_of_one_title_have_names_and_panels_of_other_data_their_own_words():
+def test_panels_of_other_data_have_their_own_words():
     two = [lsim.analyze(tiny_llama(), random_tokens(rows), lsim.Cosine())["cosine"] for rows in (3, 4)]
     counts = [result.provenance.tokens for result in two]
     figure = lsim.Report({"first": two[0], "second <b>": two[1]}).plot()
-    notes = [note.text for note in figure.layout.annotations if note.text.startswith("<b>")]
-    assert [note.split("<br>")[0] for note in notes] == [
-        "<b>Cosine similarity between layers (first)</b>",
-        "<b>Cosine similarity between layers (second &lt;b&gt;)</b>",
-    ]
+    notes = [note.text for note in figure.layout.annotations]
     assert [f"{count} tokens" in note for count, note in zip(counts, notes, strict=True)] == [True, True]
     assert not figure.layout.title.text
-
-
-@pytest.mark.parametrize(("layers", "beside"), [(6, "0"), (8, "")])
-def test_the_label_beside_embed_is_left_out_of_a_panel_without_room_for_both(layers, beside):
-    found = lsim.analyze(tiny_llama(layers), random_tokens(3), [lsim.Cosine(), lsim.EffectiveRank()])
-    figure = lsim.Report(dict(found)).plot()
-    assert list(figure.layout.xaxis.ticktext)[:3] == ["embed", beside, "1"]
-    # The axis of a curve is longer than that of a heat map.
-    assert list(figure.layout.xaxis2.ticktext)[:3] == ["embed", "0", "1"]
 
 
 def test_a_report_without_pictures_is_refused():

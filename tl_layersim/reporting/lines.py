@@ -1,43 +1,46 @@
-"""Figures of curves: fields over layers, thresholds or numbers, quantiles as bands, and singular values."""
+"""Lines with bands: fields over layers or numbers, quantiles, and paths in a plane."""
 
 from __future__ import annotations
 
+import html
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
-from .interval_bands import Ends, add_band, point_hover, whiskers
-from .labels import axis_title, series_label
+from .interval_bands import Ends, add_band, hover_texts, point_hover, whiskers
+from .site_labels import axis_title, series_label, short_names, visible_token
 from .style import (
     BLUE,
-    DASHES,
+    FAINT,
     GREEN,
     GREY,
+    HEIGHT,
     ORANGE,
-    PALETTE,
+    colour_bar,
     layer_axis,
     log_axis,
-    ordered_colours,
+    ordered_colour,
     styled,
     turn_labels,
-    with_room_for_legend,
 )
 
 # Axes of a result whose labels are layers.
-LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer")
+LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer", "site")
 # Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one.
 LOG_FACTOR = 20
 # Most points of a curve that have markers.
 MOST_MARKERS = 60
-# Most ticks along numbers of singular values, beside the first; and their distances.
-MOST_NUMBER_TICKS = 8
-STEPS = tuple(factor * 10**power for power in range(9) for factor in (1, 2, 5))
-# Marks the traces of reference lines.
-REFERENCE = "reference line"
 # Opacities of bands of quantiles, the outermost first.
 FAN = (0.16, 0.3, 0.4)
+# Most steps in the moving mean of a training.
+SMOOTHED = 25
+# Distance of points with names, as a part of the plot.
+APART = 0.12
+# Tokens beyond which paths are fainter, and most of their letters.
+MOST_STRONG, LETTERS = 25, 14
 
 
 class Series(NamedTuple):
@@ -109,6 +112,16 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
     return styled(fig, title).update_layout(showlegend=len(series) > 1)
 
 
+def is_wide(values: Any) -> bool:
+    """Whether values span so large a factor that a linear axis would flatten most of them.
+
+    Args:
+        values: any array.
+    """
+    known = values[np.isfinite(values)]
+    return bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
+
+
 def known_sites(names: tuple[Any, ...], values: Any, axis: str) -> slice:
     """The sites from the first to the last at which any series is known: all, if none is, or the axis has no sites.
 
@@ -121,42 +134,30 @@ def known_sites(names: tuple[Any, ...], values: Any, axis: str) -> slice:
     return slice(int(known[0]), int(known[-1]) + 1) if axis in LAYER_AXES and len(known) else slice(0, len(names))
 
 
-def with_least_span(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
-    """The line plot of a bounded quantity, with a vertical axis of at least a tenth of the bounds: noise is no dip.
+def within_bounds(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
+    """The line plot of a bounded quantity with a vertical axis of at least a tenth of the bounds: noise is no dip.
+
+    An axis that would begin at 0 begins a little below a positive lower bound, such as 1 for a ratio that is at least 1.
 
     Args:
-        fig: of lines; heatmaps, and axes that begin at 0 or are logarithmic, stay as they are.
+        fig: of lines; other figures, and axes that are logarithmic or have a range, stay as they are.
         bounds: of the quantity, infinite where there is none.
     """
-    axis = fig.layout.yaxis
-    if not np.isfinite(bounds).all() or axis.rangemode == "tozero" or axis.type == "log" or axis.range is not None:
+    axis, (low, high) = fig.layout.yaxis, bounds
+    if axis.type == "log" or axis.range is not None or any(trace.type != "scatter" for trace in fig.data):
         return fig
-    if any(trace.type != "scatter" for trace in fig.data):
-        return fig
-    drawn = [float(y) for trace in fig.data for y in np.asarray(trace.y, dtype=float)]
-    known = [y for y in drawn if math.isfinite(y)]
-    least = (bounds[1] - bounds[0]) / 10
-    if not known or max(known) - min(known) >= least:
-        return fig
-    middle = float(np.clip((max(known) + min(known)) / 2, bounds[0] + least / 2, bounds[1] - least / 2))
-    return fig.update_yaxes(range=[middle - 0.53 * least, middle + 0.53 * least])
-
-
-def from_lower_bound(fig: go.Figure, low: float) -> go.Figure:
-    """The line plot of a quantity with a positive lower bound, on a vertical axis from a little below the bound.
-
-    Args:
-        fig: of lines; heatmaps, and axes that do not begin at 0, stay as they are.
-        low: the bound, such as 1 for a ratio that is at least 1; infinite where there is none.
-    """
-    if not 0 < low < math.inf or fig.layout.yaxis.rangemode != "tozero" or any(trace.type != "scatter" for trace in fig.data):
-        return fig
-    bars = [0.0 if trace.error_y.array is None else trace.error_y.array for trace in fig.data]
-    drawn = [np.asarray(trace.y, dtype=float) + np.nan_to_num(bar) for trace, bar in zip(fig.data, bars, strict=True)]
-    high = max([float(y) for y in np.concatenate(drawn) if math.isfinite(y)], default=low)
-    span = (high - low) or 1.0
-    # Of values far above the bound, a twentieth of the axis would reach below 0.
-    return fig.update_yaxes(range=[max(0.0, low - 0.05 * span), high + 0.08 * span])
+    bars = [0.0 if trace.error_y.array is None else np.nan_to_num(trace.error_y.array) for trace in fig.data]
+    drawn = [np.asarray(trace.y, dtype=float) + bar for trace, bar in zip(fig.data, bars, strict=True)]
+    known = [float(y) for y in np.concatenate(drawn) if math.isfinite(y)]
+    least = (high - low) / 10
+    if axis.rangemode == "tozero" and 0 < low < math.inf:
+        span = (max(known, default=low) - low) or 1.0
+        # Of values far above the bound, a twentieth of the axis would reach below 0.
+        fig.update_yaxes(range=[max(0.0, low - 0.05 * span), low + 1.08 * span])
+    elif axis.rangemode != "tozero" and math.isfinite(least) and known and max(known) - min(known) < least:
+        middle = float(np.clip((max(known) + min(known)) / 2, low + least / 2, high - least / 2))
+        fig.update_yaxes(range=[middle - 0.53 * least, middle + 0.53 * least])
+    return fig
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
@@ -202,21 +203,22 @@ def on_log_axis(ends: Ends, values: Any) -> Ends:
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 
 
-def with_baseline(fig: go.Figure, name: str, value: float, dash: str = "dash") -> go.Figure:
-    """The line plot with one more horizontal reference line.
+def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
+    """The line plot with horizontal reference lines.
 
     Args:
-        fig: of one series.
-        name: of the line.
-        value: at which it stands.
-        dash: of the line, as plotly names it.
+        fig: of lines.
+        baselines: names and values; none for the figure as it is.
     """
-    places = list(fig.data[-1].x)
-    # The vertical axis names the curve: the legend is for such lines alone.
-    fig.update_traces(showlegend=False, selector=lambda trace: trace.meta != REFERENCE)
-    ends = {"x": [places[0], places[-1]], "y": [value, value], "meta": REFERENCE}
-    fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line={"color": GREY, "width": 1.5, "dash": dash})
-    return fig.update_layout(showlegend=True)
+    places = list(fig.data[-1].x) or [0]
+    if len([trace for trace in fig.data if trace.fill is None]) == 1 and baselines:
+        # The vertical axis names the curve: the legend is for such lines alone.
+        fig.update_traces(showlegend=False)
+    for number, (name, value) in enumerate(baselines.items()):
+        look = {"color": GREY, "width": 1.5, "dash": ("dash", "dot")[number % 2]}
+        ends = {"x": [places[0], places[-1]], "y": [value, value]}
+        fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line=look)
+    return fig.update_layout(showlegend=True) if baselines else fig
 
 
 def quantile_lines(
@@ -274,7 +276,7 @@ def add_fan(
             fig.add_scatter(
                 x=x,
                 y=values[n],
-                name=f"{levels[pair[0]]:.0%} to {levels[pair[1]]:.0%} of tokens" if upper else label,
+                name=f"{100 * levels[pair[0]]:g} to {100 * levels[pair[1]]:g} % of tokens" if upper else label,
                 mode="lines",
                 line={"width": 0.5, "color": f"rgba({red}, {green}, {blue}, 0.4)"},
                 **({"fill": "tonexty", "fillcolor": f"rgba({red}, {green}, {blue}, {alpha})"} if upper else {}),
@@ -312,7 +314,7 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
     fig = go.Figure()
     known = values[np.isfinite(values)]
     # The MLP of the first block often multiplies the norm, and would flatten all other values on a linear axis.
-    wide = len(known) > 0 and bool(known.min() > 0) and bool(known.max() > LOG_FACTOR * known.min())
+    wide = bool((known > 0).all()) and is_wide(values)
     drawn = on_log_axis(ends, values) if ends is not None and wide else ends
     blocks = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
     kinds = (
@@ -344,24 +346,138 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
     return styled(fig, title)
 
 
-def spectra(values: Any, labels: list[str]) -> go.Figure:
-    """Singular values by number, on a logarithmic axis: a colour for each block, and a dash for each pair of tokens.
+def step_curve(losses: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
+    """Loss by training step, and its moving mean.
 
     Args:
-        values: `block pair direction`.
-        labels: of all pairs of the first block, then of the second, and so on.
+        losses: `step`.
+        title: of the figure.
+        quantity: title of the vertical axis.
+        ends: of the intervals of the losses, shown where the pointer is; None without intervals.
     """
     fig = go.Figure()
-    blocks, pairs, count = values.shape
-    colours = PALETTE[:blocks] if blocks <= len(PALETTE) else ordered_colours(blocks)
-    looks = [(colours[block], DASHES[pair % len(DASHES)]) for block in range(blocks) for pair in range(pairs)]
-    for label, row, (colour, dash) in zip(labels, values.reshape(-1, count), looks, strict=True):
-        hover = "number %{x}<br>%{y:.4g}<extra>" + label + "</extra>"
-        positive, line = np.where(row > 0, row, np.nan), {"color": colour, "dash": dash}
-        fig.add_scatter(x=list(range(1, count + 1)), y=positive, name=label, mode="lines", line=line, hovertemplate=hover)
-    known = values[values > 0]
-    step = next(step for step in STEPS if count <= step * MOST_NUMBER_TICKS)
-    ticks = [1, *range(step if step > 1 else 2, count + 1, step)]
-    fig.update_xaxes(title=axis_title("direction"), tickmode="array", tickvals=ticks, range=[1 - count / 50, count * 1.02])
-    fig.update_yaxes(title="Singular value", **(log_axis(float(known.min()), float(known.max())) if len(known) else {}))
-    return with_room_for_legend(styled(fig, "Singular values of the Jacobians").update_layout(showlegend=True))
+    steps = np.arange(1, len(losses) + 1)
+    width = min(SMOOTHED, len(losses) // 4)
+    each = {"color": FAINT.format(0.45), "width": 1} if width > 1 else {"color": BLUE}
+    texts = [""] * len(losses) if ends is None else list(hover_texts(ends))
+    hover = {"customdata": texts, "hovertemplate": "step %{x}<br>%{y:.4f}%{customdata}<extra></extra>"}
+    mode = "lines" if width > 1 else "lines+markers"
+    fig.add_scatter(x=steps, y=losses, name="training, each step", mode=mode, line=each, **hover)
+    if width > 1:
+        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+        name, centre = f"training, mean of {width} steps", steps[: len(smooth)] + (width - 1) / 2
+        hover = {"hovertemplate": f"%{{y:.4f}}<extra>mean of {width} steps</extra>"}
+        fig.add_scatter(x=centre, y=smooth, mode="lines", line={"color": BLUE}, name=name, **hover)
+    fig.update_xaxes(title=axis_title("step"))
+    fig.update_yaxes(title=quantity)
+    return styled(fig, title).update_layout(showlegend=width > 1)
+
+
+def named_points(
+    points: tuple[Any, Any],
+    ends: tuple[Ends | None, Ends | None],
+    names: Sequence[str],
+    kind: str,
+    titles: tuple[str, str, str],
+) -> go.Figure:
+    """A line through points with names, some of which stand beside their points, with whiskers in both directions.
+
+    Args:
+        points: x and y of the points.
+        ends: of the intervals of x and of y; None without intervals.
+        names: of the points.
+        kind: what the names are, for the legend.
+        titles: of the figure, of the horizontal and of the vertical axis.
+    """
+    bars = {
+        f"error_{side}": whiskers(values, own) | {"color": FAINT.format(0.5)}
+        for side, values, own in zip("xy", points, ends, strict=True)
+        if own is not None
+    }
+    # Points that are far enough from the last one with a name.
+    places = np.stack(points) / np.maximum(np.ptp(np.nan_to_num(np.stack(points)), axis=1, keepdims=True), 1e-12)
+    named = [0] if names else []
+    for n in range(len(names)):
+        if np.linalg.norm(places[:, n] - places[:, named[-1]]) > APART:
+            named.append(n)
+    margins = [[""] * len(names) if own is None else hover_texts(own) for own in ends]
+    fig = go.Figure()
+    fig.add_scatter(
+        x=points[0],
+        y=points[1],
+        mode="lines+markers+text",
+        name=f"numbers: {kind[:1].lower()}{kind[1:]}",
+        line={"color": BLUE},
+        text=[name if n in named else "" for n, name in enumerate(names)],
+        textposition="top right",
+        textfont={"color": GREY},
+        cliponaxis=False,
+        customdata=list(zip(names, *margins, strict=True)),
+        hovertemplate=f"{kind} %{{customdata[0]}}<br>{titles[1]}: %{{x:.4f}}%{{customdata[1]}}<br>"
+        f"{titles[2]}: %{{y:.4g}}%{{customdata[2]}}<extra></extra>",
+        **bars,
+    )
+    fig.update_xaxes(title=titles[1])
+    fig.update_yaxes(title=titles[2], rangemode="tozero")
+    return styled(fig, titles[0]).update_layout(showlegend=True)
+
+
+def paths(
+    coordinates: Any, explained: list[float], tokens: tuple[str, ...], layers: tuple[str, ...], title: str, skipped: int = 0
+) -> go.Figure:
+    """Paths of tokens in the plane of two principal components, coloured by position; the first and the last are thick.
+
+    Both components have one scale, so that lengths and angles are those of the plane.
+
+    Args:
+        coordinates: `token layer 2`.
+        explained: fraction of the last layer's variance along each component.
+        tokens: of the prompt.
+        layers: names of the residual layers.
+        title: of the figure.
+        skipped: number of positions of the prompt before the first of these tokens.
+    """
+    fig = go.Figure()
+    last = len(tokens) - 1
+    names = [html.escape(f"{n + skipped} {visible_token(token, LETTERS)}", quote=False) for n, token in enumerate(tokens)]
+    looks = {0: "first token", last: "last token"}
+    places = ["before the first block" if name == "embed" else f"after block {name}" for name in short_names(layers)]
+    symbols = ["circle-open", *["circle"] * (len(layers) - 2), "square"]
+    # The first and the last token are drawn last, above the others.
+    for i in [*range(1, last), *dict.fromkeys((0, last))]:
+        fig.add_scatter(
+            x=coordinates[i, :, 0],
+            y=coordinates[i, :, 1],
+            mode="lines+markers+text",
+            name=f"{looks[i]}: {names[i]}" if i in looks else names[i],
+            showlegend=i in looks,
+            opacity=1 if i in looks else 0.7 if len(tokens) <= MOST_STRONG else 0.35,
+            line={"color": ordered_colour(i / max(1, last)), "width": 3 if i in looks else 1.2},
+            marker={"size": [7] + [4] * (len(layers) - 2) + [8], "symbol": symbols, "color": ordered_colour(i / max(1, last))},
+            text=[""] * (len(layers) - 1) + [f"<b>{names[i]}</b>" if i in looks else ""],
+            textposition=_beyond(coordinates[i]),
+            cliponaxis=False,
+            customdata=[f"token <b>{names[i]}</b><br>{place}<br>{name}" for place, name in zip(places, layers, strict=True)],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    for name, symbol in (("first layer", "circle-open"), ("last layer", "square")):
+        fig.add_scatter(x=[None], y=[None], mode="markers", marker={"symbol": symbol, "size": 8, "color": GREY}, name=name)
+    scale = [[n / 10, ordered_colour(n / 10)] for n in range(11)]
+    marker = {"color": [skipped], "cmin": skipped, "cmax": skipped + max(1, last), "colorscale": scale, "showscale": True}
+    marker |= {"colorbar": colour_bar("Position in the prompt") | {"thickness": 12}}
+    fig.add_scatter(x=[None], y=[None], mode="markers", marker=marker, hoverinfo="skip", showlegend=False)
+    shares = [f"PC {n} ({100 * share:.0f} % of variance)" for n, share in enumerate(explained, start=1)]
+    # Room for the labels of the first and the last token.
+    low, high = float(np.nanmin(coordinates[..., 0])), float(np.nanmax(coordinates[..., 0]))
+    room = (high - low) / 3 or 1.0
+    fig.update_xaxes(title=shares[0], range=[low - room, high + room])
+    fig.update_yaxes(title=shares[1], scaleanchor="x", scaleratio=1)
+    return styled(fig, title, height=HEIGHT + 130)
+
+
+def _beyond(path: Any) -> str:
+    """The place of a label at the end of a path that continues the path."""
+    x, y = path[-1] - path[-2] if len(path) > 1 else (0.0, 1.0)
+    if abs(x) > abs(y):
+        return "middle right" if x > 0 else "middle left"
+    return "top center" if y > 0 else "bottom center"

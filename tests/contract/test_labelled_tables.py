@@ -1,0 +1,121 @@
+"""Laws of labelled tables, over every analyzer that is found, and of tables of many runs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, residuals, view_for
+
+ANALYZERS = sorted(find_analyzers().items())
+LABELS = [n % 3 for n in range(256)]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Every analyzer on one model, with intervals; the measures that need labels or text with none."""
+    own = {"linear_probe": lsim.LinearProbe(labels=LABELS), "neural_collapse": lsim.NeuralCollapse(labels=LABELS)}
+    sized = {"cka": lsim.CKA(minibatch=16), "block_coupling": lsim.BlockCoupling(k=3)}
+    chosen = {name: (own | sized).get(name) or cls() for name, cls in ANALYZERS if name != "task_metrics"}
+    return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(256, 8), batch_size=16), chosen, intervals=True)
+
+
+def check(result, table):
+    held = {result.values_name if name == "values" else name: name for name in result.tensor_fields()}
+    expected = {}
+    for name, field in held.items():
+        values = getattr(result, field)
+        if values.numel() and not values.isnan().all():
+            expected[name] = (values, field)
+            if result.has_intervals and result.declared(field).within is not None:
+                found = result.interval(field)
+                ends = {"low": found.low, "high": found.high, "se": found.error}
+                expected |= {f"{name}_{end}": (own, field) for end, own in ends.items()}
+    assert list(table.data_vars) == list(expected)
+    for name, (values, field) in expected.items():
+        own = result.declared(field)
+        assert table[name].dims == own.axes
+        assert (table[name].attrs["long_name"], table[name].attrs.get("units", "")) == (own.label, own.unit)
+        for axis in own.axes:
+            assert table[axis].values.tolist() == list(result.coordinates(axis))
+        np.testing.assert_array_equal(table[name].values, values)
+    assert all(isinstance(value, str | int | float) for value in table.attrs.values())
+    assert json.loads(table.attrs["options"]) == json.loads(json.dumps(result.provenance.options))
+
+
+@pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
+def test_a_table_holds_the_fields_of_a_result(name, cls):
+    result = from_views(cls(), [view_for(cls, residuals(seed, tokens=size)) for seed, size in enumerate((12, 30, 7))])
+    check(result, result.to_xarray())
+
+
+def test_a_report_has_a_table_for_each_result_with_intervals(measured, tmp_path):
+    tables = measured.to_xarray()
+    assert list(tables.children) == list(measured)
+    for name, result in measured.items():
+        check(result, tables[name].to_dataset())
+    tables["cka"].to_dataset().to_netcdf(tmp_path / "cka.nc")
+    both = lsim.stack({1: measured, 2: measured}, "step")
+    assert list(both.children) == list(measured)
+    for name, result in measured.items():
+        field = result.values_name
+        np.testing.assert_array_equal(both[name][field].sel(step=2).values, result.values)
+        assert both[name][field].dims[0] == "step"
+
+
+def test_untrained_models_have_their_mean():
+    found = lsim.analyze(tiny_llama(), random_tokens(8), lsim.Cosine(), baseline="untrained")["cosine"]
+    np.testing.assert_array_equal(found.to_xarray()["values_untrained"].values, found.of_untrained("values").mean(0))
+
+
+def test_runs_of_other_depths_are_joined_in_the_order_of_the_model():
+    models = {"deep": tiny_llama(12), "shallow": tiny_llama(3, seed=1)}
+    reports = {name: lsim.analyze(model, random_tokens(4), lsim.Trajectory()) for name, model in models.items()}
+    table = lsim.stack({name: reports[name] for name in ("shallow", "deep")}, "model")["trajectory"]
+    assert table["model"].values.tolist() == ["shallow", "deep"]
+    assert table["layer"].values.tolist() == list(reports["deep"]["trajectory"].layers[1:])
+    growth = table["growth"].sel(model="shallow")
+    np.testing.assert_array_equal(growth.values[:3], reports["shallow"]["trajectory"].growth)
+    assert growth.isnull().values.tolist() == [False] * 3 + [True] * 9
+    depth = table["residual_depth"]
+    assert depth.dims == ("model", "residual")
+    np.testing.assert_allclose(depth.sel(model="shallow").values[:4], [0, 1 / 3, 2 / 3, 1])
+    np.testing.assert_allclose(table["layer_depth"].sel(model="deep").values, [n / 12 for n in range(1, 13)])
+    # Models of one depth share theirs.
+    same = lsim.stack(dict.fromkeys("ab", reports["deep"]["trajectory"]))
+    assert (same["residual_depth"].dims, same["norm"].dims) == (("residual",), ("run", "residual"))
+    # At common depths, with xarray alone.
+    norm = table["norm"].sel(model="deep").swap_dims(residual="residual_depth").interp(residual_depth=[0, 1 / 24, 1])
+    own = reports["deep"]["trajectory"].norm
+    np.testing.assert_allclose(norm.values, [own[0], (own[0] + own[1]) / 2, own[-1]])
+
+
+def test_attributes_of_all_runs_are_kept_and_other_options_are_noticed():
+    tokens = random_tokens(8)
+    first, second = (lsim.analyze(tiny_llama(seed=n), tokens, lsim.BlockCoupling(k=3)) for n in (0, 1))
+    table = lsim.stack({np.int64(0): first, 1: second}, "step")["block_coupling"]
+    assert table.attrs["tokens"] == first["block_coupling"].provenance.tokens
+    assert "weights_hash" not in table.attrs
+    assert table["step"].values.tolist() == [0, 1]
+    other = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=2))
+    with pytest.warns(lsim.LayersimWarning, match=r"'block_coupling'.* k \(3, 2\)"):
+        lsim.stack({"a": first, "b": other})
+
+
+def test_what_cannot_be_stacked_is_refused():
+    report = lsim.analyze(tiny_llama(), random_tokens(4), [lsim.Cosine(), lsim.CKA(minibatch=8)])
+    for runs, dim, match in (
+        ({}, "run", "`runs`"),
+        ({"a": 3}, "run", "`runs`.* int"),
+        ({"a": report, "b": report["cka"]}, "run", "`runs`.* CKAResult, Report"),
+        ({"a": report}, "row", "`dim`.*'row'.*'c"),
+        ({"a": report["cka"]}, "values", "`dim`.*'values'"),
+    ):
+        with pytest.raises(lsim.LayersimError, match=match):
+            lsim.stack(runs, dim)

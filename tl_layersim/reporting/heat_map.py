@@ -1,0 +1,317 @@
+"""Heat maps: layers by layers, and series by layers."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from ..core.provenance import JOINT
+from ..core.results import Result
+from .colour_scales import (
+    MOST_NUMBERS,
+    SPREAD,
+    ColourScale,
+    cell_numbers,
+    narrow_scale,
+    off_diagonal_scale,
+    on_cells,
+    scale_of,
+)
+from .interval_bands import Ends, cell_hover, interval_ends
+from .site_labels import axis_title, short_names, visible_token
+from .style import HEIGHT, MOST_TICKS, SEQUENTIAL, colour_bar, layer_axis, model_name, styled, turn_labels, with_subtitle
+
+# Axes of matrices whose two sides are of one kind.
+MATRICES = (
+    ("row", "column"),
+    ("row_block", "column_block"),
+    ("connection", "other"),
+    ("skipped", "affected"),
+    ("vision_layer", "text_layer"),
+    ("vision_layer", "other_vision_layer"),
+    ("text_layer", "other_text_layer"),
+)
+# Axes of matrices in which an entry of one with itself says nothing: a Jacobian in its own basis is diagonal by definition.
+OF_JACOBIANS = ("row_block", "connection")
+# Of coupling, the attribute that holds what random vectors give.
+NULLS = {"coupling": "null_coupling", "miscoupling": "null"}
+# Rows or columns of a heat map without lines between its cells.
+MOST_GAPS = 24
+# Fractions at the ticks of a colour bar by the square root.
+FRACTIONS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+# Most letters of a token in a label.
+LETTERS = 9
+
+
+class Side(NamedTuple):
+    """Rows or columns of a heat map.
+
+    Attributes:
+        names: of each, for the text at the pointer.
+        title: of the axis; where the names are those of residual layers, see `site_axis_title`.
+        labels: at the ticks; None for the short names of sites.
+    """
+
+    names: tuple[Any, ...]
+    title: str
+    labels: list[str] | None = None
+
+    @property
+    def shown(self) -> list[str]:
+        """Labels of all rows or columns."""
+        return short_names(self.names) if self.labels is None else self.labels
+
+    def place(self, update: Callable[..., go.Figure]) -> None:
+        """Title and ticks of the axis, by `update_xaxes` or `update_yaxes` of a figure."""
+        if self.labels is None:
+            layer_axis(update, self.names, self.title)
+            return
+        step = max(1, -(-len(self.labels) // MOST_TICKS))
+        ticks = [html.escape(label, quote=False) for label in self.labels[::step]]
+        update(title=self.title, tickmode="array", tickvals=list(range(0, len(self.labels), step)), ticktext=ticks)
+
+
+def heat_map(
+    values: Any,
+    sides: tuple[Side, Side],
+    scale: ColourScale,
+    titles: tuple[str, str],
+    *,
+    ends: Ends | None = None,
+    decimals: int | None = None,
+    square: bool = True,
+) -> go.Figure:
+    """A heat map.
+
+    Args:
+        values: `row column`.
+        sides: rows and columns.
+        scale: of the colours.
+        titles: of the figure, and of the colour bar.
+        ends: of the intervals of the values; None without intervals.
+        decimals: fewest of the numbers in the cells of a small map; None for no numbers.
+        square: whether cells are square, and the first row is at the top.
+    """
+    rows, columns = sides
+    fig = go.Figure(
+        go.Heatmap(
+            z=values,
+            x=list(range(len(columns.names))),
+            y=list(range(len(rows.names))),
+            colorbar=colour_bar(titles[1]),
+            xgap=1 if len(columns.names) <= MOST_GAPS else 0,
+            ygap=1 if len(rows.names) <= MOST_GAPS else 0,
+            **scale.trace(),
+            **({} if decimals is None else cell_numbers(values, scale, decimals)),
+            **cell_hover(rows.names, columns.names, ends, html.escape(titles[1], quote=False)),
+        )
+    )
+    rows.place(fig.update_yaxes)
+    columns.place(fig.update_xaxes)
+    if columns.labels is None:
+        turn_labels(fig, columns.names)
+    fig.update_xaxes(showgrid=False)
+    fig.update_yaxes(showgrid=False)
+    if square:
+        square_cells(fig, rows.shown, columns.shown)
+    return styled(fig, titles[0], height=HEIGHT if square else 500)
+
+
+def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
+    """Heat map of layers by layers, of one model or of two, without first and last rows and columns that have no value.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: of the field.
+        titles: of the figure, and of the colour bar.
+        ends: of the intervals of the values; None without intervals.
+    """
+    values = drawn_values(result, field, axes)
+    scale = matrix_scale(result, field, axes, values)
+    titled = sides_of(result, axes)
+    sides = [Side(result.coordinates(axis), title) for axis, title in zip(axes, titled, strict=True)]
+    if axes[0] == "connection":
+        sides = [side._replace(labels=_connection_labels(side.names, getattr(result, "tokens", ()))) for side in sides]
+    shown = (
+        [slice(None), slice(None)] if axes[0] in (*OF_JACOBIANS, "skipped") else [_with_values(values.T), _with_values(values)]
+    )
+    notes = [_own_note(result, field, axes), scale.note, _left_out(sides, shown)]
+    rows, columns = (side._replace(names=side.names[own]) for side, own in zip(sides, shown, strict=True))
+    values, ends = values[tuple(shown)], ends and ends.at(tuple(shown))
+    fig = heat_map(values, (rows, columns), scale, titles, ends=ends, decimals=3 if field == "p_values" else 2)
+    return with_subtitle(fig, html.escape("; ".join(filter(None, notes)), quote=False))
+
+
+def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
+    """Heat map of many series over layers or dimensions: one row for each series, with its label.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: of the field.
+        titles: of the figure, and of the colour bar.
+        ends: of the intervals of the values; None without intervals.
+    """
+    values = getattr(result, field).numpy()
+    scale = scale_of(result, field, values)
+    fig = heat_map(values, _series_sides(result, axes), scale, titles, ends=ends, square=False)
+    return with_subtitle(fig, html.escape(scale.note, quote=False))
+
+
+def share_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
+    """Heat map of counts as fractions of the sum of their row, on colours by the square root; none is white.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: of the field.
+        titles: of the figure, and of the colour bar.
+    """
+
+    def fractions(one: Any) -> Any:
+        counts = getattr(one, field)
+        return counts / counts.sum(-1, keepdim=True)
+
+    values = fractions(result).numpy()
+    # Colours by the square root: one position of a thousand is seen beside the last block's.
+    roots, scale = np.where(values > 0, np.sqrt(values), np.nan), ColourScale(SEQUENTIAL, 0.0, 1.0)
+    fig = heat_map(roots, _series_sides(result, axes), scale, titles, ends=interval_ends(result, fractions), square=False)
+    [cells] = fig.data
+    texts = [
+        [f"{value:.4f}{''.join(cell[2:])}" for value, cell in zip(*own, strict=True)]
+        for own in zip(values, cells.customdata, strict=True)
+    ]
+    hover = re.sub(r"%\{z[^}]*\}(%\{customdata\[2\]\})?", "%{customdata[2]}", cells.hovertemplate)
+    names = [[(*cell[:2], text) for cell, text in zip(*own, strict=True)] for own in zip(cells.customdata, texts, strict=True)]
+    ticks = {"tickvals": [tick**0.5 for tick in FRACTIONS], "ticktext": [f"{tick:g}" for tick in FRACTIONS]}
+    cells.update(customdata=names, hovertemplate=hover, colorbar=ticks)
+    note = "white: none"
+    if values.shape[1] <= MOST_NUMBERS:
+        numbers = [
+            [f"{100 * value:.1f}" if value >= 0.0005 else "&lt;0.1" if value > 0 else "" for value in row] for row in values
+        ]
+        cells.update(text=on_cells(numbers, roots, scale), texttemplate="%{text}", textfont={"size": 9})
+        note = "numbers: per cent; white: none"
+    return with_subtitle(fig, note)
+
+
+def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Sequence[str]) -> int:
+    """Make the cells of a heat map square, with the first row at the top; `styled` gives it the height that it needs.
+
+    Args:
+        fig: of one heat map.
+        row_labels: tick labels of all rows.
+        column_labels: tick labels of all columns.
+    """
+    # Invisible ticks keep labels away from the cells.
+    plain = {"constrain": "domain", "showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
+    fig.update_yaxes(autorange="reversed", scaleanchor="x", **plain)
+    fig.update_xaxes(**plain)
+    return HEIGHT
+
+
+def drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
+    """The values of a matrix, without those of blocks and p-values of layers with themselves, as an array.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: of the field.
+    """
+    values = (result.values if field in ("values", result.values_name) else getattr(result, field)).numpy()
+    # The p-value of a layer with itself is no finding.
+    own = len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field))
+    return np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
+
+
+def matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:
+    """The colour scale of a matrix, or of several of one field.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: of the field.
+        values: that are drawn.
+    """
+    scale = scale_of(result, field, values)
+    if axes[0] in OF_JACOBIANS:
+        return narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
+    if axes[0] == "skipped":
+        # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
+        beyond = bool((np.nan_to_num(values) > 1).any())
+        return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
+    return off_diagonal_scale(values, scale)
+
+
+def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
+    """Titles of the rows and of the columns of a matrix.
+
+    Args:
+        result: whose matrix.
+        axes: of the field.
+    """
+    if axes[0] in OF_JACOBIANS:
+        what = "block" if axes[0] == "row_block" else "connection"
+        return f"Jacobian of {what}", f"Singular vectors of {what}"
+    if axes[0] in ("skipped", "vision_layer", "text_layer"):
+        return axis_title(axes[0]), axis_title(axes[1])
+    models = result.provenance.model.split(JOINT)
+    first, last = (f"After block of {html.escape(model_name(model), quote=False)}" for model in (models[0], models[-1]))
+    return (first, last) if len(models) > 1 else ("After block", "After block")
+
+
+def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[Side, Side]:
+    """Rows of series, and columns of sites or numbers."""
+    names = [result.coordinates(axis) for axis in axes]
+    words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
+    layers = all(isinstance(name, str) for name in names[1])
+    columns = Side(names[1], axis_title("layer" if layers else axes[1]), None if layers else list(map(str, names[1])))
+    return Side(tuple(words), axis_title(axes[0]), words), columns
+
+
+def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
+    """What is left out of a matrix, what random vectors give, and the smallest possible p-value; empty for other fields."""
+    if axes[0] in OF_JACOBIANS and len(result.coordinates(axes[0])) > 1:
+        null = getattr(result, NULLS.get(field, ""), None)
+        found = "" if null is None else f"; random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}"
+        return f"Without a {'block' if axes[0] == 'row_block' else 'connection'} with itself{found}"
+    if field == "p_values" and (count := int(getattr(result, "permutations", 0))):
+        own = "; without a layer with itself" if _of_own_layers(result, field) and len(result.layers) > 1 else ""
+        return f"{count:,} permutations; smallest possible {1 / (count + 1):.2g}{own}"
+    return ""
+
+
+def _of_own_layers(result: Result, field: str) -> bool:
+    """Whether a field holds p-values between the layers of one model."""
+    return field == "p_values" and JOINT not in result.provenance.model
+
+
+def _with_values(values: Any) -> slice:
+    """The columns from the first to the last with a value; all if none has one."""
+    known = np.flatnonzero(np.isfinite(values).any(axis=0))
+    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
+
+
+def _left_out(sides: list[Side], shown: list[slice]) -> str:
+    """The rows and columns that are not shown, in words; empty if all are."""
+    outside = [[label for label in side.shown if label not in side.shown[own]] for side, own in zip(sides, shown, strict=True)]
+    words = list(dict.fromkeys(label for labels in outside for label in labels))
+    return f"without {', '.join(words)}, where no value is defined" if words else ""
+
+
+def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) -> list[str]:
+    """What differs among connections "block: t_in > t_out": the block, the token, or both tokens."""
+    parts = [[int(part) for part in re.split(": | > ", one)] for one in connections]
+    blocks, starts, ends = (len(set(column)) > 1 for column in zip(*parts, strict=True))
+    labels = []
+    for block, start, end in parts:
+        words = [visible_token(f"{n} {tokens[n].strip()}", LETTERS) for n in dict.fromkeys((start, end))]
+        own = " > ".join(words) if starts and ends else words[-1] if ends else words[0] if starts else ""
+        labels.append(": ".join([str(block)] * (blocks or not own) + [own] * bool(own)))
+    return labels
