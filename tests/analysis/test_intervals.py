@@ -121,7 +121,7 @@ def test_any_number_of_a_result_has_an_interval():
 
 def test_a_table_and_the_text_show_the_intervals():
     report = lsim.analyze(tiny_llama(), lsim.Data(rows(40), batch_size=2), [lsim.Cosine(center="none")], intervals=True)
-    table = report["cosine"].to_frame("values")
+    table = report["cosine"].to_frame()
     found = report["cosine"].interval("values")
     np.testing.assert_array_equal(table["values_low"], found.low.flatten())
     np.testing.assert_array_equal(table["values_high"], found.high.flatten())

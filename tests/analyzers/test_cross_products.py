@@ -11,6 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analyzers._covariances import Covariances, are_defined
 from tl_layersim.core import Sums
+from tl_layersim.core.wording import duration_in_words
 from tl_layersim.models.view import reduce
 
 from .. import oracles
@@ -244,9 +245,9 @@ def test_the_time_after_the_data_pass_is_announced(cls):
     assert f"{cls.__name__} decomposes the cross-products of 496 pairs of sites after" in said
     seconds = {"Procrustes": 0.07, "CCA": 0.2, "LinearPredictivity": 0.1}[cls.__name__] * 496
     assert f"about {seconds:.0f} seconds" in said
-    minutes = round(seconds * 8 * 21 / 60)
+    long = duration_in_words(seconds * 8 * 21)
     wide = cls(permutations=20).cost(replace(large, d_model=1152))
-    assert f"with 20 permutations, after the data pass. It takes about {minutes} minutes" in wide
+    assert f"with 20 permutations, after the data pass. It takes about {long}" in wide
     assert cls().cost(replace(large, d_model=None, widths=())) == ""
 
 

@@ -53,7 +53,7 @@ def test_windows_equal_the_oracle(window):
     assert len(found.centres) == 5 - window
     # The middle of a window of 4 steps, from layer 0 to layer 4, is layer 2.
     assert found.centres[0] == found.layers[window // 2]
-    assert list(found.to_frame("windowed_lss").columns) == ["centre", "windowed_lss", "windowed_lss_std"]
+    assert list(found.to_frame("windowed_lss").columns) == ["centre", "windowed_lss"]
 
 
 def test_the_score_of_a_model_is_at_least_one_and_turns_with_nothing():

@@ -40,7 +40,7 @@ def classes_with_figures() -> dict[type, set[str]]:
             if inspect.isclass(cls) and cls.__module__.startswith("tl_layersim") and hasattr(cls, "plot"):
                 fields = pictures_of(cls)
                 # Bases of several results have neither pictures nor a figure of their own, or hand theirs to subclasses.
-                if fields or ("plot" in vars(cls) and not subclasses(cls)):
+                if not subclasses(cls) and (fields or "plot" in vars(cls)):
                     found[cls] = fields or {""}
     return found
 

@@ -17,7 +17,7 @@ from tl_layersim.core.fields import declarations
 from tl_layersim.reporting.interval_bands import Ends
 from tl_layersim.reporting.lines import Series, lines, step_curve, within_bounds
 from tl_layersim.reporting.site_labels import AXES
-from tl_layersim.reporting.style import BLUE, ORANGE, SIZES
+from tl_layersim.reporting.style import BLUE, ORANGE, PAPER_SIZES
 
 from .. import html_pages
 from ..core.helpers import FILES, RESULTS, curve
@@ -57,9 +57,9 @@ def test_every_field_of_every_result_has_a_table_and_a_figure_or_a_sentence(name
                 assert len(result.to_frame(field)) == held.numel(), field
             missing = bool(held.isnan().all())
             if (len(own.axes) in (1, 2) or own.drawn) and not missing:
-                for width in SIZES:
+                for width in PAPER_SIZES:
                     fig = result.plot(field, width=width, title="")
-                    assert fig.layout.width == SIZES[width].width
+                    assert fig.layout.width == PAPER_SIZES[width].width
                     assert not fig.layout.title.text
                 assert result.plot(field, title="<b>own").layout.title.text == "&lt;b&gt;own"
             elif type(result).plot is lsim.Result.plot:

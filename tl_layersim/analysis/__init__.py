@@ -4,7 +4,7 @@ Other packages may import from these modules:
 
 * `api`: `analyze`
 * `data_pass`: `sums_of`; `shard_files`: `read_part`, `ShardPart`, `DataCounts`, `MAIN`; `merging`: `merged_report`
-* `model_groups`: `group_labels`
+* `model_groups`: `group_labels`; `score_relation`: `Relation`
 * `report_assembly`: `record`, the provenance of a run
 * `shards`: `listed`; `site_plan`: `DEFAULT`
 * `validation`: `choose_analyzers`, `shared_tokens`, `with_tokenizer`

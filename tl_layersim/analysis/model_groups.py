@@ -53,9 +53,9 @@ def compare_groups(
         - `mean`, and `sd` over pairs of different models, divided by their number less 1; `count`, the number of pairs.
         - `difference`: the mean between groups minus that within groups.
         - `p_value`: the fraction of relabelings, with the sizes of the groups kept, whose difference is at least as large; of
-          similarities in a `ModelGrid`, such as CKA by site, at least as small. Relabelings that only exchange the names of
-          groups count once. Of random relabelings, the given labels count as one more: (1 + number as large) / (1 + number
-          drawn). NaN where a distance is not defined.
+          `"by_site"`, which holds similarities such as CKA, at least as small. Those of several sites are not adjusted for
+          their number. Relabelings that only exchange the names of groups count once. Of random relabelings, the given labels
+          count as one more: (1 + number as large) / (1 + number drawn). NaN where a distance is not defined.
         - `smallest_p`: the smallest p-value that so many models, or so many random relabelings, can give.
         - `mean_low`, `mean_high`, `difference_low`, `difference_high`: 95 % intervals, if the grid was measured with
           `intervals=True`. The p-value is of all data.
@@ -88,9 +88,8 @@ def compare_groups(
     values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
     compared = pairs_by_groups(labels, have_directions(values))
     sides, pairs = zip(*compared.values(), strict=True)
-    own = torch.eye(len(names), dtype=torch.bool)
-    # Similarities, such as CKA by site, are largest for a model with itself.
-    sign = -1 if isinstance(grid, ModelGrid) and bool(values[own].nanmean() > values[~own].nanmean()) else 1
+    # Similarities of sites, such as CKA, are smaller where models differ more.
+    sign = -1 if isinstance(grid, ModelGrid) and field == "by_site" else 1
     each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
     tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
@@ -15,11 +15,18 @@ else:
     Figure = Any
 
 # Dimensions whose labels are sites, beside those with a coordinate of relative depths.
-SITES = {"residual", "layer", "row", "column", "row_block", "column_block", "skipped", "affected", "sublayer", "site"}
+SITE_DIMS = {"residual", "layer", "row", "column", "row_block", "column_block", "skipped", "affected", "sublayer", "site"}
 
 
 @typed
-def plot(table: Any, field: str | None = None, *, over: str | Sequence[str] | None = None, title: str | None = None) -> Figure:
+def plot(
+    table: Any,
+    field: str | None = None,
+    *,
+    over: str | Sequence[str] | None = None,
+    width: Literal["column", "text"] | None = None,
+    title: str | None = None,
+) -> Figure:
     """A figure of a labelled table: lines with bands, a heat map, or matrices side by side.
 
     A field over one dimension is a line; over two, a line for each label of one over the other; over two dimensions of layers,
@@ -37,7 +44,8 @@ def plot(table: Any, field: str | None = None, *, over: str | Sequence[str] | No
         field: name of a variable of the table; None for its first, which is the `values` of a result.
         over: the horizontal dimension of lines; or the horizontal and the vertical dimension of a heat map. None takes numbers
             such as training steps, else layers, for lines.
-        title: of the figure; by default the quantity in words.
+        width: "column" (3.25 in) or "text" (6.75 in) for the size and the letters of a paper; None for the screen.
+        title: of the figure; by default the quantity in words, "" for none.
 
     Returns:
         A plotly figure.
@@ -58,6 +66,13 @@ def plot(table: Any, field: str | None = None, *, over: str | Sequence[str] | No
         >>> [matrix.type for matrix in lsim.plot(found["cka"]).data]
         ['heatmap', 'heatmap']
     """
+    from ..reporting.style import sized
+
+    return sized(_figure(table, field, over), width, title)
+
+
+def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> Figure:
+    """The figure on the screen, with its own title."""
     import xarray
 
     from ..reporting.run_figures import line_plot, map_of_two, matrices
@@ -90,11 +105,11 @@ def plot(table: Any, field: str | None = None, *, over: str | Sequence[str] | No
     drawn = xarray.Dataset({part: table[name] for part, name in parts.items() if name in table}, attrs=table.attrs)
     dims = [str(dim) for dim in table[field].dims]
     drawn = drawn.sortby([dim for dim in dims if drawn[dim].dtype.kind in "iuf"])
-    sites = [dim for dim in dims if dim in SITES or f"{dim}_depth" in drawn.coords]
+    sites = [dim for dim in dims if dim in SITE_DIMS or f"{dim}_depth" in drawn.coords]
     others = [dim for dim in dims if dim not in sites]
     if over is None:
         if len(sites) == 2 and len(others) == 1:
-            return matrices(drawn, (sites[0], sites[1]), others[0], title)
+            return matrices(drawn, (sites[0], sites[1]), others[0])
         numeric = [dim for dim in others if drawn[dim].dtype.kind in "iuf"]
         over = (sites[1], sites[0]) if len(sites) == 2 else next(iter([*numeric, *sites, *others]), "")
     chosen = [over] if isinstance(over, str) else list(over)
@@ -104,5 +119,5 @@ def plot(table: Any, field: str | None = None, *, over: str | Sequence[str] | No
             "matrix for each run. Select a label of each further one, as in table.sel(quantile=0.5)."
         )
     if len(chosen) == 2:
-        return map_of_two(drawn, (chosen[0], chosen[1]), sites, title)
-    return line_plot(drawn, chosen[0], sites, title)
+        return map_of_two(drawn, (chosen[0], chosen[1]), sites)
+    return line_plot(drawn, chosen[0], sites)

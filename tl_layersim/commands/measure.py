@@ -249,7 +249,7 @@ def timed(*, time: bool = False) -> None:
     without=["server", "layers", "unembed", "verify"],
 )
 def estimate_cost(call: CommandCall) -> None:
-    """Estimate FLOPs, memory and traffic of a report before the run; with --time, its time.
+    """Estimate FLOPs, memory and traffic of a report.
 
     Examples:
     tl-layersim estimate gpt2 --tokens 1000000

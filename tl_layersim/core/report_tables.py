@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas
 
 # Columns of labels that come first, and the columns of numbers.
-SITES = ("layer", "row_layer", "column_layer")
+SITE_COLUMNS = ("layer", "row_layer", "column_layer")
 NUMBERS = ("value", "low", "high", "se", "untrained")
 
 
@@ -48,7 +48,7 @@ def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) ->
     found = pandas.concat(tables, ignore_index=True)
     names = [name for name in ("analyzer", "field") if name in found.columns]
     labels = [name for name in found.columns if name not in (*names, *numbers)]
-    first = [name for name in SITES if name in labels]
+    first = [name for name in SITE_COLUMNS if name in labels]
     order = [*names, *first, *(name for name in labels if name not in first)]
     found = found[[*order, *(name for name in numbers if name in found.columns)]]
     for name in labels:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
 from .colour_scales import about_zero, on_cells
-from .heat_map import MATRICES, Side, heat_map
+from .heat_map import MATRICES, MapSide, heat_map
 from .interval_bands import Ends
 from .lines import Series, lines
 from .site_labels import axis_title, series_label
@@ -87,8 +87,8 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     return with_subtitle(fig, html.escape(note, quote=False))
 
 
-def _side(axis: str, labels: tuple[Any, ...], place: str) -> Side:
+def _side(axis: str, labels: tuple[Any, ...], place: str) -> MapSide:
     """Rows or columns: sites by name, relative depths, or other labels."""
     if all(isinstance(label, str) for label in labels):
-        return Side(labels, "After block")
-    return Side(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])
+        return MapSide(labels, "After block")
+    return MapSide(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])

@@ -48,7 +48,7 @@ FRACTIONS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 LETTERS = 9
 
 
-class Side(NamedTuple):
+class MapSide(NamedTuple):
     """Rows or columns of a heat map.
 
     Attributes:
@@ -78,7 +78,7 @@ class Side(NamedTuple):
 
 def heat_map(
     values: Any,
-    sides: tuple[Side, Side],
+    sides: tuple[MapSide, MapSide],
     scale: ColourScale,
     titles: tuple[str, str],
     *,
@@ -135,7 +135,7 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
     values = drawn_values(result, field, axes)
     scale = matrix_scale(result, field, axes, values)
     titled = sides_of(result, axes)
-    sides = [Side(result.coordinates(axis), title) for axis, title in zip(axes, titled, strict=True)]
+    sides = [MapSide(result.coordinates(axis), title) for axis, title in zip(axes, titled, strict=True)]
     if axes[0] == "connection":
         sides = [side._replace(labels=_connection_labels(side.names, getattr(result, "tokens", ()))) for side in sides]
     shown = (
@@ -266,13 +266,13 @@ def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
     return (first, last) if len(models) > 1 else ("After block", "After block")
 
 
-def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[Side, Side]:
+def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[MapSide, MapSide]:
     """Rows of series, and columns of sites or numbers."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])
-    columns = Side(names[1], axis_title("layer" if layers else axes[1]), None if layers else list(map(str, names[1])))
-    return Side(tuple(words), axis_title(axes[0]), words), columns
+    columns = MapSide(names[1], axis_title("layer" if layers else axes[1]), None if layers else list(map(str, names[1])))
+    return MapSide(tuple(words), axis_title(axes[0]), words), columns
 
 
 def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
@@ -298,7 +298,7 @@ def _with_values(values: Any) -> slice:
     return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
 
 
-def _left_out(sides: list[Side], shown: list[slice]) -> str:
+def _left_out(sides: list[MapSide], shown: list[slice]) -> str:
     """The rows and columns that are not shown, in words; empty if all are."""
     outside = [[label for label in side.shown if label not in side.shown[own]] for side, own in zip(sides, shown, strict=True)]
     words = list(dict.fromkeys(label for labels in outside for label in labels))

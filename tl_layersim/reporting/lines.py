@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from .style import (
     ordered_colour,
     styled,
     turn_labels,
+    with_room_for_legend,
 )
 
 # Axes of a result whose labels are layers.
@@ -38,9 +40,11 @@ FAN = (0.16, 0.3, 0.4)
 # Most steps in the moving mean of a training.
 SMOOTHED = 25
 # Distance of points with names, as a part of the plot.
-APART = 0.12
+MOST_APART = 0.12
 # Tokens beyond which paths are fainter, and most of their letters.
 MOST_STRONG, LETTERS = 25, 14
+# Of names at the ends of lines: pixels between two of them, and letters in a line of their heading.
+LABEL_HEIGHT, HEADING = 15, 14
 
 
 class Series(NamedTuple):
@@ -398,7 +402,7 @@ def named_points(
     places = np.stack(points) / np.maximum(np.ptp(np.nan_to_num(np.stack(points)), axis=1, keepdims=True), 1e-12)
     named = [0] if names else []
     for n in range(len(names)):
-        if np.linalg.norm(places[:, n] - places[:, named[-1]]) > APART:
+        if np.linalg.norm(places[:, n] - places[:, named[-1]]) > MOST_APART:
             named.append(n)
     margins = [[""] * len(names) if own is None else hover_texts(own) for own in ends]
     fig = go.Figure()
@@ -481,3 +485,31 @@ def _beyond(path: Any) -> str:
     if abs(x) > abs(y):
         return "middle right" if x > 0 else "middle left"
     return "top center" if y > 0 else "bottom center"
+
+
+def with_labelled_ends(fig: go.Figure, named: Sequence[tuple[Any, Any, str, str]], heading: str = "") -> go.Figure:
+    """The figure with the names of lines at their right ends, in the colours of the lines and apart from each other.
+
+    Args:
+        fig: as `styled` leaves it.
+        named: x and y of each line that is named, its name as text, and its colour.
+        heading: above the names; "" for none.
+    """
+    ends = []
+    for x, y, name, colour in named:
+        at = np.flatnonzero(np.isfinite(np.asarray(y, dtype=float)))
+        ends += [(float(y[at[-1]]), x[at[-1]], name, colour)] if len(at) else []
+    known = [float(y) for trace in fig.data if trace.y is not None for y in trace.y if y is not None and math.isfinite(y)]
+    pixel = (max(known) - min(known) or 1.0) / (fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
+    lowest = -math.inf
+    for y, x, name, colour in sorted(ends):
+        # Upwards, away from the label below.
+        lowest = max(y, lowest + LABEL_HEIGHT * pixel)
+        words = {"text": html.escape(name), "font": {"color": colour, "size": 12}}
+        fig.add_annotation(x=x, y=y, xanchor="left", xshift=7, yshift=(lowest - y) / pixel, showarrow=False, **words)
+    if heading:
+        text = "<br>".join(map(html.escape, textwrap.wrap(heading, HEADING)))
+        words = {"text": text, "font": {"size": 12, "color": GREY}, "align": "left"}
+        fig.add_annotation(xref="paper", x=1, xanchor="left", yref="paper", y=1, yanchor="top", showarrow=False, **words)
+    fig.update_layout(showlegend=False)
+    return with_room_for_legend(fig)

@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 
 from ..core.wording import equation, p_value_text
 from .colour_scales import about_zero, scale_within
-from .heat_map import Side, heat_map
+from .heat_map import MapSide, heat_map
 from .interval_bands import Ends
-from .lines import Series, lines
+from .lines import Series, lines, with_labelled_ends
 from .style import DARK, DASHES, GREY, PALETTE, SYMBOLS, styled, with_subtitle
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 OWN_DISTANCE = 1e-9
 # Longest names below a heat map of models that are not turned; most letters side by side below a dendrogram.
 UPRIGHT, ACROSS = 2, 70
-# Pixels of a plot of lines, of a character, and from one line of text to the next.
-WIDE, PLOT, CHARACTER, LINE = 510, 306, 7, 16
 
 
 def clusters(distances: Any) -> Any:
@@ -60,7 +58,7 @@ def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None
     names = tuple(grid.models[n] for n in order)
     groups = [grid.groups[n] for n in order] if grid.groups else []
     scale = about_zero(values) if np.nanmin(values) < -OWN_DISTANCE else scale_within(values, (-math.inf, math.inf))
-    side = Side(names, "Model", list(names))
+    side = MapSide(names, "Model", list(names))
     fig = heat_map(values, (side, side), scale, (title, quantity), ends=ends, decimals=2)
     ticks = {"tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
     fig.update_xaxes(tickangle=-90 if max(map(len, names)) > UPRIGHT else 0, **ticks).update_yaxes(**ticks)
@@ -131,25 +129,12 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
     if joined:
         fig.update_xaxes(title="Stitch point")
     if further:
-        _names_at_ends(fig)
+        named = [(trace.x, trace.y, trace.name, trace.line.color) for trace in fig.data if trace.name]
+        with_labelled_ends(fig, named)
         return with_subtitle(fig, "Bands: standard deviation over pairs of models")
     p, drawn = equation("p", p_value_text(float(found["p_value"]))), "" if found.attrs["exact"] else "random "
     test = f"{float(found['difference']):.3g}, {html.escape(p)} ({found.attrs['relabelings']:,} {drawn}relabelings)"
     return with_subtitle(fig, f"Whiskers: standard deviation over pairs of models. Difference of means {test}")
-
-
-def _names_at_ends(fig: go.Figure) -> None:
-    """Write the name of each line at its end, one below the other, on an axis with room for them."""
-    drawn = [trace for trace in fig.data if trace.name]
-    known = np.concatenate([np.asarray(trace.y, dtype=float) for trace in fig.data])
-    place, gap = math.inf, float(np.nanmax(known) - np.nanmin(known)) * LINE / PLOT
-    first, last = drawn[0].x[0], drawn[0].x[-1]
-    for trace in sorted(drawn, key=lambda trace: -float(trace.y[-1])):
-        place = min(float(trace.y[-1]), place - gap)
-        fig.add_annotation(x=last, y=place, text=trace.name, font={"color": trace.line.color}, showarrow=False)
-    fig.update_annotations(xanchor="left", xshift=8)
-    room = CHARACTER * max(len(trace.name) for trace in drawn) + 12
-    fig.update_xaxes(range=[first - 0.2, first + (last - first + 0.2) * WIDE / max(WIDE - room, 100)])
 
 
 def _words(array: xarray.DataArray) -> str:

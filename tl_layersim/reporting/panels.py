@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
 from ..core.results import Result
-from .style import GREY, SIZES, on_what, sized
+from .style import GREY, PAPER_SIZES, on_what, sized
 
 # Pixels between the panels of a row, and of the line above all panels.
 BETWEEN, LINE = 16, 24
@@ -64,7 +64,7 @@ def panels(figures: list[go.Figure], width: str | None = None, title: str = "") 
     """
     columns = 1 if width == "column" else min(2, len(figures))
     rows = [figures[n : n + columns] for n in range(0, len(figures), columns)]
-    size = SIZES[width]
+    size = PAPER_SIZES[width]
     each = (size.width - BETWEEN * (columns - 1)) // columns if width else 500
     for figure in figures:
         sized(figure, width, None, each)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import math
-import textwrap
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,11 @@ from plotly.subplots import make_subplots
 
 from ..core.provenance import JOINT
 from .colour_scales import NEGATIVE, ColourScale, narrow_scale, scale_within
-from .heat_map import Side, heat_map
+from .heat_map import MapSide, heat_map
 from .interval_bands import Ends, add_band, cell_hover, intervals_in_words, point_hover
+from .lines import with_labelled_ends
 from .site_labels import axis_title, short_names, site_axis_title, site_words
 from .style import (
-    GREY,
     WIDTH,
     colour_bar,
     layer_axis,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 WIDE = 100
 # Most lines with a legend, of named runs and of runs or sites in an order; most lines with bands.
 MOST_NAMED, MOST_ORDERED, MOST_BANDS = 8, 5, 3
-# Pixels between labels at the ends of lines, and of a letter of one; letters in a line of their heading.
-LABEL_HEIGHT, LETTER, HEADING = 15, 7, 14
 # Matrices in a row, most ticks of one, and pixels between two and around all.
 PER_ROW, MOST_TICKS, BETWEEN, AROUND = 2, 10, 92, 160
 # Letters of a label that needs not be turned.
@@ -51,17 +48,16 @@ SHORT_LABEL = 3
 DEPTH_TITLE = "Relative depth (0: first site, 1: last)"
 # Titles of dimensions of sites that say more than "After block".
 SIDES = {"row_block": "Jacobian of block", "column_block": "Singular vectors of block"}
-STREAM = ("residual", "layer", "row", "column", "sublayer", "site")
+STREAM_DIMS = ("residual", "layer", "row", "column", "sublayer", "site")
 
 
-def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str], title: str | None) -> go.Figure:
+def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figure:
     """Lines over one dimension, one for each label of the other.
 
     Args:
         drawn: over one or two dimensions.
         over: the horizontal one.
         sites: the dimensions whose labels are sites.
-        title: of the figure; None for the quantity in words.
     """
     other = next((str(dim) for dim in drawn["value"].dims if dim != over), None)
     depth = drawn.coords.get(f"{over}_depth")
@@ -105,28 +101,29 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str], title: str
         fig.update_xaxes(title=axis_title(over), **ticks)
     fig.update_yaxes(title=_words(drawn))
     of_lines = _axis_words(drawn, other, sites) if other is not None and ordered else ""
-    styled(fig, title or _title(drawn, sites, "" if over in sites else over)).update_layout(showlegend=legend and len(each) > 1)
+    styled(fig, _title(drawn, sites, "" if over in sites else over)).update_layout(showlegend=legend and len(each) > 1)
     with_subtitle(fig, html.escape(_note(drawn, intervals_in_words(fig))))
     if legend:
         return with_room_for_legend(fig, of_lines if len(each) > 1 else "")
-    return _with_labelled_ends(fig, rows, looks, names, of_lines)
+    # Of many lines in an order, the first, the middle and the last.
+    shown = [(rows[n][0], rows[n][1], names[n], looks[n]["colour"]) for n in (0, len(rows) // 2, len(rows) - 1)]
+    return with_labelled_ends(fig, shown, of_lines)
 
 
-def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str], title: str | None) -> go.Figure:
+def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str]) -> go.Figure:
     """A heat map of two dimensions.
 
     Args:
         drawn: over these two.
         over: the horizontal and the vertical one.
         sites: the dimensions whose labels are sites.
-        title: of the figure; None for the quantity in words.
     """
     drawn = _pairs(drawn, sites)
     for dim in set(over) & set(sites):
         drawn = drawn.dropna(dim, how="all", subset=["value"])
     drawn = drawn.transpose(over[1], over[0])
     by = next((dim for dim in over if dim not in sites), "")
-    words = title or _title(drawn, sites, by), _words(drawn)
+    words = _title(drawn, sites, by), _words(drawn)
     sides = _map_side(drawn, over[1], sites), _map_side(drawn, over[0], sites)
     values, square = drawn["value"].values, not by
     fig = heat_map(values, sides, _scale(values, not square), words, ends=_ends(drawn), decimals=2, square=square)
@@ -134,14 +131,13 @@ def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str
     return with_subtitle(fig.update_yaxes(autorange="reversed"), html.escape(_note(drawn, "")))
 
 
-def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str, title: str | None) -> go.Figure:
+def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Figure:
     """Heat maps of layers by layers side by side, one for each run, with one colour scale.
 
     Args:
         drawn: over the sides and runs.
         sides: the dimensions of rows and of columns.
         runs: the dimension of runs.
-        title: of the figure; None for the quantity in words.
     """
     drawn = _pairs(drawn, sides).transpose(runs, *sides)
     each = [drawn.isel({runs: number}) for number in range(drawn.sizes[runs])]
@@ -177,7 +173,7 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str, title: st
         fig.update_yaxes(autorange="reversed", scaleanchor=anchor, **at)
     bar = colour_bar(_words(drawn)) | {"thickness": 16}
     fig.update_layout(coloraxis={"colorscale": scale.name, "cmin": scale.low, "cmax": scale.high, "colorbar": bar})
-    styled(fig, title or _title(drawn, sides, ""), height=int(plot + 140))
+    styled(fig, _title(drawn, sides, ""), height=int(plot + 140))
     with_subtitle(fig, html.escape("; ".join(filter(None, (_note(drawn, ""), scale.note))), quote=False))
     # Room for the names of the runs above their matrices.
     return fig.update_layout(height=fig.layout.height + 20, margin_t=fig.layout.margin.t + 20)
@@ -197,11 +193,11 @@ def _ends(drawn: xarray.Dataset) -> Ends | None:
     return Ends(drawn["low"].values, drawn["high"].values) if "low" in drawn else None
 
 
-def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> Side:
+def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> MapSide:
     if dim in sites:
-        return Side(_labels(drawn, dim), _side(drawn, dim))
+        return MapSide(_labels(drawn, dim), _side(drawn, dim))
     texts = [_text(label) for label in drawn[dim].values.tolist()]
-    return Side(tuple(texts), axis_title(dim), texts)
+    return MapSide(tuple(texts), axis_title(dim), texts)
 
 
 def _places(labels: list[Any]) -> tuple[list[float], dict[str, Any]]:
@@ -232,40 +228,6 @@ def _short(value: float) -> str:
     return f"{value:g}"
 
 
-def _with_labelled_ends(
-    fig: go.Figure, rows: list[Any], looks: list[dict[str, Any]], names: list[str], heading: str
-) -> go.Figure:
-    """Names at the right ends of the first, the middle and the last of many lines, which have an order, in their colours."""
-    known = np.concatenate([y[np.isfinite(y)] for _, y, _ in rows])
-    a_pixel = (float(np.ptp(known)) or 1.0) / (fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
-    ends = []
-    for n in (0, len(rows) // 2, len(rows) - 1):
-        x, y, _ = rows[n]
-        at = np.flatnonzero(np.isfinite(y))
-        ends += [(float(y[at[-1]]), x[at[-1]], n)] if len(at) else []
-    lowest = -math.inf
-    for y, x, n in sorted(ends):
-        # Upwards, away from the label below.
-        place = max(y, lowest + LABEL_HEIGHT * a_pixel)
-        lowest = place
-        fig.add_annotation(
-            x=x,
-            y=y,
-            text=html.escape(names[n]),
-            font={"color": looks[n]["colour"], "size": 12},
-            showarrow=False,
-            xanchor="left",
-            xshift=7,
-            yshift=(place - y) / a_pixel,
-        )
-    text = textwrap.wrap(heading, HEADING)
-    if text:
-        words = {"text": "<br>".join(map(html.escape, text)), "font": {"size": 12, "color": GREY}, "align": "left"}
-        fig.add_annotation(xref="paper", x=1, xanchor="left", yref="paper", y=1, yanchor="top", showarrow=False, **words)
-    letters = max(map(len, [*(names[n] for *_, n in ends), *text]))
-    return fig.update_layout(margin_r=20 + LETTER * letters)
-
-
 def _names(labels: list[Any], of_sites: bool) -> list[str]:
     """Names of lines; of a single line none."""
     return (short_names(tuple(labels)) if of_sites else [_text(label) for label in labels]) if labels else [""]
@@ -285,7 +247,7 @@ def _labels(drawn: xarray.Dataset, dim: str) -> tuple[str, ...]:
 
 def _side(drawn: xarray.Dataset, dim: str) -> str:
     """The title of an axis of sites."""
-    if dim not in STREAM:
+    if dim not in STREAM_DIMS:
         return SIDES.get(dim, axis_title(dim))
     return "After block" if _labels(drawn, dim)[:1] and _labels(drawn, dim)[0].endswith("resid_pre") else "Block"
 

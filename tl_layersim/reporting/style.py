@@ -78,7 +78,7 @@ class Size(NamedTuple):
 
 
 # Of `plot(width=...)`: 3.25 and 6.75 inches, with letters of 8 and titles of 9 points.
-SIZES = {
+PAPER_SIZES = {
     None: Size(SCREEN, WIDTH, 13, 17),
     "column": Size(PAPER, 312, 11, 12, 0.52),
     "text": Size(PAPER, 648, 11, 12, 0.4),
@@ -116,8 +116,8 @@ def _template(size: Size, ink: str, line: float, marker: float) -> go.layout.Tem
     )
 
 
-plotly.io.templates[SCREEN] = _template(SIZES[None], "#999999", line=2, marker=6)
-plotly.io.templates[PAPER] = _template(SIZES["text"], "black", line=1.5, marker=4.5)
+plotly.io.templates[SCREEN] = _template(PAPER_SIZES[None], "#999999", line=2, marker=6)
+plotly.io.templates[PAPER] = _template(PAPER_SIZES["text"], "black", line=1.5, marker=4.5)
 
 
 def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH) -> go.Figure:
@@ -130,7 +130,7 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH)
         width: of the figure in pixels.
     """
     fig.update_layout(title={"text": title, "subtitle": {"text": ""}})
-    return _laid_out(fig, SIZES[None]._replace(width=width), height - 94)
+    return _laid_out(fig, PAPER_SIZES[None]._replace(width=width), height - 94)
 
 
 def described(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
@@ -154,7 +154,7 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
     if not text:
         return fig
     fig.layout.title.subtitle.text = "<br>".join(filter(None, (fig.layout.title.subtitle.text, text)))
-    return _laid_out(fig, SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
+    return _laid_out(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
 
 
 def sized(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
@@ -170,7 +170,7 @@ def sized(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0)
         fig.layout.title.text = html.escape(title, quote=False)
     if width or title == "":
         fig.layout.title.subtitle.text = ""
-    size = SIZES[width]
+    size = PAPER_SIZES[width]
     return _laid_out(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), _plot_height(fig))
 
 
@@ -182,7 +182,7 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
         title: of the legend, above its entries; "" for none.
     """
     fig.update_layout(legend_title={"text": title, "side": "top center"})
-    return _laid_out(fig, SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
+    return _laid_out(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
 
 
 def _plot_height(fig: go.Figure) -> float:
@@ -205,7 +205,9 @@ def _laid_out(fig: go.Figure, size: Size, plot: float) -> go.Figure:
             axis.tickangle = -90
     turned = max((abs(math.sin(math.radians(axis.tickangle or 0))) for axis in fig.select_xaxes()), default=0.0)
     left = min(2.2 * size.font + 14 + max(labels["y"], 4.5) * letter, 0.45 * size.width)
-    right = (PAPER_BAR if paper else BAR) if bars else 10 if paper else 24
+    right: float = (PAPER_BAR if paper else BAR) if bars else 10 if paper else 24
+    # Names of lines stand at their ends.
+    right = max(right, *(letter * _letters(note.text) + 20 for note in layout.annotations if note.xanchor == "left"), 0)
     wide = size.width - left - right
     [*maps] = [trace for trace in fig.data if trace.type == "heatmap"]
     square = layout.yaxis.scaleanchor is not None and len(maps) < 2
@@ -247,7 +249,7 @@ def _laid_out(fig: go.Figure, size: Size, plot: float) -> go.Figure:
         template=size.template,
         width=size.width,
         height=round(top + plot + bottom) + _legend_height(fig, size),
-        margin={"l": round(left), "r": right, "t": round(top), "b": round(bottom) + _legend_height(fig, size)},
+        margin={"l": round(left), "r": round(right), "t": round(top), "b": round(bottom) + _legend_height(fig, size)},
         legend={
             "orientation": "h",
             "xref": "container",
@@ -270,6 +272,7 @@ def _for_paper(fig: go.Figure, size: Size, wide: float, high: float, columns: in
         axis.tickfont.size = None
         if step > 1:
             axis.update(ticktext=texts[::step], tickvals=list(axis.tickvals)[::step])
+    fig.update_annotations(font_size=size.font)
     for trace in fig.data:
         if trace.type == "heatmap" and trace.texttemplate:
             longest = max((_letters(text) for row in trace.text for text in row), default=0)

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from .colour_scales import ColourScale, on_cells
 from .site_labels import short_names, site_axis_title, visible_token
-from .style import ORANGE, SIZES, colour_bar, styled, with_subtitle
+from .style import ORANGE, PAPER_SIZES, colour_bar, styled, with_subtitle
 
 # Pixels of a cell, which has room for so many letters of a word; below a line of cells, and around all of them.
 CELL, LETTERS, BELOW_LINE, AROUND = 60, 8, 46, 150
@@ -29,7 +29,7 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
         width: "column", "text" or None, which decides how many tokens stand in a line.
     """
     layers, tokens = grid.layers[1:], grid.tokens
-    lines = _lines(len(tokens), (SIZES[width].width - 110) // CELL)
+    lines = _lines(len(tokens), (PAPER_SIZES[width].width - 110) // CELL)
     cells = (ROW if len(layers) <= MOST_LAYERS else LOW_ROW) * len(layers)
     room = cells * len(lines) + BELOW_LINE * (len(lines) - 1)
     fig = make_subplots(rows=len(lines), cols=1, vertical_spacing=BELOW_LINE / room if len(lines) > 1 else 0)
