@@ -19,6 +19,7 @@ from nnsight.intervention.serialization import dumps
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import Sums
+from tl_layersim.core.fields import declarations
 from tl_layersim.core.intervals import aligned, bounds_of, total_of, with_and_without_blocks
 from tl_layersim.models.view import reduce
 
@@ -152,9 +153,29 @@ def test_every_picture_is_drawn_and_explained(name, cls):
         assert fig.data
         assert fig.layout.title.text == picture.title
         assert any(year in picture.meaning for year in ("19", "20")), "a picture names its source"
-    for field in result.tensor_fields():
-        table = result.to_frame(field)
-        assert len(table) == getattr(result, field).numel()
+
+
+@each_analyzer
+def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
+    result = from_views(cls(), [view_for(cls, x) for x in batches(1)])
+    table = result.to_xarray()
+    for field, own in declarations(result).items():
+        values, shown = getattr(result, field), result.values_name if field == "values" else field
+        measured = values.numel() and not bool(values.isnan().all())
+        assert len(result.to_frame(field)) == values.numel()
+        assert (shown in table) == bool(measured)
+        drawn = measured and (len(own.axes) in (1, 2) or own.drawn)
+        for view in (lambda: result.plot(field), lambda: result.plot(field, width="column")) if measured else ():
+            if drawn:
+                assert view().data
+            else:
+                with pytest.raises(lsim.LayersimError, match=repr(field)):
+                    view()
+        if len(own.axes) in (1, 2):
+            assert result.to_latex(field).count(r"\\") == values.shape[0] + 1
+            assert result.to_markdown(field).count("\n") == values.shape[0] + 1
+    page = lsim.Report({name: result}).to_html(tmp_path / "page.html").read_text()
+    assert page.count('data-figure="') >= len(result.pictures)
 
 
 @each_analyzer

@@ -18,7 +18,8 @@ Other packages may import:
 * `labelled_tables`: `stack`, `Result.to_xarray` and `Report.to_xarray`
 * `provenance`: `Provenance`, `JOINT`; `field_types`: `refuse_other_types`; `function_code`: names and digests of
   functions
-* `report_tables`: `field_table`; `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`, `REPORT_FILE`
+* `report_tables`: `field_table`
+* `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`, `REPORT_FILE`
 * `resumable_file`: the file format of interrupted runs; `data_pass_progress`: `Tally`, the sums and counts of a run
 * `training_loop`: `TrainingSteps`, `run_steps`; `shuffle`: `Shuffle`, the order of rows in training
 * `discovery`: `discovered`, the classes that the modules of a package define

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ..core.provenance import JOINT
-from .colour_scales import NEGATIVE, ColourScale, narrow_scale, scale_within
+from .colour_scales import ColourScale, about_zero, narrow_scale, scale_within
 from .heat_map import MapSide, heat_map
 from .interval_bands import Ends, add_band, cell_hover, intervals_in_words, point_hover
 from .lines import with_labelled_ends
@@ -122,10 +122,11 @@ def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str
     for dim in set(over) & set(sites):
         drawn = drawn.dropna(dim, how="all", subset=["value"])
     drawn = drawn.transpose(over[1], over[0])
-    by = next((dim for dim in over if dim not in sites), "")
+    others = [dim for dim in over if dim not in sites]
+    by = others[0] if len(others) == 1 else ""
     words = _title(drawn, sites, by), _words(drawn)
     sides = _map_side(drawn, over[1], sites), _map_side(drawn, over[0], sites)
-    values, square = drawn["value"].values, not by
+    values, square = drawn["value"].values, not others
     fig = heat_map(values, sides, _scale(values, not square), words, ends=_ends(drawn), decimals=2, square=square)
     # The first layer on top, as in matrices of layers by layers.
     return with_subtitle(fig.update_yaxes(autorange="reversed"), html.escape(_note(drawn, "")))
@@ -186,7 +187,9 @@ def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
 
 def _scale(values: Any, narrow: bool) -> ColourScale:
     """The colour scale from 0 or, for values that may all be far from it, from the smallest; about 0 for negative values."""
-    return narrow_scale(values) if narrow and np.nanmin(values) >= NEGATIVE else scale_within(values, (-math.inf, math.inf))
+    if narrow:
+        return about_zero(values) if np.nanmin(values) < 0 < np.nanmax(values) else narrow_scale(values)
+    return scale_within(values, (-math.inf, math.inf))
 
 
 def _ends(drawn: xarray.Dataset) -> Ends | None:
@@ -267,7 +270,8 @@ def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
     """The title of the field's own figure, or its name, and the horizontal dimension in small letters."""
     about = drawn["value"].attrs
     names = next((_labels(drawn, dim) for dim in sites), ())
-    words = site_words(names, str(about.get("description", about.get("long_name", "Value"))))
+    # The title of a field is of its layers, which may have been selected or averaged away.
+    words = site_words(names, str((names and about.get("description")) or about.get("long_name", "Value")))
     runs = axis_title(by).partition(" (")[0]
     return html.escape(words + (f", by {runs if runs[:2].isupper() else runs[:1].lower() + runs[1:]}" if by else ""))
 
