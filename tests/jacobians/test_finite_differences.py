@@ -54,6 +54,6 @@ def test_finite_differences_that_measure_rounding_are_refused():
 
     none = torch.zeros(2)
     refuse_failed_replay(none, none, torch.tensor([0.0, 0.05]), ("embed", "a", "b"))
-    with pytest.raises(lsim.LayersimError, match=r"too coarse(.|\n)*b: 30%"):
+    with pytest.raises(lsim.LayersimError, match=r"too coarse(.|\n)*b: 30 %"):
         refuse_failed_replay(none, none, torch.tensor([0.0, 0.3]), ("embed", "a", "b"))
     assert model.dtype == torch.bfloat16

@@ -113,6 +113,7 @@ def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
     layer = max(large, key=lambda one: large[one])
     of = "of a token's squared norm" if what == "power" else "of the variance"
     return (
-        f"one dimension decides these numbers at {_sites(large)}: it has {large[layer]:.0%} {of} at {site_in_words(layer)}. "
+        f"one dimension decides these numbers at {_sites(large)}: it has {100 * large[layer]:.0f} % {of} at "
+        f"{site_in_words(layer)}. "
         "CCA and LinearPredictivity weight all dimensions equally."
     )

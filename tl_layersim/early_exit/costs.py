@@ -192,7 +192,7 @@ class ExitPlan:
     costs: ExitCosts
 
     def __str__(self) -> str:
-        exits = ", ".join(f"{fraction:.0%} after block {layer}" for layer, fraction in self.exits.items())
+        exits = ", ".join(f"{100 * fraction:.0f} % after block {layer}" for layer, fraction in self.exits.items())
         return f"checks after blocks {self.at}: {self.speedup:.2f} times as fast is expected; exits {exits}"
 
 

@@ -55,8 +55,8 @@ class Generated:
         new = sum(len(row) for row in self.tokens)
         return (
             f"Generated: {len(self.tokens)} {'row' if len(self.tokens) == 1 else 'rows'}, {new} new tokens, exits after "
-            f"{self.mean_exit:.2f} of {self.layers} blocks on average, {self.share_of_blocks:.0%} of the full model's block "
-            f"calls, {self.checks} checks"
+            f"{self.mean_exit:.2f} of {self.layers} blocks on average, {100 * self.share_of_blocks:.0f} % of the full model's "
+            f"block calls, {self.checks} checks"
         )
 
 
@@ -88,5 +88,6 @@ class ExitLogits:
     def __repr__(self) -> str:
         return (
             f"ExitLogits: {tuple(self.logits.shape)}, exits after {float(self.exits[self.exits > 0].float().mean()):.2f} of "
-            f"{self.layers} blocks on average, {self.share_of_block_tokens:.0%} of the full model's tokens through blocks"
+            f"{self.layers} blocks on average, {100 * self.share_of_block_tokens:.0f} % of the full model's tokens through "
+            "blocks"
         )

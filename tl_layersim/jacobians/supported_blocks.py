@@ -76,9 +76,9 @@ def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, l
         raise LayersimError(
             f"A block does not add its input to its output, so it has no residual branch: {', '.join(failed[:4])}."
         )
-    coarse = [f"{name}: {float(e):.0%}" for name, e in zip(layers[1:], step_error, strict=True) if e > TOO_COARSE]
+    coarse = [f"{name}: {100 * float(e):.0f} %" for name, e in zip(layers[1:], step_error, strict=True) if e > TOO_COARSE]
     if coarse:
         raise LayersimError(
-            f"Finite differences are too coarse for these blocks, with a step_error above {TOO_COARSE:.0%}: "
+            f"Finite differences are too coarse for these blocks, with a step_error above {100 * TOO_COARSE:.0f} %: "
             f"{', '.join(coarse[:4])}. Use method='dense' or weights in float32."
         )

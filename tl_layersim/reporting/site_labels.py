@@ -250,7 +250,7 @@ def series_label(axis: str, label: object) -> str:
     if axis in NAMED:
         return str(label)
     template = SERIES.get(axis)
-    return template.format(label) if template else f"{_words(axis).lower()} {label}"
+    return template.format(label).replace("%", " %") if template else f"{_words(axis).lower()} {label}"
 
 
 def _words(name: str) -> str:
