@@ -18,7 +18,7 @@ from torch import Tensor
 import tl_layersim as lsim
 from tl_layersim.analysis.relative_depth import at_depths, depths
 from tl_layersim.core import LayerMatrix, Report, axes
-from tl_layersim.core.p_values import adjusted
+from tl_layersim.core.p_values import adjusted, is_symmetric
 from tl_layersim.reporting.differences import difference_figure
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -192,9 +192,23 @@ def test_p_values_are_corrected_as_by_hand():
     assert adjusted(p, "fdr_bh").tolist() == pytest.approx([0.03, 0.04, math.nan, 0.04], nan_ok=True)
     assert adjusted(p * math.nan, "holm").isnan().all()
     square = torch.tensor([[0.01, 0.02], [0.02, math.nan]]).double()
-    assert adjusted(square, "holm").tolist() == [pytest.approx([0.02, 0.02]), pytest.approx([0.02, math.nan], nan_ok=True)]
+    assert adjusted(square, "holm", True).tolist() == [
+        pytest.approx([0.02, 0.02]),
+        pytest.approx([0.02, math.nan], nan_ok=True),
+    ]
     other = torch.tensor([[0.01, 0.02], [0.03, 0.5]]).double()
     assert adjusted(other, "holm")[0, 0] == pytest.approx(0.04)
+
+
+def test_halves_of_a_measure_that_is_symmetric_but_for_rounding_count_once():
+    noise = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-10
+    values = torch.tensor([[1, 0.3, 0.5, 0.2], [0.3, 1, 0.4, 0.1], [0.5, 0.4, 1, 0.6], [0.2, 0.1, 0.6, 1]]).double()
+    assert is_symmetric(values + noise)
+    assert not is_symmetric(values + 1e4 * noise)
+    p = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 50
+    found = adjusted(p, "holm", True)
+    np.testing.assert_allclose(found[p.triu(1) > 0], adjusted(p.where(p.triu() > 0, math.nan), "holm")[p.triu(1) > 0])
+    assert bool((found == found.T).all())
 
 
 def test_what_no_block_changes_has_no_p_value():

@@ -115,14 +115,16 @@ def test_untrained_models_have_a_fit_of_their_mean():
     twins = (curve(3 * np.exp(0.1 * np.arange(7))), curve(5 * np.exp(0.1 * np.arange(7))))
     both = dataclasses.replace(curve(2 * np.exp(0.3 * np.arange(7))), untrained=twins)
     fit = lsim.exponential_fit(both)
-    assert fit["model"].values.tolist() == ["trained", "untrained"]
+    assert fit["weights"].values.tolist() == ["trained", "untrained"]
     np.testing.assert_allclose(fit["amplitude"], [2, 4])
     np.testing.assert_allclose(fit["rate"], [0.3, 0.1])
     assert [trace.mode for trace in fit_figure(fit).data] == ["markers", "lines", "lines", "markers", "lines"]
 
 
-def test_a_curve_with_undefined_values_has_no_fit():
-    fit = lsim.exponential_fit(curve([1.0, float("nan"), 2.0, 3.0]))
+def test_a_curve_is_fitted_where_it_is_defined_at_three_sites():
+    fit = lsim.exponential_fit(curve([1.0, float("nan"), np.exp(0.4), np.exp(0.6)]))
+    assert fit["rate"].item() == pytest.approx(0.2)
+    fit = lsim.exponential_fit(curve([1.0, float("nan"), float("nan"), 3.0]))
     assert all(np.isnan(fit[name].item()) for name in fit.data_vars if name != "values")
     assert np.isnan(lsim.exponential_fit(curve([0.0, 0.0, 0.0, 0.0]))["rate"].item())
     constant = lsim.exponential_fit(curve([2.0, 2.0, 2.0, 2.0]))
@@ -133,7 +135,7 @@ def test_a_curve_with_undefined_values_has_no_fit():
 def test_the_figure_has_points_and_both_curves():
     fit = lsim.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
     figure = fit_figure(fit)
-    assert [trace.name for trace in figure.data][:2] == ["measured", "2.7 exp(0.3 block)"]
+    assert [trace.name for trace in figure.data][:2] == ["measured", "2.7 exp(0.3 block), R² = 1.000"]
     np.testing.assert_allclose(figure.data[1].y[[0, -1]], fit["values"][[0, -1]], rtol=1e-6)
     np.testing.assert_allclose(figure.data[2].y[0], fit["intercept"].item())
     assert list(figure.layout.xaxis.ticktext)[:2] == ["embed", "0"]
@@ -148,7 +150,7 @@ def test_equations_of_the_legend_give_the_curves_at_the_numbers_of_the_axis(site
         for trace in figure.data[1:]:
             terms = trace.name.replace(" exp", " * exp").replace(" block", " * block")
             drawn = np.interp(figure.layout.xaxis.tickvals, trace.x, trace.y)
-            told = [eval(terms, {"exp": np.exp, "block": block}) for block in blocks]
+            told = [eval(terms.partition(",")[0], {"exp": np.exp, "block": block}) for block in blocks]
             np.testing.assert_allclose(told, drawn, rtol=2e-3, atol=2e-3)
         assert ("embed: block -1" in figure.layout.title.subtitle.text.replace("<br>", " ")) is (-1 in blocks)
 
@@ -156,7 +158,7 @@ def test_equations_of_the_legend_give_the_curves_at_the_numbers_of_the_axis(site
 def test_equations_over_modules_say_where_l_counts_from():
     fit = lsim.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
     figure = fit_figure(fit.assign_coords(residual=[f"model.layers.{i}.mlp" for i in range(7)]))
-    assert figure.data[1].name == "2 exp(0.3 l)"
+    assert figure.data[1].name == "2 exp(0.3 l), R² = 1.000"
     assert "l = 0 at 0.mlp, l = 6 at 6.mlp" in figure.layout.title.subtitle.text.replace("<br>", " ")
 
 
@@ -175,3 +177,23 @@ def test_what_has_no_fit_is_refused():
             lsim.exponential_fit(given, **options)
     with pytest.raises(lsim.LayersimError, match="quantile"):
         fit_figure(lsim.exponential_fit(found, "norm_quantiles"))
+
+
+def test_values_that_change_their_sign_have_the_best_of_several_optima():
+    y = np.array([0.36, 0.79, 0.5, 0.66, 1.22, 0.31, -0.4, -1.2, -1.5])
+    x = np.arange(9.0)
+    errors = []
+    for rate in np.linspace(-3, 3, 6001):
+        e = np.exp(rate * x)
+        errors.append(((y - (e @ y) / (e @ e) * e) ** 2).sum())
+    found = lsim.exponential_fit(xarray.DataArray(y, dims="residual", coords={"residual": [str(n) for n in range(9)]}))
+    assert found["r_squared"].item() == pytest.approx(1 - min(errors) / ((y - y.mean()) ** 2).sum(), abs=1e-5)
+    # As steep as a number allows: no optimum within reach is no error.
+    steep = xarray.DataArray([0.0] * 8 + [9.0], dims="residual", coords={"residual": [str(n) for n in range(9)]})
+    assert lsim.exponential_fit(steep)["linear_r_squared"].item() > 0
+
+
+def test_each_run_is_fitted_at_its_own_sites():
+    y = np.stack([2 * np.exp(0.3 * np.arange(7)), np.append(np.exp(0.1 * np.arange(5)), [np.nan, np.nan])])
+    table = xarray.DataArray(y, dims=("run", "residual"), coords={"residual": [str(n) for n in range(7)]})
+    assert lsim.exponential_fit(table)["rate"].values == pytest.approx([0.3, 0.1])

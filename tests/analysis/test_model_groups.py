@@ -7,6 +7,7 @@ import math
 import statistics
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import xarray
@@ -245,3 +246,9 @@ def test_lines_of_groups_differ_by_colour_dash_and_marker():
     assert legend == {group: many[f"within {group}"][0] for group in "abc"}
     few = looks("aaabbb")
     assert all(a != b for a, b in zip(few["a into b"], few["b into a"], strict=True))
+
+
+def test_groups_whose_comparisons_would_have_one_name_are_refused():
+    table = pandas.DataFrame(np.ones((4, 4)), index=[*"abcd"], columns=[*"abcd"])
+    with pytest.raises(lsim.LayersimError, match="'within groups'"):
+        lsim.compare_groups(table, ["groups", "groups", "x", "x"])

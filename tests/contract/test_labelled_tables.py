@@ -119,3 +119,16 @@ def test_what_cannot_be_stacked_is_refused():
     ):
         with pytest.raises(lsim.LayersimError, match=match):
             lsim.stack(runs, dim)
+
+
+@pytest.mark.filterwarnings("ignore:The runs of:tl_layersim.LayersimWarning")
+def test_sites_that_no_run_has_together_are_in_the_order_of_their_blocks():
+    runs = {
+        at: lsim.analyze(tiny_llama(4), random_tokens(), lsim.Cosine(center="none"), at=list(at)) for at in ((0, 3), (1, 2))
+    }
+    table = lsim.stack({str(key): run for key, run in runs.items()})["cosine"]
+    assert table["row"].values.tolist() == [f"blocks.{n}.hook_resid_post" for n in range(4)]
+    with pytest.raises(lsim.LayersimError, match="CosineResult"):
+        lsim.stack(
+            {"a": runs[0, 3]["cosine"], "b": lsim.analyze(tiny_llama(), random_tokens(), lsim.LogitLens())["logit_lens"]}
+        )

@@ -95,7 +95,7 @@ def test_a_class_is_never_imported_by_a_name_in_a_file(tmp_path):
     assert type(lsim.load(path)).__name__ == "Fleeting"
     header, tensors = storage.read(path, ("result",))
     storage.write(path, "result", header | {"class": header["class"].replace("Fleeting", "Vanished")}, tensors)
-    with pytest.raises(lsim.LayersimError, match=r"Vanished.*tests.core.test_results"):
+    with pytest.raises(lsim.LayersimError, match=r"tests\.core\.test_results.*Vanished"):
         lsim.load(path)
 
 
@@ -135,3 +135,17 @@ def test_tables_of_papers_are_escaped():
     assert report["a_b"].to_markdown("spread").splitlines()[-1].split(" | ")[0].rstrip() == r"| x\_1\|&"
     with pytest.raises(lsim.LayersimError, match=r"'share'.*\b0 axes"):
         report["a_b"].to_latex("share")
+
+
+def test_a_class_that_is_defined_again_is_the_one_that_is_read(tmp_path):
+    def defined():
+        @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+        class Again(LayerCurve):
+            file_kind = "tests.again"
+
+        return Again
+
+    first, second = defined(), defined()
+    made = first(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance())
+    assert type(lsim.load(made.save(tmp_path / "x"))) is second
+    del first, second

@@ -23,7 +23,7 @@ from ..core.jackknife import (
     t_interval,
     welch_degrees,
 )
-from ..core.p_values import Correction, adjusted_together
+from ..core.p_values import Correction, adjusted_together, is_symmetric
 from ..core.results import Report, Result
 from ..core.wording import with_article
 from .relative_depth import SITE_AXES, at_depths, depths, sites_along
@@ -137,7 +137,14 @@ def difference(
             family = "headline" if variable == "headline" else adjust_over == "call" or (name, variable)
             families.setdefault(family, []).append(array)
     for arrays_together in families.values():
-        p = [torch.tensor(array.sel(statistic="p_value").values) for array in arrays_together]
+        # Whether a measure is symmetric is seen in its values; small p-values of both halves differ by more than rounding.
+        p = [
+            (
+                torch.tensor(array.sel(statistic="p_value").values),
+                all(is_symmetric(torch.tensor(array.sel(statistic=run).values)) for run in ("first", "second")),
+            )
+            for array in arrays_together
+        ]
         for array, corrected in zip(arrays_together, adjusted_together(p, adjust), strict=True):
             array.loc[{"statistic": "p_adjusted"}] = corrected.numpy()
     if what is not None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FITTED = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercept", "slope", "linear_r_squared")
 # Rates at which the search begins, beside that of the line through the logarithms, over the whole range of x.
 STARTS = (-3.0, -0.5, 0.5, 3.0)
+# Largest rate of the grid, and the least gain of another optimum.
+MOST_RATE, ROUNDING = 100.0, 1e-6
 
 
 class LeastSquares(NamedTuple):
@@ -50,17 +52,18 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
             of a further axis, such as quantiles, prompts or training steps, has a fit.
         field: name of a field of the result over sites; None for `values`.
         sites: the sites that are fitted, such as `slice(1, -1)` without the embedding and the last block. They keep their
-            number l, which is 0 for the input of block 0 and 1 for the output of block 0.
+            number l among the measured ones, which by default is 0 for the input of block 0 and 1 for the output of block 0.
+            Sites at which the quantity is not defined, or that a run of a table lacks, are left out.
 
     Returns:
         An `xarray.Dataset` over the further axes, with `amplitude` (a, the fitted quantity at l = 0) and `rate` (b; exp(b) is
         the factor of growth from site to site), their standard errors `amplitude_se` and `rate_se`, and `r_squared`, the
-        fraction of the variance that the exponential explains; `intercept`, `slope` and `linear_r_squared` of the line; and
+        fraction of the variance that the exponential explains; `intercept`, `slope` and `linear_r_squared` of the line, NaN of fewer than three defined sites; and
         the `values` that were fitted, over sites with the coordinate `depth`, l. Of a result with untrained models, all of
-        them have the axis `model`: "trained" and "untrained", the mean over untrained models. `lsim.plot` draws it.
+        them have the axis `weights`: "trained" and "untrained", the mean over untrained models. `lsim.plot` draws it.
 
     Raises:
-        LayersimError: the field is not over one axis of sites, or fewer than three sites are left.
+        LayersimError: the field is not over one axis of sites, or fewer than three sites are chosen.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), section 3.3: $|x^l| \approx e^{\alpha l} |x^0|$. The paper does not state how
@@ -115,7 +118,7 @@ def _array(result: Result, field: str) -> xarray.DataArray:
     if twins is None:
         return xarray.DataArray(values, labels, own.axes, field, about)
     both = np.stack([values, twins.mean(0).numpy()])
-    return xarray.DataArray(both, {"model": ["trained", "untrained"], **labels}, ("model", *own.axes), field, about)
+    return xarray.DataArray(both, {"weights": ["trained", "untrained"], **labels}, ("weights", *own.axes), field, about)
 
 
 def fit_exponential(x: Any, y: Any) -> LeastSquares:
@@ -144,6 +147,12 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     if (scaled > 0).all() or (scaled < 0).all():
         slope, intercept = np.polyfit(z, np.log(np.abs(scaled)), 1)
         starts.insert(0, (float(np.sign(scaled[0]) * np.exp(intercept)), float(slope)))
+    # Last, the best rate of a grid with the best amplitude of each: values that change their sign have several optima.
+    rates = np.linspace(-MOST_RATE, MOST_RATE, 401)
+    each = np.exp(np.outer(rates, z) - np.abs(rates)[:, None] / 2)
+    amplitudes = each @ scaled / (each**2).sum(1)
+    best_rate = int(((scaled - amplitudes[:, None] * each) ** 2).sum(1).argmin())
+    starts.append((float(amplitudes[best_rate] * np.exp(-abs(rates[best_rate]) / 2)), float(rates[best_rate])))
     best: Any = None
     for start in starts:
         try:
@@ -152,7 +161,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         except RuntimeError:
             continue
         error = float(((scaled - curve(z, *found)) ** 2).sum())
-        if best is None or error < best[0]:
+        if best is None or error < best[0] * (1 - ROUNDING if start is starts[-1] else 1):
             best = (error, found, covariance)
     if best is None:
         raise RuntimeError("least squares did not converge")
@@ -165,10 +174,15 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
-    """The numbers of `FITTED`; NaN where the quantity is not defined at each site."""
-    if not np.isfinite(y).all() or not y.any():
+    """The numbers of `FITTED`, at the sites where the quantity is defined; NaN for fewer than three, or without an optimum."""
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
+    if len(y) < 3 or not y.any():
         return (float("nan"),) * len(FITTED)
-    fit = fit_exponential(x, y)
+    try:
+        fit = fit_exponential(x, y)
+    except RuntimeError:
+        fit = LeastSquares(np.full(2, np.nan), np.full((2, 2), np.nan), np.nan)
     errors = np.sqrt(np.diag(fit.covariance))
     slope, intercept = np.polyfit(x, y, 1)
     total = float(((y - y.mean()) ** 2).sum())

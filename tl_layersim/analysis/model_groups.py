@@ -254,7 +254,10 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
     for a, b in [(name, name) for name in names if labels.count(name) > 1] + list(listed(names, 2)):
         i, j = names.index(a), names.index(b)
         chosen = (first == i) & (second == j) if directed else ((first == i) & (second == j)) | ((first == j) & (second == i))
-        found[f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"] = ((a, b), chosen)
+        name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
+        if name in found:
+            raise LayersimError(f"`groups` has the groups {', '.join(names)}; two comparisons would be named {name!r}.")
+        found[name] = ((a, b), chosen)
     return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
 
 

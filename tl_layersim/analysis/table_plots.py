@@ -113,6 +113,8 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
         numeric = [dim for dim in others if drawn[dim].dtype.kind in "iuf"]
         over = (sites[1], sites[0]) if len(sites) == 2 else next(iter([*numeric, *sites, *others]), "")
     chosen = [over] if isinstance(over, str) else list(over)
+    if other := sorted(set(chosen) - set(dims)) if len(dims) < 3 else []:
+        raise LayersimError(f"`over` is {other[0]!r}; {field!r} has the dimensions {', '.join(dims) or 'none'}.")
     if len(dims) not in (1, 2) or not set(chosen) <= set(dims) or len(chosen) > len(dims):
         raise LayersimError(
             f"`over` is {over!r} and {field!r} has the dimensions {', '.join(dims) or 'none'}; a figure has one or two, or a "

@@ -6,7 +6,7 @@ Other packages may import:
 * `bounds`: types of numbers within bounds, such as `PositiveInt`
 * `argument_checks`: `typed`; `wording`: `brief`,
   `number_text`, `p_value_text`, `equation`, `headed`, `MEANING_OF_MARGINS`, `amount`
-* `p_values`: `Correction`, `adjusted_together`
+* `p_values`: `Correction`, `adjusted_together`, `is_symmetric`
 * `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`; `histogram_quantiles`: `quantiles_from_histogram`
 * `blocks`: `DataBlock`, `first_block_size`, `rows_in_block`, `MOST_BLOCKS`; `sum_tree`: `SumTree`, `most_nodes`
 * `jackknife`: `leave_one_out`, `ConfidenceInterval`; `intervals`: `with_replicates`, `headline_margins`, `headline_lines`,

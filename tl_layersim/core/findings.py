@@ -66,6 +66,20 @@ def in_depth_order(sites: Sequence[str]) -> bool:
     )
 
 
+def depth_key(site: Any) -> Any:
+    """Stack, block and place of a site, by which sites of one stack can be sorted; None for other labels.
+
+    Args:
+        site: its name.
+
+    Examples:
+        >>> depth_key("blocks.3.hook_resid_post") > depth_key("blocks.0.hook_resid_post"), depth_key("model.norm")
+        (True, None)
+    """
+    match = _SITE_NAME.fullmatch(site) if isinstance(site, str) else None
+    return match and (match[1] or "", int(match[2]), _DEPTHS.get(match[3], 2))
+
+
 def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
     """A number of a result as text, with half the width of its 95 % interval where the result has intervals.
 

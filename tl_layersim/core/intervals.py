@@ -283,9 +283,9 @@ def headline_intervals(result: Any, level: float = 0.95) -> dict[str, Confidence
     for name in filter(has_margin, value):
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
-        counted = float(whole).is_integer() and all(number.is_integer() for number in own.tolist())
-        found = None if counted else _number_interval(result, whole, own, level)
-        if found is not None and not bool(found.low.isnan()):
+        found = _number_interval(result, whole, own, level)
+        # Without a width it is a count; a fraction that is 0 or 1 by chance has the interval of its field.
+        if found is not None and bool(found.low < found.high):
             intervals[name] = found
     return intervals
 

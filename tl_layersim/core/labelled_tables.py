@@ -121,6 +121,8 @@ def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> 
     each = list(tables.values())
     if any(dim in {*table.dims, *table.variables} for table in each):
         raise LayersimError(f"`dim` is {dim!r}, which the tables{f' of {name!r}' if name else ''} have already.")
+    if len(kinds := dict.fromkeys(table.attrs.get("result", "") for table in each)) > 1:
+        raise LayersimError(f"`runs` holds {' and '.join(kinds)}; it must hold results of one analyzer.")
     _warn_of_other_options(each, name)
     labels: dict[Any, list[list[Any]]] = {}
     for table in each:
@@ -159,9 +161,8 @@ def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
 def _provenance(result: Any) -> dict[str, str | int | float]:
     """The provenance as text and numbers, which files of xarray can hold: JSON for options and versions."""
     held = {key: value for key, value in asdict(result.provenance).items() if value is not None}
-    return {
-        key: value if isinstance(value, str | int | float) else json.dumps(value, default=str) for key, value in held.items()
-    }
+    plain = {key: own if isinstance(own, str | int | float) else json.dumps(own, default=str) for key, own in held.items()}
+    return {"result": type(result).__name__, **plain}
 
 
 def _depths(result: Any, axis: Any) -> list[float]:

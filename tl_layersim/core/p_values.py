@@ -82,45 +82,40 @@ def is_symmetric(values: Tensor) -> bool:
         values: of any shape.
     """
     square = values.dim() == 2 and values.shape[0] == values.shape[1]
-    return square and torch.allclose(values, values.T, rtol=1e-6, atol=0, equal_nan=True)
+    largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
+    return square and torch.allclose(values, values.T, rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
 
-def adjusted(p: Tensor, method: Correction) -> Tensor:
-    """p-values adjusted for their number; NaN is no test, and the two halves of a symmetric matrix count once.
+def adjusted(p: Tensor, method: Correction, symmetric: bool = False) -> Tensor:
+    """p-values adjusted for their number; NaN is no test.
 
     Args:
         p: of any shape.
         method: "holm" (Holm 1979) or "fdr_bh" (Benjamini and Hochberg 1995).
+        symmetric: whether they are of a symmetric matrix, whose two halves count once.
 
     Examples:
         >>> adjusted(torch.tensor([0.01, 0.04, float("nan")]).double(), "holm")
         tensor([0.0200, 0.0400,    nan], dtype=torch.float64)
     """
-    return adjusted_together([p], method)[0]
+    return adjusted_together([(p, symmetric)], method)[0]
 
 
-def adjusted_together(each: Sequence[Tensor], method: Correction) -> list[Tensor]:
+def adjusted_together(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Tensor]:
     """p-values of several fields, adjusted for the number of all of them; see `adjusted`.
 
     Args:
-        each: p-values of a field, of any shape.
+        each: p-values of a field, of any shape, and whether they are of a symmetric matrix.
         method: "holm" or "fdr_bh".
     """
     from statsmodels.stats.multitest import multipletests
 
-    tested = [counted_once(p) & ~p.isnan() for p in each]
-    known = torch.cat([p[own] for p, own in zip(each, tested, strict=True)])
+    once = [torch.ones_like(p, dtype=torch.bool).triu() if both else torch.ones_like(p, dtype=torch.bool) for p, both in each]
+    tested = [own & ~p.isnan() for own, (p, _) in zip(once, each, strict=True)]
+    known = torch.cat([p[own] for own, (p, _) in zip(tested, each, strict=True)])
     found = torch.as_tensor(multipletests(known.numpy(), method=method)[1] if len(known) else known, dtype=torch.float64)
     parts = torch.split(found, [int(own.sum()) for own in tested])
-    filled = [torch.full_like(p, math.nan).masked_scatter(own, part) for p, own, part in zip(each, tested, parts, strict=True)]
-    return [out.where(counted_once(p), out.T) if is_symmetric(p) else out for p, out in zip(each, filled, strict=True)]
-
-
-def counted_once(p: Tensor) -> Tensor:
-    """Which entries are tests of their own: the upper half of a symmetric matrix, else all.
-
-    Args:
-        p: p-values of t tests, of any shape.
-    """
-    once = torch.ones_like(p, dtype=torch.bool)
-    return once.triu() if is_symmetric(p) else once
+    filled = [
+        torch.full_like(p, math.nan).masked_scatter(own, part) for (p, _), own, part in zip(each, tested, parts, strict=True)
+    ]
+    return [out.where(own, out.T) if both else out for out, own, (_, both) in zip(filled, once, each, strict=True)]

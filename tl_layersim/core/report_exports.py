@@ -123,7 +123,7 @@ class ReportExports(Mapping[str, Any], ABC):
             >>> report.to_latex().splitlines()[4].split(" & ")[:2]
             ['logit\\\\_lens', 'accuracy of the last layer']
         """
-        return latex(headline_table(self))
+        return latex(headline_table(self), 2)
 
     def to_markdown(self) -> str:
         """The headline numbers as a Markdown table, with half of their 95 % intervals after `intervals=True`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import LayersimError
-from .findings import site_in_words
+from .findings import depth_key, in_depth_order, site_in_words
 from .intervals import bounds_of, field_named, headline_intervals, headline_texts, margin_text
 from .label_table import COLUMNS, label_table
 from .storage import replacing
@@ -99,6 +99,9 @@ def merged_labels(lists: list[list[Any]]) -> list[Any]:
             else:
                 merged.insert(place, label)
                 place += 1
+    if all(depth_key(label) is not None for label in merged) and all(map(in_depth_order, lists)):
+        # Of sites that no run has together, the number of the block says the order.
+        merged.sort(key=depth_key)
     return merged
 
 
@@ -211,13 +214,14 @@ def field_table(result: Any, field: str) -> pandas.DataFrame:
     )
 
 
-def latex(table: pandas.DataFrame) -> str:
+def latex(table: pandas.DataFrame, labels: int) -> str:
     """A table of texts as LaTeX with the lines of the package booktabs, escaped.
 
     Args:
         table: of texts.
+        labels: number of its first columns that are no numbers.
     """
-    text: str = table.to_latex(index=False, escape=True, column_format="l" * (table.shape[1] - 1) + "r")
+    text: str = table.to_latex(index=False, escape=True, column_format="l" * labels + "r" * (table.shape[1] - labels))
     return text.replace("±", r"$\pm$").replace("²", r"\textsuperscript{2}")
 
 
@@ -227,7 +231,9 @@ def markdown(table: pandas.DataFrame) -> str:
     Args:
         table: of texts.
     """
-    text: str = table.replace(r"([|*_<\\`])", r"\\\1", regex=True).to_markdown(index=False, disable_numparse=True)
+    marks = re.compile(r"([|*_<\\`])")
+    escaped = table.map(lambda text: marks.sub(r"\\\1", text)).rename(columns=lambda text: marks.sub(r"\\\1", text))
+    text: str = escaped.to_markdown(index=False, disable_numparse=True)
     return text
 
 

@@ -110,10 +110,9 @@ def _unpack(
     cls = class_of(kind, base)
     if cls is None:
         # A class is never imported because a file names it.
-        module, _, name = kind.rpartition(":")
         raise LayersimError(
-            f"{path} holds a {name}, a kind of result that no imported module defines. Import {module} first, if you trust it, "
-            "then load again."
+            f"{path} holds a {kind}, a kind of result that no imported module defines. Import the module of its class first, "
+            "if you trust it, then load again."
         )
     record = {**header["provenance"], "warnings": tuple(header["provenance"].get("warnings", ()))}
     refuse_other_types(Provenance, record)

@@ -32,7 +32,10 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
 
 
 def _imported(kind: str, base: type[Any]) -> type[Any] | None:
-    return next((cls for cls in below(base) if kind_of(cls) == kind), None)
+    found = [cls for cls in below(base) if kind_of(cls) == kind]
+    # Of a cell of a notebook that ran twice, the class that was defined last; classes of this package stay.
+    own = [cls for cls in found if cls.__module__.startswith(f"{PACKAGE}.")]
+    return next(iter([*own, *found[::-1]]), None)
 
 
 def _import_all() -> None:

@@ -211,7 +211,7 @@ class Result(ABC):
         Raises:
             LayersimError: the result has no such field, or the field is over other axes.
         """
-        return latex(field_table(self, field))
+        return latex(field_table(self, field), 1)
 
     @typed
     def to_markdown(self, field: str = "values") -> str:

@@ -29,9 +29,8 @@ UNDEFINED = "#c8c8c8"
 def difference_figure(array: xarray.DataArray) -> go.Figure:
     """The figure of the difference of one field: curves with their intervals as bands, or a heat map.
 
-    A dot in a cell of a heat map says that the interval of this cell excludes 0. Dots are not corrected for the number of
-    cells; "p_adjusted" of the array is. Cells that no block of the data changes, such as the diagonal of a similarity, are
-    grey.
+    A dot in a cell of a heat map says that its adjusted p-value is below 1 minus the level. Cells that no block of the data
+    changes, such as the diagonal of a similarity, are grey.
 
     Args:
         array: a variable of `difference`, over one axis or two beside `statistic`.
@@ -40,6 +39,8 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
         LayersimError: the array has other axes.
     """
     axes = [str(dim) for dim in array.dims if dim != "statistic"]
+    if axes == ["quantity"]:
+        raise LayersimError("Headline numbers have different units and no figure; `.to_pandas()` is their table.")
     if len(axes) not in (1, 2):
         raise LayersimError(
             f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select labels."
@@ -50,7 +51,9 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     models = [model_name(str(about.get(which, which))) for which in ("first", "second")]
     of_runs = f"{models[1]} minus {models[0]}" if models[0] != models[1] else "second run minus first run"
     interval = f"{100 * about.get('level', 0.95):g} % interval"
-    value, low, high, error = (array.sel(statistic=name).values for name in ("difference", "low", "high", "se"))
+    value, low, high, error, p = (
+        array.sel(statistic=name).values for name in ("difference", "low", "high", "se", "p_adjusted")
+    )
     labels = [tuple(array[axis].values.tolist()) for axis in axes]
     # Sites stand at relative depths where they have no names.
     places = [str(array[axis].attrs.get("long_name", "")) for axis in axes]
@@ -75,12 +78,12 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     fig = heat_map(
         shown, (sides[0], sides[1]), scale, titles, ends=Ends(low, high), decimals=decimals, square=tuple(axes) in MATRICES
     )
-    dots = on_cells(np.where((low > 0) | (high < 0), "•", "").tolist(), shown, scale)
+    dots = on_cells(np.where(p < 1 - about.get("level", 0.95), "•", "").tolist(), shown, scale)
     [cells] = fig.data
     numbers = cells.text if cells.text is not None else np.full(shown.shape, "")
     text = [["<br>".join(filter(None, pair)) for pair in zip(*own, strict=True)] for own in zip(numbers, dots, strict=True)]
     cells.update(text=text, texttemplate="%{text}", hoverongaps=False)
-    note = f"{of_runs}; dot: the {interval} of the cell excludes 0, not corrected for the number of cells"
+    note = f"{of_runs}; dot: p below {1 - about.get('level', 0.95):.2g} after correction for the number of cells"
     if not bool(np.isfinite(shown).all()):
         fig.update_layout(plot_bgcolor=UNDEFINED)
         note += "; grey: no block of the data changes it"

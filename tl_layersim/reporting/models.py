@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import plotly.graph_objects as go
 
-from ..core.wording import equation, p_value_text
+from ..core.wording import equation, number_text, p_value_text
 from .colour_scales import about_zero, scale_within
 from .heat_map import MapSide, heat_map
 from .interval_bands import Ends
-from .lines import Series, lines, with_labelled_ends
-from .style import DARK, DASHES, GREY, PALETTE, SYMBOLS, styled, with_subtitle
+from .lines import Series, lines
+from .style import DARK, DASHES, GREY, PALETTE, SYMBOLS, styled, with_room_for_legend, with_subtitle
 
 if TYPE_CHECKING:
     import xarray
@@ -99,7 +99,6 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
     """Means within and between groups of models: lines over sites with bands, or points with whiskers, of one deviation.
 
     A comparison within a group has the colour of the group in other figures of the models, one between groups is dark or grey.
-    Each line has its name at its end.
 
     Args:
         found: what `compare_groups` returns.
@@ -125,15 +124,14 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
         series.append(Series(html.escape(name), mean[n], Ends(mean[n] - sd[n], mean[n] + sd[n]), colour, symbol, dash))
     title = f"{found['mean'].attrs.get('long_name', 'Distance')} within and between groups"
     fig = lines(labels, series, title, _words(found["mean"]), "site" if further else "comparison")
-    fig.update_layout(showlegend=False).update_yaxes(rangemode="normal")
+    fig.update_layout(showlegend=bool(further)).update_yaxes(rangemode="normal")
     if joined:
         fig.update_xaxes(title="Stitch point")
     if further:
-        named = [(trace.x, trace.y, trace.name, trace.line.color) for trace in fig.data if trace.name]
-        with_labelled_ends(fig, named)
-        return with_subtitle(fig, "Bands: standard deviation over pairs of models")
+        return with_subtitle(with_room_for_legend(fig), "Bands: standard deviation over pairs of models")
     p, drawn = equation("p", p_value_text(float(found["p_value"]))), "" if found.attrs["exact"] else "random "
-    test = f"{float(found['difference']):.3g}, {html.escape(p)} ({found.attrs['relabelings']:,} {drawn}relabelings)"
+    test = f"{float(found['difference']):.3g}, {html.escape(p)} ({found.attrs['relabelings']:,} {drawn}relabelings, "
+    test += f"smallest possible {number_text(float(found['smallest_p']))})"
     return with_subtitle(fig, f"Whiskers: standard deviation over pairs of models. Difference of means {test}")
 
 

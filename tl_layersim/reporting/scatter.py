@@ -56,7 +56,9 @@ def regression(found: Relation, predictor: str) -> go.Figure:
     title = f"{score} against {_inside(names[0])}"
     title += f", given {', '.join(map(_inside, names[1:]))}" if len(names) > 1 else ""
     p = equation("p", p_value_text(found.coefficients["p_value"][predictor]))
-    note = f"R² = {found.r_squared:.2f}, {p}, {len(y)} points · band: {100 * found.confidence:g} % interval of the fit"
+    partial = f"partial r = {found.coefficients['partial'][predictor]:.2f}, " if len(names) > 1 else ""
+    note = f"{partial}{p}, R² = {found.r_squared:.2f} of the whole fit, {len(y)} points"
+    note += f" · band: {100 * found.confidence:g} % interval of the fit"
     return with_subtitle(styled(fig, title), html.escape(note))
 
 
@@ -71,15 +73,15 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
     The equations in the legend take the numbers of the axis.
 
     Args:
-        fit: of `exponential_fit`, over no axis but `model`.
+        fit: of `exponential_fit`, over no axis but `weights`.
 
     Raises:
         LayersimError: it is over other axes, of which a label has to be selected.
     """
-    others = [str(dim) for dim in fit["rate"].dims if dim != "model"]
+    others = [str(dim) for dim in fit["rate"].dims if dim != "weights"]
     if others:
         raise LayersimError(f"The fits are over {', '.join(others)}; a figure shows one of them. Select a label of each axis.")
-    trained = fit.sel(model="trained") if "model" in fit.dims else fit
+    trained = fit.sel(weights="trained") if "weights" in fit.dims else fit
     [axis] = trained["values"].dims
     sites, depth = tuple(fit[axis].values.tolist()), fit["depth"].values
     number, start, note = axis_number(sites, depth.tolist())
@@ -92,34 +94,30 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
         marker = {"size": 8, "color": points, "symbol": symbol}
         y = one["values"].values
         fig.add_scatter(x=depth, y=y, mode="markers", name=name, marker=marker, customdata=list(sites), hovertemplate=hover)
-        words = f"{a * np.exp(b * start):.4g} exp({b:.4g} {number})"
+        words = f"{a * np.exp(b * start):.4g} exp({b:.4g} {number}), R² = {one['r_squared'].item():.3f}"
         fig.add_scatter(x=x, y=a * np.exp(b * x), mode="lines", name=words, line={"color": curve}, hoverinfo="skip")
 
     draw(trained, "measured", BLUE, ORANGE, "circle")
     slope, intercept = trained["slope"].item(), trained["intercept"].item()
     words = f"{intercept + slope * start:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} {number}"
+    words += f", R² = {trained['linear_r_squared'].item():.3f}"
     fig.add_scatter(
         x=x, y=intercept + slope * x, mode="lines", name=words, line={"color": GREY, "dash": "dash"}, hoverinfo="skip"
     )
-    if "model" in fit.dims:
-        draw(fit.sel(model="untrained"), "untrained, mean", GREEN, GREEN, "square-open")
+    if "weights" in fit.dims:
+        draw(fit.sel(weights="untrained"), "untrained, mean", GREEN, GREEN, "square-open")
     layer_axis(fig.update_xaxes, sites, "After block")
     # Positions of `layer_axis` are 0, 1, 2, ...; sites stand at their depths.
     fig.update_xaxes(tickvals=[float(depth[at]) for at in fig.layout.xaxis.tickvals])
     about = fit.attrs
     quantity = str(about.get("long_name", "Value"))
     fig.update_yaxes(title=quantity + (f" ({about['units']})" if "units" in about else ""))
-    found = (
-        f"R² = {trained['r_squared'].item():.3f} of the exponential, {trained['linear_r_squared'].item():.3f} of the line{note}"
-    )
-    if "model" in fit.dims:
-        found += f"; untrained: {fit['r_squared'].sel(model='untrained').item():.3f} of the exponential"
-    labels = [f"{name} {fit[name].item()}" for name in trained.coords if fit[name].ndim == 0 and name != "model"]
-    title = ", ".join(
-        [f"Exponential {'decay' if trained['rate'].item() < 0 else 'growth'} of the {_inside(quantity)}", *labels]
-    )
+    labels = [f"{name} {fit[name].item()}" for name in trained.coords if fit[name].ndim == 0 and name != "weights"]
+    title = ", ".join([f"{quantity} by depth: exponential and line", *labels])
     on = [model_name(str(about["model"])), f"{about['tokens']:,} tokens"] if "model" in about else []
-    return with_subtitle(with_room_for_legend(styled(fig, title)), html.escape(" · ".join([found, *on])))
+    return with_subtitle(
+        with_room_for_legend(styled(fig, title)), html.escape(" · ".join([*on, *filter(None, [note.removeprefix("; ")])]))
+    )
 
 
 def axis_number(sites: tuple[str, ...], depth: Sequence[float]) -> tuple[str, float, str]:

@@ -278,7 +278,8 @@ def _for_paper(fig: go.Figure, size: Size, wide: float, high: float, columns: in
             longest = max((_letters(text) for row in trace.text for text in row), default=0)
             trace.textfont.size = size.font
             if longest * LETTER * size.font > wide / max(columns, 1):
-                trace.texttemplate = None
+                # Dots are findings, and have room.
+                trace.text = [["•" if "•" in text else "" for text in row] for row in trace.text]
 
 
 def _legend_height(fig: go.Figure, size: Size) -> int:
