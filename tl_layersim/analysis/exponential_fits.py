@@ -58,9 +58,10 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
     Returns:
         An `xarray.Dataset` over the further axes, with `amplitude` (a, the fitted quantity at l = 0) and `rate` (b; exp(b) is
         the factor of growth from site to site), their standard errors `amplitude_se` and `rate_se`, and `r_squared`, the
-        fraction of the variance that the exponential explains; `intercept`, `slope` and `linear_r_squared` of the line, NaN of fewer than three defined sites; and
-        the `values` that were fitted, over sites with the coordinate `depth`, l. Of a result with untrained models, all of
-        them have the axis `weights`: "trained" and "untrained", the mean over untrained models. `lsim.plot` draws it.
+        fraction of the variance that the exponential explains; `intercept`, `slope` and `linear_r_squared` of the line; and
+        the `values` that were fitted, over sites with the coordinate `depth`, l. Numbers of fewer than three defined sites are
+        NaN. Of a result with untrained models, all of them have the axis `weights`: "trained" and "untrained", the mean over
+        untrained models. `lsim.plot` draws it.
 
     Raises:
         LayersimError: the field is not over one axis of sites, or fewer than three sites are chosen.
