@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,8 +42,8 @@ SMOOTHED = 25
 MOST_APART = 0.12
 # Tokens beyond which paths are fainter, and most of their letters.
 MOST_STRONG, LETTERS = 25, 14
-# Of names at the ends of lines: pixels between two of them, and letters in a line of their heading.
-LABEL_HEIGHT, HEADING = 15, 14
+# Pixels between two names at the ends of lines.
+LABEL_HEIGHT = 15
 
 
 class Series(NamedTuple):
@@ -488,12 +487,12 @@ def _beyond(path: Any) -> str:
 
 
 def with_labelled_ends(fig: go.Figure, named: Sequence[tuple[Any, Any, str, str]], heading: str = "") -> go.Figure:
-    """The figure with the names of lines at their right ends, in the colours of the lines and apart from each other.
+    """The figure with the names of lines beside their right ends, joined to them, in the colours of the lines.
 
     Args:
         fig: as `styled` leaves it.
         named: x and y of each line that is named, its name as text, and its colour.
-        heading: above the names; "" for none.
+        heading: before the highest name; "" for none.
     """
     ends = []
     for x, y, name, colour in named:
@@ -502,14 +501,15 @@ def with_labelled_ends(fig: go.Figure, named: Sequence[tuple[Any, Any, str, str]
     known = [float(y) for trace in fig.data if trace.y is not None for y in trace.y if y is not None and math.isfinite(y)]
     pixel = (max(known) - min(known) or 1.0) / (fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
     lowest = -math.inf
-    for y, x, name, colour in sorted(ends):
-        # Upwards, away from the label below.
+    for number, (y, x, name, colour) in enumerate(sorted(ends), start=1):
+        # Upwards, away from the label below. The highest one says what the names are.
         lowest = max(y, lowest + LABEL_HEIGHT * pixel)
-        words = {"text": html.escape(name), "font": {"color": colour, "size": 12}}
-        fig.add_annotation(x=x, y=y, xanchor="left", xshift=7, yshift=(lowest - y) / pixel, showarrow=False, **words)
-    if heading:
-        text = "<br>".join(map(html.escape, textwrap.wrap(heading, HEADING)))
-        words = {"text": text, "font": {"size": 12, "color": GREY}, "align": "left"}
-        fig.add_annotation(xref="paper", x=1, xanchor="left", yref="paper", y=1, yanchor="top", showarrow=False, **words)
+        text = html.escape(f"{heading} {name}" if heading and number == len(ends) else name)
+        joined = {"ax": 22, "ay": (y - lowest) / pixel, "arrowhead": 0, "arrowwidth": 1, "arrowcolor": colour, "standoff": 4}
+        fig.add_annotation(x=x, y=y, xanchor="left", text=text, font={"color": colour, "size": 12}, **joined)
+    # Names stand beside the axes; plotly would make the horizontal one longer for them.
+    across = [float(x) for trace in fig.data for x in trace.x]
+    room = 0.05 * (max(across) - min(across) or 1.0)
+    fig.update_xaxes(range=[min(across) - room, max(across) + room])
     fig.update_layout(showlegend=False)
     return with_room_for_legend(fig)

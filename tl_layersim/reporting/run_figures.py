@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 WIDE = 100
 # Most lines with a legend, of named runs and of runs or sites in an order; most lines with bands.
 MOST_NAMED, MOST_ORDERED, MOST_BANDS = 8, 5, 3
+# Most lines that all have their names at their ends.
+MOST_ENDS = 14
 # Matrices in a row, most ticks of one, and pixels between two and around all.
 PER_ROW, MOST_TICKS, BETWEEN, AROUND = 2, 10, 92, 160
 # Letters of a label that needs not be turned.
@@ -105,8 +107,9 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
     with_subtitle(fig, html.escape(_note(drawn, intervals_in_words(fig))))
     if legend:
         return with_room_for_legend(fig, of_lines if len(each) > 1 else "")
-    # Of many lines in an order, the first, the middle and the last.
-    shown = [(rows[n][0], rows[n][1], names[n], looks[n]["colour"]) for n in (0, len(rows) // 2, len(rows) - 1)]
+    # Of more lines in an order than have room, the first, the middle and the last.
+    places = range(len(rows)) if len(rows) <= MOST_ENDS else (0, len(rows) // 2, len(rows) - 1)
+    shown = [(rows[n][0], rows[n][1], names[n], looks[n]["colour"]) for n in places]
     return with_labelled_ends(fig, shown, of_lines)
 
 

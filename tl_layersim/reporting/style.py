@@ -207,7 +207,7 @@ def _laid_out(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     left = min(2.2 * size.font + 14 + max(labels["y"], 4.5) * letter, 0.45 * size.width)
     right: float = (PAPER_BAR if paper else BAR) if bars else 10 if paper else 24
     # Names of lines stand at their ends.
-    right = max(right, *(letter * _letters(note.text) + 20 for note in layout.annotations if note.xanchor == "left"), 0)
+    right = max(right, *(letter * _letters(note.text) + 34 for note in layout.annotations if note.xanchor == "left"), 0)
     wide = size.width - left - right
     [*maps] = [trace for trace in fig.data if trace.type == "heatmap"]
     square = layout.yaxis.scaleanchor is not None and len(maps) < 2
@@ -230,7 +230,7 @@ def _laid_out(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     subtitle = "<br>".join(_broken(part, (size.width - 40) / (0.5 * size.font)) for part in small if part)
     top = 8.0 if paper else BUTTONS + 10
     top += 1.25 * size.title * (title.count("<br>") + 1) if title else 0
-    top += 6 + 1.35 * size.font * (subtitle.count("<br>") + 1) if subtitle else 0
+    top += (8 if paper else 12) + 1.35 * size.font * (subtitle.count("<br>") + 1) if subtitle else 0
     if paper:
         _for_paper(fig, size, wide, plot, columns)
     return fig.update_layout(
