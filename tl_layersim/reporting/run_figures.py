@@ -108,8 +108,8 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
     if legend:
         return with_room_for_legend(fig, of_lines if len(each) > 1 else "")
     # Of more lines in an order than have room, the first, the middle and the last.
-    places = range(len(rows)) if len(rows) <= MOST_ENDS else (0, len(rows) // 2, len(rows) - 1)
-    shown = [(rows[n][0], rows[n][1], names[n], looks[n]["colour"]) for n in places]
+    chosen = range(len(rows)) if len(rows) <= MOST_ENDS else (0, len(rows) // 2, len(rows) - 1)
+    shown = [(rows[n][0], rows[n][1], names[n], looks[n]["colour"]) for n in chosen]
     return with_labelled_ends(fig, shown, of_lines)
 
 
