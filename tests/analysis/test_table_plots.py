@@ -97,16 +97,19 @@ def test_a_line_for_each_run_over_shared_sites_or_relative_depth(reports, table,
     assert np.isnan(drawn(by_model)[5].y[1])
 
 
-def test_many_lines_have_labels_at_the_ends_of_three(reports):
-    many = lsim.stack(dict.fromkeys(range(1, 12), reports[0]["trajectory"]))
+@pytest.mark.parametrize(("count", "named"), [(11, range(1, 12)), (20, (1, 11, 20))])
+def test_many_lines_have_labels_at_their_ends(reports, count, named):
+    many = lsim.stack(dict.fromkeys(range(1, count + 1), reports[0]["trajectory"]))
     figure = lsim.plot(many, "norm", over="residual")
-    assert len({line.line.color for line in drawn(figure)}) == 11
+    assert len({line.line.color for line in drawn(figure)}) == count
     assert figure.layout.showlegend is False
     colours = {line.name: line.line.color for line in drawn(figure)}
-    ends = {label.text: label.font.color for label in figure.layout.annotations if label.xref != "paper"}
-    assert ends == {name: colours[name] for name in ("1", "6", "11")}
-    shifts = sorted(label.yshift for label in figure.layout.annotations if label.xref != "paper")
-    assert shifts == pytest.approx([0, 15, 30])
+    # The highest label says what the names are.
+    ends = {label.text.split()[-1]: label.font.color for label in figure.layout.annotations}
+    assert ends == {str(name): colours[str(name)] for name in named}
+    # Equal lines end at one point; their labels stand apart.
+    heights = sorted(-label.ay for label in figure.layout.annotations)
+    assert heights == pytest.approx([15 * n for n in range(len(named))])
 
 
 def test_a_heat_map_of_layers_by_steps(reports, table):
