@@ -106,7 +106,8 @@
     const maps = new Set(data.filter((trace) => trace.type === "heatmap").map((trace) => place(trace.xaxis, trace.yaxis)));
     if (mode === "dark") {
       // Marks on the cells of a heat map were chosen for the colours of the cells, which stay.
-      data = data.map((trace) => (maps.has(place(trace.xaxis, trace.yaxis)) ? trace : recolour(trace)));
+      const kept = (trace) => maps.has(place(trace.xaxis, trace.yaxis)) && trace.meta !== "tick labels";
+      data = data.map((trace) => (kept(trace) ? trace : recolour(trace)));
       const { annotations, shapes, template, ...rest } = layout;
       const keep = (item) => (maps.has(place(item.xref, item.yref)) ? item : recolour(item));
       layout = { ...recolour(rest), template };
@@ -147,6 +148,8 @@
       element.append(place);
     }
     const { data, layout, scale } = specification(element);
+    // White paper on a dark page, as images in extra.css.
+    place.style.filter = layout.paper_bgcolor === "#ffffff" ? "brightness(0.82)" : "";
     place.style.transform = scale < 1 ? `scale(${scale})` : "";
     place.style.height = scale < 1 ? `${layout.height * scale}px` : "";
     if (layout.height) element.style.minHeight = `${layout.height * scale}px`;

@@ -130,6 +130,19 @@ def test_a_paired_difference_is_the_jackknife_of_the_differences():
     np.testing.assert_array_equal(both, lsim.difference(first, second)["curve"][:2].drop_vars("layer"))
 
 
+def test_blocks_that_change_both_runs_alike_have_no_degree_of_freedom():
+    first = measured(1)
+    moved = [0.2 + 0.01 * (j + 1) * (-1) ** j * (j < 9) for j in range(17)]
+    second = replace(
+        first,
+        number=first.number + 0.2,
+        replicates=tuple(replace(one, number=one.number + by) for one, by in zip(first.replicates, moved, strict=True)),
+    )
+    found = lsim.difference(first, second)["number"]
+    value, error, p = statistics(found, "difference", "se", "p_value")
+    assert p == pytest.approx(2 * stats.t.sf(value / error, 8), rel=1e-6)
+
+
 def test_an_unpaired_difference_is_welchs():
     first, second = measured(1, data="one", blocks=17), measured(2, data="other", blocks=25, shift=0.01)
     found = lsim.difference(first, second)
@@ -209,6 +222,18 @@ def test_halves_of_a_measure_that_is_symmetric_but_for_rounding_count_once():
     found = adjusted(p, "holm", True)
     np.testing.assert_allclose(found[p.triu(1) > 0], adjusted(p.where(p.triu() > 0, math.nan), "holm")[p.triu(1) > 0])
     assert bool((found == found.T).all())
+
+
+def test_entries_that_are_zero_but_for_rounding_are_symmetric():
+    def rounded(one):
+        values = one.values.clone()
+        values[0, 1], values[1, 0] = 1e-17, -1e-17
+        return replace(one, values=values)
+
+    found = lsim.difference(rounded(measured(1)), rounded(measured(2, shift=0.3)))["values"]
+    p, corrected = (found.sel(statistic=name).values for name in ("p_value", "p_adjusted"))
+    # Of 10 pairs of layers, with themselves and with one another.
+    assert corrected.min() == pytest.approx(10 * p.min(), rel=1e-9)
 
 
 def test_what_no_block_changes_has_no_p_value():
@@ -350,6 +375,14 @@ def test_figures_show_the_difference_and_where_it_is_certain():
     assert deep.layout.xaxis.ticktext == ("0.00", "0.33", "0.67", "1.00")
     with pytest.raises(lsim.LayersimError, match="'number' has 0 axes"):
         difference_figure(found["number"])
+
+
+def test_dots_are_of_corrected_p_values():
+    found = lsim.difference(measured(1), measured(2, shift=0.12))["values"]
+    p, corrected = (found.sel(statistic=name).values for name in ("p_value", "p_adjusted"))
+    assert ((p < 0.05) & (corrected >= 0.05)).any()
+    [heat] = difference_figure(found).data
+    assert [["•" in text for text in row] for row in heat.text] == (corrected < 0.05).tolist()
 
 
 def test_two_models_on_the_same_texts_are_paired():

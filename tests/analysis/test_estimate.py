@@ -86,6 +86,32 @@ def test_bytes_of_sums_are_the_most_that_a_run_holds(monkeypatch, pools, interva
     assert 1 <= cost.sums_bytes["cka"] / sum(held.values()) <= (1.5 if intervals else 1)
 
 
+def test_sums_of_a_first_pass_are_held_in_pairs_too():
+    # Of 8 leaves, those of 4 nodes are held at most: 4, 2 and 1 of them, and the one that is added.
+    one, eight = (
+        lsim.estimate(config_of(tiny_llama()), [lsim.Cosine()], tokens=16 * 16 * leaves, batch_size=16, seq_len=16)
+        for leaves in (1, 8)
+    )
+    assert one.passes == 2
+    assert eight.sums_bytes["cosine"] == 4 * one.sums_bytes["cosine"]
+
+
+def test_a_pool_of_many_batches_costs_each_of_them_a_part():
+    # Minibatches of 64 samples are 4 rows: two batches of 2 rows, or one of 4.
+    small, large = (
+        lsim.estimate(config_of(tiny_llama()), [lsim.CKA(minibatch=64)], tokens=640, batch_size=rows, seq_len=16)
+        for rows in (2, 4)
+    )
+    assert small.flops == pytest.approx(large.flops)
+
+
+def test_results_are_computed_again_for_each_block_of_an_interval():
+    cost = lsim.estimate(tiny_llama(), [lsim.EffectiveRank()], tokens=16 * 128, batch_size=2, seq_len=16, intervals=True)
+    work = cost.workload
+    assert (cost.blocks, work.compute_seconds > 0) == (16, True)
+    assert cost.seconds == pytest.approx(64 * work.batch_seconds + 17 * work.compute_seconds, rel=1e-12)
+
+
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 def test_flops_of_the_forward_pass_are_those_that_torch_counts(make):
     # Without fused attention, which torch counts for GPUs only.

@@ -193,6 +193,15 @@ def test_values_that_change_their_sign_have_the_best_of_several_optima():
     assert lsim.exponential_fit(steep)["linear_r_squared"].item() > 0
 
 
+@pytest.mark.parametrize("y", [[-4.0, 0.0, 1.0, -9.0], [3.0, -9.0, 4.0], [1.0, 3.0, -1.0, -7.0, 8.0], [5.0, -9.0, 1.0, -2.0]])
+def test_the_steepest_curve_goes_through_one_end(y):
+    # The least squares are those of a curve that is 0 at all sites but the first or the last one.
+    squares = np.square(y)
+    rest = squares.sum() - max(squares[0], squares[-1])
+    expected = 1 - rest / np.square(np.array(y) - np.mean(y)).sum()
+    assert lsim.exponential_fit(curve(y))["r_squared"].item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_each_run_is_fitted_at_its_own_sites():
     y = np.stack([2 * np.exp(0.3 * np.arange(7)), np.append(np.exp(0.1 * np.arange(5)), [np.nan, np.nan])])
     table = xarray.DataArray(y, dims=("run", "residual"), coords={"residual": [str(n) for n in range(7)]})

@@ -16,6 +16,8 @@ import tl_layersim as lsim
 from tl_layersim.analysis.model_groups import have_directions, permutation_test
 from tl_layersim.reporting.models import clusters
 
+from ..views import from_views, residuals, view
+
 
 def table(values: torch.Tensor) -> xarray.DataArray:
     names = [f"m{n}" for n in range(len(values))]
@@ -190,8 +192,9 @@ def test_tables_of_other_kinds():
     for wrong in (frame.iloc[:, :3], frame.iloc[:, ::-1], frame["m0"]):
         with pytest.raises(lsim.LayersimError, match="`table`"):
             lsim.compare_groups(wrong, [*"aabb"])
-    with pytest.raises(lsim.LayersimError, match=r"`groups`.*None"):
-        lsim.compare_groups(frame)
+    for grouped in (frame, from_views(lsim.Cosine(center="none"), [view(residuals(1))])):
+        with pytest.raises(lsim.LayersimError, match=r"`groups`.*None"):
+            lsim.compare_groups(grouped)
     with pytest.raises(lsim.LayersimError, match="site"):
         lsim.dendrogram(table(torch.stack([d, d], -1)))
 

@@ -111,8 +111,8 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*'cosin'"):
             lsim.sweep(models, random_tokens(4), "cosin")
 
-    def test_keys_of_numpy_are_numbers(self, models):
-        assert list(lsim.sweep({np.int64(3): models[0]}, random_tokens(4), "cosine")) == [3]
+    def test_keys_are_kept_and_those_of_numpy_are_numbers(self, models):
+        assert list(lsim.sweep({np.int64(3): models[0], (1, "a"): models[0]}, random_tokens(4), "cosine")) == [3, (1, "a")]
 
     def test_a_model_that_fails_is_named_and_the_others_are_kept(self, models):
         def broken():

@@ -112,6 +112,15 @@ def test_many_lines_have_labels_at_their_ends(reports, count, named):
     assert heights == pytest.approx([15 * n for n in range(len(named))])
 
 
+def test_labels_stand_at_the_last_point_of_their_line(reports):
+    many = lsim.stack({n: reports[step]["trajectory"] for n, step in enumerate(STEPS * 3)})
+    figure = lsim.plot(many, "norm", over="residual")
+    ends = {line.name: (line.x[-1], line.y[-1]) for line in drawn(figure)}
+    assert figure.layout.annotations
+    for label in figure.layout.annotations:
+        assert (label.x, label.y) == ends[label.text.split()[-1]]
+
+
 def test_a_heat_map_of_layers_by_steps(reports, table):
     last = table["cka"].isel(column=-1)
     figure = lsim.plot(last, over=("step", "row"))
@@ -141,6 +150,8 @@ def test_what_cannot_be_drawn_is_refused(table):
         (lambda: lsim.plot(table["cka"], "valuess"), "`field` is 'valuess'.* values"),
         (lambda: lsim.plot(table["cosine"], "to_last"), r"'to_last' .* step, quantile, residual"),
         (lambda: lsim.plot(table["trajectory"], "norm", over="layer"), "`over` is 'layer'.* step, residual"),
+        (lambda: lsim.plot(table["trajectory"], "norm", over=("step", "step")), "`over`.* step, residual"),
+        (lambda: lsim.plot(table["trajectory"], "norm", over=()), "`over`.* step, residual"),
     ):
         with pytest.raises(lsim.LayersimError, match=match):
             call()

@@ -124,7 +124,7 @@ def test_a_single_block_has_nothing_to_couple_with():
     found = lsim.analyze(tiny_llama(layers=1), random_tokens(2, 9), lsim.BlockCoupling(k=4))["block_coupling"]
     assert found.values.shape == (1, 1)
     assert np.isnan(found.mean())
-    assert list(found.headline()) == ["largest singular value"]
+    assert list(found.headline().values()) == [float(found.singular_values.max())]
     assert len(found.by_length) == 0
 
 

@@ -35,9 +35,18 @@ def test_the_headline_is_of_pairs_of_different_blocks(normalize):
     ]
     said = found.headline()
     assert list(said.values()) == pytest.approx(expected, rel=1e-12)
-    assert next(iter(said)) == f"{'coupling' if normalize else '-m'}, k = 3, mean over pairs"
+    assert next(iter(said)).startswith(("coupling" if normalize else "-m") + ", k = 3")
     np.testing.assert_allclose(found.coupling, values, rtol=1e-12)
     np.testing.assert_allclose(found.null_coupling, null, rtol=1e-12)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_means_of_a_table_are_in_the_order_of_their_labels(normalize):
+    found = measured(normalize)
+    means = dict(zip(found.pair_kinds, found.mean_coupling.tolist(), strict=True))
+    expected = {"all pairs": found.mean(), "neighbours": found.neighbours(), "random vectors": found.mean("null_coupling")}
+    assert means == pytest.approx(expected, rel=1e-12)
+    assert len(set(means.values())) == 3
 
 
 @pytest.mark.parametrize("normalize", [True, False])

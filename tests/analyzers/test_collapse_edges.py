@@ -60,4 +60,5 @@ def test_the_headline_names_the_first_and_the_last_layer():
     assert found.headline() == pytest.approx(expected, rel=1e-8)
     # All samples one point at the first layer: nothing is between the classes there.
     x[0] = 1.0
-    assert list(of(x, label).headline()) == ["NC1 at the last site"]
+    found = of(x, label)
+    assert list(found.headline().values()) == [float(found.values[2])]

@@ -49,8 +49,4 @@ def test_without_early_events_there_is_no_correlation_to_speak_of():
     x = np.stack([np.tile(oracles.HEAD[word], (20, 1)) for word in (0, 1, 2, 3)]) + 0.0
     found = from_views(lsim.Saturation(), [view(x)])
     assert found.counts.tolist() == [0, 0, 20]
-    assert list(found.headline()) == [
-        "saturated before the last block (fraction)",
-        "mean saturation block",
-    ]
-    assert found.headline()["mean saturation block"] == 2
+    assert list(found.headline().values()) == [0, 2]

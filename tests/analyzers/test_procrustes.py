@@ -117,7 +117,7 @@ def test_the_headline():
     alone = from_views(lsim.Procrustes(), [view(x[:1])])
     assert alone.headline() == {}
     alone = dataclasses.replace(alone, provenance=two.provenance)
-    assert alone.headline() == {"Procrustes of the two models": 1.0}
+    assert list(alone.headline().values()) == [1.0]
 
 
 def test_tensors_are_float64():

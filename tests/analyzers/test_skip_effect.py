@@ -135,7 +135,7 @@ def test_one_block_has_an_effect_on_the_output_alone():
     assert bool(found.values.isnan().all() & found.later.isnan().all())
     expected = naive(model, rows, 1, 1)
     np.testing.assert_allclose(found.probability_change, expected["probability_change"], rtol=1e-4)
-    assert list(found.headline()) == ["change of the probabilities, mean"]
+    assert list(found.headline().values()) == [float(found.probability_change.mean())]
 
 
 def test_a_row_of_one_token():

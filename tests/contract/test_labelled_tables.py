@@ -6,12 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
+from tl_layersim.core import LayerMatrix
 
 from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, residuals, view_for
+from ..views import from_views, provenance, residuals, view_for
 
 ANALYZERS = sorted(find_analyzers().items())
 LABELS = [n % 3 for n in range(256)]
@@ -94,6 +96,15 @@ def test_runs_of_other_depths_are_joined_in_the_order_of_the_model():
     norm = table["norm"].sel(model="deep").swap_dims(residual="residual_depth").interp(residual_depth=[0, 1 / 24, 1])
     own = reports["deep"]["trajectory"].norm
     np.testing.assert_allclose(norm.values, [own[0], (own[0] + own[1]) / 2, own[-1]])
+
+
+def test_rows_and_columns_have_the_depths_of_their_own_model():
+    names = ("blocks.0.hook_resid_pre", *(f"blocks.{n}.hook_resid_post" for n in range(4)))
+    values = torch.zeros(5, 3, dtype=torch.float64)
+    matrix = LayerMatrix(values=values, layers=names, column_layers=names[:3], provenance=provenance())
+    table = matrix.to_xarray()
+    np.testing.assert_allclose(table["row_depth"], [0, 0.25, 0.5, 0.75, 1])
+    np.testing.assert_allclose(table["column_depth"], [0, 0.5, 1])
 
 
 def test_attributes_of_all_runs_are_kept_and_other_options_are_noticed():

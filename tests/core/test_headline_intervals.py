@@ -70,6 +70,12 @@ def test_counts_alone_have_no_margin():
     assert " ± " in headline_texts(headlines(4.5, 4.0, 5.0, 5.0))["x"]
 
 
+def test_a_number_that_no_block_changes_has_no_margin():
+    assert headline_margins(headlines(0.5, 0.5, 0.5, 0.5)) == {}
+    assert headline_margins(headlines(4.0, 4.0, 4.0, 4.0)) == {}
+    assert list(headline_margins(headlines(0.5, 0.4, 0.6, 0.55))) == ["x"]
+
+
 def test_a_margin_that_is_rounding_is_not_shown():
     assert headline_texts(headlines(0.5, 0.5 + 1e-15, 0.5, 0.5)) == {"x": "0.5"}
     assert headline_texts(headlines(0.5, 0.5, 0.5, 0.5)) == {"x": "0.5"}

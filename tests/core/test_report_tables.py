@@ -76,6 +76,16 @@ def test_without_intervals_there_are_no_such_columns_and_an_empty_report_is_an_e
     assert Report({}).headline() == {}
 
 
+def test_labels_of_other_results_stand_after_their_predecessors_in_either_order(report):
+    def curve(*names):
+        values = torch.zeros(len(names), dtype=torch.float64)
+        return LayerCurve(values=values, layers=names, provenance=report["cka"].provenance)
+
+    short, long = curve("a", "x"), curve("a", "b", "c")
+    for results in ({"s": short, "l": long}, {"l": long, "s": short}):
+        assert list(Report(results).to_frame()["layer"].cat.categories) == ["a", "x", "b", "c"]
+
+
 def test_csv_is_the_table(report, table, tmp_path):
     path = report.to_csv(tmp_path / "report.csv")
     again = pandas.read_csv(path, float_precision="round_trip")

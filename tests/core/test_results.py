@@ -116,14 +116,39 @@ def margins(*names: str) -> Margins:
 
 def test_fields_of_an_own_result_have_headlines_tables_and_figures():
     found = margins("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
-    assert found.headline() == {"Margin at the embedding": 0, "Margin at the last site": 2, "Share of wins": 0.5}
+    assert list(found.headline().values()) == [0, 2, 0.5]
     assert found.plot().layout.yaxis.title.text == "Margin (logits)"
     assert found.declared("spread").words == "Spread"
     assert [picture.field for picture in found.pictures] == ["values"]
     assert list(found.to_frame()) == ["layer", "values", "spread"]
     assert list(found.to_frame("spread")) == ["layer", "spread"]
     heads = margins("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]")
-    assert heads.headline() == {"Margin, mean": 0.5, "Share of wins": 0.5}
+    assert list(heads.headline().values()) == [0.5, 0.5]
+
+
+def test_the_mean_of_a_headline_leaves_out_what_is_not_defined():
+    heads = margins(*(f"blocks.0.attn.hook_z[{n}]" for n in range(4)))
+    values = torch.tensor([1.0, float("nan"), 2.0, 6.0], dtype=torch.float64)
+    assert list(dataclasses.replace(heads, values=values).headline().values()) == [3.0, 0.5]
+
+
+def test_a_table_of_a_paper_has_a_line_for_each_row():
+    values = torch.arange(6, dtype=torch.float64).view(2, 3)
+    matrix = LayerMatrix(values=values, layers=("a", "b"), column_layers=("x", "y", "z"), provenance=provenance())
+    assert [line for line in matrix.to_latex().splitlines() if "&" in line][1:] == [r"a & 0 & 1 & 2 \\", r"b & 3 & 4 & 5 \\"]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in matrix.to_markdown().splitlines()]
+    assert [lines[0][1:], *lines[2:]] == [["x", "y", "z"], ["a", "0", "1", "2"], ["b", "3", "4", "5"]]
+
+
+def test_a_table_of_a_paper_has_half_of_the_interval():
+    whole, *without = (
+        LayerCurve(values=torch.tensor([x, 10 * x], dtype=torch.float64), layers=("a", "b"), provenance=provenance())
+        for x in (1.5, 1.4, 1.6, 1.7)
+    )
+    found = dataclasses.replace(whole, replicates=tuple(without), block_tokens=(1, 1, 1))
+    # Student's t of two degrees of freedom times the standard error: 4.303 * 0.176.
+    cells = [line.split("|")[2].strip() for line in found.to_markdown().splitlines()[2:]]
+    assert cells == ["1.50 ± 0.76", "15.0 ± 7.6"]
 
 
 def test_tables_of_papers_are_escaped():

@@ -15,7 +15,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
 from tl_layersim.core.fields import declarations
 from tl_layersim.reporting.interval_bands import Ends
-from tl_layersim.reporting.lines import Series, lines, step_curve, within_bounds
+from tl_layersim.reporting.lines import Series, lines, step_curve, widen_axis
 from tl_layersim.reporting.site_labels import AXES
 from tl_layersim.reporting.style import BLUE, ORANGE, PAPER_SIZES
 
@@ -105,12 +105,12 @@ def test_sites_without_any_value_are_no_place_on_the_axis():
 
 def test_a_ripple_of_a_bounded_quantity_does_not_fill_the_figure():
     own = lines((1, 2, 3), [Series("a", np.array([-0.2488, -0.2502, -0.2495]))], "title", "unit", "step")
-    low, high = within_bounds(own, (-1.0, 1.0)).layout.yaxis.range
+    low, high = widen_axis(own, (-1.0, 1.0)).layout.yaxis.range
     assert high - low == pytest.approx(0.212)
     assert low < -0.2502 < -0.2488 < high
     for bounds, values in (((-1.0, 1.0), [-0.9, 0.1, 0.2]), ((-np.inf, 1.0), [-0.2, -0.2, -0.21])):
         free = lines((1, 2, 3), [Series("a", np.array(values))], "title", "unit", "step")
-        assert within_bounds(free, bounds).layout.yaxis.range is None
+        assert widen_axis(free, bounds).layout.yaxis.range is None
 
 
 def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):
@@ -182,7 +182,7 @@ def test_the_score_of_a_window_stands_beside_a_straight_path_and_independent_ste
 @pytest.mark.parametrize(("high", "start"), [(3.0, 0.9), (120.0, 0.0)])
 def test_an_axis_from_a_bound_of_1_does_not_reach_below_0(high, start):
     fig = go.Figure(go.Scatter(x=[0, 1], y=[2.0, high])).update_yaxes(rangemode="tozero")
-    assert within_bounds(fig, (1.0, math.inf)).layout.yaxis.range[0] == pytest.approx(start)
+    assert widen_axis(fig, (1.0, math.inf)).layout.yaxis.range[0] == pytest.approx(start)
 
 
 def test_singular_values_have_a_colour_for_each_block_and_a_dash_for_each_pair():
@@ -226,15 +226,15 @@ def test_names_along_an_axis_keep_away_from_its_ends():
 
 def test_an_axis_starts_at_a_positive_lower_bound():
     one = [Series("a", np.array([2.0, 4.0]))]
-    fig = within_bounds(lines((1, 2), one, "title", "unit", "step"), (1.0, math.inf))
+    fig = widen_axis(lines((1, 2), one, "title", "unit", "step"), (1.0, math.inf))
     assert fig.layout.yaxis.range == pytest.approx((0.85, 4.24))
     whisker = Ends(np.array([1.5, 3.0]), np.array([3.0, 9.0]))
-    barred = within_bounds(
+    barred = widen_axis(
         lines(("a", "b"), [Series("a", np.array([2.0, 4.0]), whisker)], "title", "unit", "name"), (1.0, math.inf)
     )
     assert barred.layout.yaxis.range[1] > 9
     for low in (0.0, -np.inf):
-        assert within_bounds(lines((1, 2), one, "title", "unit", "step"), (low, math.inf)).layout.yaxis.range is None
+        assert widen_axis(lines((1, 2), one, "title", "unit", "step"), (low, math.inf)).layout.yaxis.range is None
 
 
 def test_two_models_have_two_hues():

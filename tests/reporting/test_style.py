@@ -16,12 +16,12 @@ from tl_layersim.reporting.style import (
     PALETTE,
     PAPER,
     SCREEN,
-    described,
     log_axis,
     on_what,
     ordered_colours,
     series_look,
     styled,
+    with_provenance,
     with_room_for_legend,
     with_subtitle,
 )
@@ -130,7 +130,7 @@ def test_a_long_title_is_broken_and_gets_room():
 
 
 def test_a_subtitle_names_models_and_tokens_and_gets_room():
-    one = described(figure(), provenance(model="EleutherAI/pythia-14m", tokens=12345, sequences=10))
+    one = with_provenance(figure(), provenance(model="EleutherAI/pythia-14m", tokens=12345, sequences=10))
     assert one.layout.margin.t > figure().layout.margin.t
     assert one.layout.height > figure().layout.height
     two = with_subtitle(one, "a second line")
@@ -166,7 +166,7 @@ def test_rows_of_pixels_are_images_and_other_samples_have_their_own_words():
 
 
 def test_names_of_models_are_no_markup():
-    fig = described(figure(), provenance(model="<script>x"))
+    fig = with_provenance(figure(), provenance(model="<script>x"))
     assert fig.layout.title.subtitle.text.startswith("&lt;script&gt;x")
 
 

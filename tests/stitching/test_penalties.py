@@ -1,4 +1,4 @@
-"""Penalties between models as a matrix, groups of models, and how often fronts run."""
+"""Penalties between groups of models, and how often fronts run."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def plot_adjacency(
     """
     from ..reporting.interval_bands import interval_ends
     from ..reporting.network import coupling_network
-    from ..reporting.style import described, sized
+    from ..reporting.style import with_provenance, with_size
 
     if not result.normalize:
         raise LayersimError(
@@ -54,7 +54,7 @@ def plot_adjacency(
     full = float(strength.max()) if strongest is None else strongest
     ends = interval_ends(result, _strength)
     fig = coupling_network(strength.numpy(), full, result.layers[1:], title, ends)
-    return sized(described(fig, result.provenance), width, title)
+    return with_size(with_provenance(fig, result.provenance), width, title)
 
 
 def _strength(result: BlockCouplingResult) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from ..core.p_values import Correction, adjusted_together, is_symmetric
 from ..core.results import Report, Result
 from ..core.wording import with_article
 from .relative_depth import SITE_AXES, at_depths, depths, sites_along
-
-if TYPE_CHECKING:
-    pass
 
 STATISTICS = ("first", "second", "difference", "low", "high", "se", "p_value", "p_adjusted")
 DEPTH = "Relative depth"
@@ -117,8 +114,8 @@ def difference(
         pairs = {"": (first, second)}
     else:
         raise LayersimError(
-            f"`first` is {with_article(type(first).__name__)}, and `second` {with_article(type(second).__name__)}; they must "
-            "be two reports, or two results of one class; `what` is a function of a result."
+            f"`first` is {with_article(type(first).__name__)} and `second` is {with_article(type(second).__name__)}; they must "
+            "be two results of one class or, without `what`, two reports."
         )
     tables = {}
     for name, pair in pairs.items():
@@ -181,8 +178,8 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
         one, other = sites_along(first, axis), sites_along(second, axis)
         if one != other:
             raise LayersimError(
-                f"`first` and `second` were measured at different sites ({first.provenance.model}: {shown_labels(one)}; "
-                f"{second.provenance.model}: {shown_labels(other)}). Pass relative_depth=True, or `at` in both runs."
+                f"`first` and `second` were measured at different sites ({first.provenance.model}: {_shown_labels(one)}; "
+                f"{second.provenance.model}: {_shown_labels(other)}). Pass relative_depth=True, or `at` in both runs."
             )
     records = first.provenance, second.provenance
     same = records[0].data == records[1].data and first.block_tokens == second.block_tokens
@@ -257,8 +254,7 @@ def _variables(
             labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
             read = partial(_read, first, second, field=field, relative_depth=relative_depth)
             words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
-            name = second.values_name if field == "values" else field
-            found[name] = compare(read, out_of=total_of(second, field)), labels | last, words
+            found[own.name] = compare(read, out_of=total_of(second, field)), labels | last, words
     heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
     names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
     if names:
@@ -286,12 +282,8 @@ def _read(first: Result, second: Result, result: Result, field: str, relative_de
     return values
 
 
-def shown_labels(names: tuple[Any, ...]) -> str:
-    """Labels in a message: all of a few, else their number, the first and the last.
-
-    Args:
-        names: the labels.
-    """
+def _shown_labels(names: tuple[Any, ...]) -> str:
+    """Labels in a message: all of a few, else their number, the first and the last."""
     if len(names) < 4:
         return ", ".join(map(str, names)) or "none"
     return f"{len(names)} from {names[0]} to {names[-1]}"

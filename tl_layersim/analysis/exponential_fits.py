@@ -12,6 +12,7 @@ from ..core.errors import LayersimError
 from ..core.intervals import field_named
 from ..core.label_table import BLOCK_AXES
 from ..core.results import Result
+from ..core.wording import with_article
 from .relative_depth import SITE_AXES
 
 if TYPE_CHECKING:
@@ -84,13 +85,15 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
 
     array = _array(given, field or "values") if isinstance(given, Result) else given
     if not isinstance(array, xarray.DataArray):
-        raise LayersimError("`given` must be a result, or a variable of a labelled table.")
+        raise LayersimError(
+            f"`given` is {with_article(type(given).__name__)}; it must be a result, or a variable of a labelled table."
+        )
     over = [axis for axis in array.dims if axis in SITE_AXES]
     count = len(range(array.sizes[over[0]])[sites]) if len(over) == 1 else 0
     if count < 3:
         raise LayersimError(
-            f"`field` is {field or array.name!r}, over the axes of sites {over} and fitted at {count} sites; an exponential "
-            "fit needs one axis of sites, and three sites or more. Select a label of another one."
+            f"`field` is {field or array.name!r}, with the axes of sites {over} and {count} sites to fit; it must have one "
+            "such axis, with three sites or more. Select a label of each further one."
         )
     [axis] = over
     first = int(axis in BLOCK_AXES)
@@ -184,7 +187,9 @@ def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
         fit = fit_exponential(x, y)
     except RuntimeError:
         fit = LeastSquares(np.full(2, np.nan), np.full((2, 2), np.nan), np.nan)
-    errors = np.sqrt(np.diag(fit.covariance))
+    # Of a curve that goes through one end alone, the variance of the amplitude is below the rounding.
+    with np.errstate(invalid="ignore"):
+        errors = np.sqrt(np.diag(fit.covariance))
     slope, intercept = np.polyfit(x, y, 1)
     total = float(((y - y.mean()) ** 2).sum())
     line = 1 - float(((y - intercept - slope * x) ** 2).sum()) / total if total > 0 else float("nan")

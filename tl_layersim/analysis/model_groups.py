@@ -82,14 +82,13 @@ def compare_groups(
     import numpy as np
     import xarray
 
-    grid: Any = table if isinstance(table, Result) else None
     array, names = distances_between(table, field)
-    labels = group_labels((grid and grid.groups) or None if groups is None else groups, names)
+    labels = group_labels(_known_groups(table, groups), names)
     values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
     compared = pairs_by_groups(labels, have_directions(values))
     sides, pairs = zip(*compared.values(), strict=True)
     # Similarities of sites, such as CKA, are smaller where models differ more.
-    sign = -1 if isinstance(grid, ModelGrid) and field == "by_site" else 1
+    sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
     each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
     tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
 
@@ -109,8 +108,8 @@ def compare_groups(
         "p_value": (further, np.reshape([one.p_value for one in tests], shape)),
         "smallest_p": tests[0].smallest_p,
     }
-    if grid is not None and grid.has_intervals:
-        ends = grid.interval(lambda one: statistics(getattr(one, field_named(grid, field))))
+    if isinstance(table, Result) and table.has_intervals:
+        ends = table.interval(lambda one: statistics(getattr(one, field_named(table, field))))
         for name, end in (("low", ends.low), ("high", ends.high)):
             found |= {f"mean_{name}": (over, end[:-1].numpy()), f"difference_{name}": (further, end[-1].numpy())}
     coords = {name: one for name, one in array.coords.items() if set(one.dims) <= set(further)}
@@ -145,18 +144,22 @@ def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
         [1.0, 5.0]
     """
     from ..reporting.models import tree_of_models
-    from ..reporting.style import described
+    from ..reporting.style import with_provenance
 
     array, names = distances_between(table)
     if array.ndim > 2:
         raise LayersimError(
-            f"`table` has the axes {' x '.join(map(str, array.dims))}; it must have two. Select, or take the mean over "
-            f"{array.dims[2]}."
+            f"`table` has the axes {' x '.join(map(str, array.dims))}; it must have two. Select a label of "
+            f"{array.dims[2]}, or take the mean over it."
         )
-    grid: Any = table if isinstance(table, Result) else None
-    given = (grid and grid.groups) or None if groups is None else groups
+    given = _known_groups(table, groups)
     fig = tree_of_models(array, names, () if given is None else group_labels(given, names))
-    return described(fig, grid.provenance) if grid is not None else fig
+    return with_provenance(fig, table.provenance) if isinstance(table, Result) else fig
+
+
+def _known_groups(table: Any, groups: Any) -> Any:
+    """The given groups, else those of a grid; None if there are none."""
+    return getattr(table, "groups", ()) or None if groups is None and isinstance(table, Result) else groups
 
 
 def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArray, tuple[str, ...]]:
@@ -185,8 +188,10 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
     sides = [tuple(map(str, array[dim].values)) for dim in array.dims[:2]]
     if len(sides) < 2 or sides[0] != sides[1]:
         raise LayersimError(
-            f"`table` has the axes {', '.join(map(str, array.dims))}; the first two must name the same models, in one order."
+            f"`table` has the axes {', '.join(map(str, array.dims)) or 'none'}; the first two must name the same models, in "
+            "one order."
         )
+    array = array.astype(float)
     undefined = [(a, b) for a, b in np.argwhere(~np.isfinite(array.values))[:, :2] if a != b]
     if undefined and array.ndim == 2:
         pairs = ", ".join(f"{sides[0][a]} and {sides[0][b]}" for a, b in undefined[:3])

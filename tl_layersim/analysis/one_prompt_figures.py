@@ -83,7 +83,7 @@ class PredictionGrid(Result):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Labels of the `rank` axis, from 1; none in files of earlier versions."""
+        """Labels of the `rank` axis, from 1."""
         return tuple(range(1, len(self.top_words[0][0]) + 1))
 
     @property

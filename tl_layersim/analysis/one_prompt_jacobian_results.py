@@ -16,7 +16,6 @@ from ..core.errors import LayersimError
 from ..core.results import Result, axes
 from ..core.wording import brief
 
-# What the connections of a figure are, by what differs among them.
 # The positions at the end of a label, in digits that `int` reads.
 POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
 
@@ -136,12 +135,7 @@ class CouplingMatrices(Result):
     null: Float64[Tensor, "connection other"] = axes(
         "connection", "other", label="Mis-coupling of random vectors", within=(0, 1)
     )
-    matrices: Float64[Tensor, "connection other left right"] = axes(
-        "connection",
-        "other",
-        "left",
-        "right",
-    )
+    matrices: Float64[Tensor, "connection other left right"] = axes("connection", "other", "left", "right")
     singular_values: Float64[Tensor, "connection left"] = axes(
         "connection", "left", label="Singular value", title="Singular values of the Jacobians", within=(0, math.inf)
     )

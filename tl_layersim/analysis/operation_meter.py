@@ -20,8 +20,8 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     """Counts FLOPs and live memory of all operations that run inside it, also on the meta device.
 
     FLOPs are those of `torch.utils.flop_counter`, a multiplication and an addition counted as two. `FlopCounterMode` itself
-    does not work with `torch.autograd.grad`, and neither counts attention on CPUs nor by part. Memory is that of the tensors
-    that are alive, as allocators of GPUs count it; workspaces inside an operation are not seen.
+    does not work with `torch.autograd.grad`, does not count attention on CPUs, and does not count by part. Memory is that of
+    the tensors that are alive, as allocators of GPUs count it; workspaces inside an operation are not seen.
 
     Args:
         weights: tensors that existed before and are not counted as memory.

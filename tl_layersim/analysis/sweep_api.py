@@ -34,7 +34,7 @@ class SweepError(LayersimError):
         reports: of the models before it, by key.
     """
 
-    reports: dict[int | float | str, Report]
+    reports: dict[Any, Report]
 
 
 @typed
@@ -48,7 +48,7 @@ def sweep(
     intervals: bool = False,
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
-) -> dict[int | float | str, Report]:
+) -> dict[Any, Report]:
     """Run the same analysis on many models or checkpoints, one after another: a training run, model sizes, fine-tunes.
 
     A model may be given as a function that loads it. It is loaded when its turn comes and freed before the next one is
@@ -131,7 +131,7 @@ def is_loader(model: Any) -> bool:
 def _measure_model(
     model: Any, data: Data, analyzers: Mapping[str, Analyzer], partial: Any, options: Mapping[str, Any]
 ) -> Report:
-    """Load a model where it is not loaded, and measure it; one that was loaded here is freed at the end."""
+    """The report of a model. A model that is given as a function is loaded before, and freed after it is measured."""
     loads = is_loader(model)
     if loads:
         model = model()
@@ -146,7 +146,7 @@ def _measure_model(
 def _announce_sweep(
     keys: list[Any], reports: Mapping[Any, Report], analyzers: Mapping[str, Analyzer], folder: SweepFolder
 ) -> None:
-    """Print how many models will be measured with what."""
+    """Print the number of models and the names of the analyzers."""
     if rank_and_size()[0] == 0:
         known = f"; {len(reports)} of them were measured before, see {folder.path}" if reports else ""
         tqdm.write(f"sweep: {counted(len(keys), 'model')}, each with {', '.join(analyzers)}{known}", file=sys.stderr)

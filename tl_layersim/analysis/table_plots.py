@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.wording import with_article
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -66,26 +67,29 @@ def plot(
         >>> [matrix.type for matrix in lsim.plot(found["cka"]).data]
         ['heatmap', 'heatmap']
     """
-    from ..reporting.style import sized
+    from ..reporting.style import with_size
 
-    return sized(_figure(table, field, over), width, title)
+    return with_size(_figure(table, field, over), width, title)
 
 
 def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> Figure:
-    """The figure on the screen, with its own title."""
+    """The figure before `width` and `title`."""
     import xarray
 
     from ..reporting.run_figures import line_plot, map_of_two, matrices
 
     if isinstance(table, xarray.DataTree):
         if table.children:
-            raise LayersimError(f"`table` is of a report; plot one of its nodes: {', '.join(map(repr, table.children))}.")
+            raise LayersimError(f"`table` is of a report; it must be one of its nodes: {', '.join(map(repr, table.children))}.")
         table = table.to_dataset()
     if isinstance(table, xarray.DataArray):
         field = str(table.name or "value")
         table = table.to_dataset(name=field)
     elif not isinstance(table, xarray.Dataset):
-        raise LayersimError("`table` must be a table of `stack` or `to_xarray`, or a variable of one.")
+        raise LayersimError(
+            f"`table` is {with_article(type(table).__name__)}; it must be a table of `to_xarray` or `stack`, or a variable of "
+            "one."
+        )
     elif field is None and {"amplitude", "rate"} <= set(table.data_vars):
         from ..reporting.scatter import fit_figure
 
@@ -113,13 +117,13 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
         numeric = [dim for dim in others if drawn[dim].dtype.kind in "iuf"]
         over = (sites[1], sites[0]) if len(sites) == 2 else next(iter([*numeric, *sites, *others]), "")
     chosen = [over] if isinstance(over, str) else list(over)
-    if other := sorted(set(chosen) - set(dims)) if len(dims) < 3 else []:
-        raise LayersimError(f"`over` is {other[0]!r}; {field!r} has the dimensions {', '.join(dims) or 'none'}.")
-    if len(dims) not in (1, 2) or not set(chosen) <= set(dims) or len(chosen) > len(dims):
+    if len(dims) not in (1, 2):
         raise LayersimError(
-            f"`over` is {over!r} and {field!r} has the dimensions {', '.join(dims) or 'none'}; a figure has one or two, or a "
-            "matrix for each run. Select a label of each further one, as in table.sel(quantile=0.5)."
+            f"`field` is {field!r} over {', '.join(dims) or 'no dimension'}; a figure has one or two dimensions, or a matrix "
+            "for each run. Select a label of each further one, as in table.sel(quantile=0.5)."
         )
+    if not chosen or len(set(chosen) & set(dims)) < len(chosen):
+        raise LayersimError(f"`over` is {over!r}; it must be one or two of the dimensions of {field!r}: {', '.join(dims)}.")
     if len(chosen) == 2:
         return map_of_two(drawn, (chosen[0], chosen[1]), sites)
     return line_plot(drawn, chosen[0], sites)

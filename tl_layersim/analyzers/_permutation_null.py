@@ -20,7 +20,7 @@ from ._memory_limit import need_memory
 
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05
-# The fields of one number for each pair of layers, and those of the maximum over pairs.
+# Default of the fields of the null, which a run without permutations does not measure.
 NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
 # Equal similarities differ by rounding: of Fourier transforms, which give the null, or of decompositions. Few samples and
 # measures that count, such as shared neighbours, have many equal ones.

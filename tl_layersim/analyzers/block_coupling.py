@@ -138,7 +138,7 @@ class BlockCouplingResult(Result):
         "length", label="Prompts", title="Prompts of each length", within=(0, math.inf), out_of="length_count"
     )
     mean_coupling: Float64[Tensor, " pair_kind"] = axes(
-        "pair_kind", label="Coupling", title="Mean coupling over pairs of blocks", within=(-math.inf, math.inf)
+        "pair_kind", label="Coupling", title="Mean coupling over pairs of blocks"
     )
     residual: Float64[Tensor, " layer"] = axes(
         "layer",
@@ -222,7 +222,7 @@ class BlockCouplingResult(Result):
 
     def neighbours(self) -> float:
         """Mean coupling of neighbouring blocks, in both directions."""
-        return float(_of_neighbours(self.coupling))
+        return float(self.mean_coupling[self.pair_kinds.index("neighbours")])
 
     def headline(self) -> dict[str, float]:
         if len(self.values) < 2:
@@ -381,6 +381,7 @@ class BlockCoupling(Analyzer):
         ks = tuple(min(k, d_model) for k in self.ks)
         coupling, by_chance = (float(self.normalize) - matrix for matrix in (by_k[0], null[0]))
         different = ~torch.eye(len(coupling), dtype=torch.bool)
+        neighbours = torch.cat([coupling.diagonal(1), coupling.diagonal(-1)])
         by_row = torch.zeros(2, 0, dtype=torch.float64)
         if self.per_prompt:
             by_row = torch.stack([sums["prompt coupling"] / sums["prompt count"], sums["prompt tokens"]])
@@ -397,9 +398,7 @@ class BlockCoupling(Analyzer):
             by_length=by_length,
             by_length_std=torch.where(many > 1, length_variance.clamp(min=0).sqrt(), math.nan),
             length_count=many,
-            mean_coupling=torch.stack(
-                [coupling[different].nanmean(), _of_neighbours(coupling), by_chance[different].nanmean()]
-            ),
+            mean_coupling=torch.stack([own.nanmean() for own in (coupling[different], neighbours, by_chance[different])]),
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),
@@ -414,8 +413,3 @@ class BlockCoupling(Analyzer):
             layers=run.layers,
             provenance=run.provenance,
         )
-
-
-def _of_neighbours(coupling: Tensor) -> Tensor:
-    """Mean over pairs of neighbouring blocks, in both directions."""
-    return torch.cat([coupling.diagonal(1), coupling.diagonal(-1)]).nanmean()

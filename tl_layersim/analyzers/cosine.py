@@ -103,7 +103,6 @@ class CosineResult(LayerMatrix):
         within=(0, math.inf),
     )
     monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
-    # Files of earlier versions lack the next two.
     angular: Float64[Tensor, "row column"] = axes(
         "row",
         "column",

@@ -40,7 +40,7 @@ class SaturationResult(Result):
     Attributes:
         values: `layer`, the same as `counts`: number of tokens that saturate at each block.
         cumulative: `layer`, fraction of tokens that saturate at this block or below; 1 at the last block.
-        early_share: saturated before the last block (fraction).
+        early_share: fraction of tokens that saturate before the last block.
         cosine_to_last: `layer`, mean over the tokens that saturate at a block of the cosine between their residuals at this
             block and at the last block; NaN without such tokens, or if all their residuals are zero (with centring: equal to
             the mean).
@@ -73,7 +73,6 @@ class SaturationResult(Result):
     early_share: Float64[Tensor, ""] = axes(
         label="Positions that saturate before the last layer",
         unit="fraction",
-        title="Positions that saturate before the last layer",
         within=(0, 1),
         by_chance=(0, 1),
     )

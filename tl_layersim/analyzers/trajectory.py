@@ -159,7 +159,6 @@ class TrajectoryResult(Result):
         title="Spread of the line-shape score over tokens",
         within=(0, math.inf),
     )
-    # Files of earlier versions lack the next fields.
     curvature: Float64[Tensor, " residual"] = axes(
         "residual",
         label="Angle between steps",
@@ -187,7 +186,6 @@ class TrajectoryResult(Result):
     prompt_rows: tuple[int, ...] = ()
     turns: int = 0
     window: int
-    # Files of earlier versions lack it.
     final_norm: bool = False
     quantiles: tuple[float, ...] = QUANTILES
 

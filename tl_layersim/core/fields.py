@@ -1,4 +1,4 @@
-"""Fields of results: one declaration of a tensor field says its axes, words, unit, bounds, and how reports show it."""
+"""Declarations of the tensor fields of results: their axes, label, unit and bounds, and how reports show them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ Scale = Literal["", "log", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What is declared of a tensor field; see `axes`."""
+    """The declaration of a tensor field; see `axes`. Its `name` is that in tables: `values_name` for `values`."""
 
+    name: str
     axes: tuple[str, ...]
     label: str
     unit: str
@@ -61,9 +62,9 @@ def axes(
         title: of the figure; by default the label. In it and in the caption, {values} stands for the label of `values`.
         caption: sentences that explain the figure and name its source. A report shows the fields that have one, and `values` of
             a result without any.
-        better: which of two numbers is the better one, where one is.
-        scale: of the axis of curves: "log" for a logarithmic one where the values spread, "free" for one that need not begin at
-            a bound of the values.
+        better: whether "higher" or "lower" numbers are better; "" for neither.
+        scale: of the axis of curves: "log" for a logarithmic axis if the values spread, "free" for an axis that need not begin
+            at a bound of the values.
         default: of the field; none by default.
         within: the bounds that no value of the field can exceed, such as (0, 1) for fractions; intervals keep to them.
             None for a field without interval: what a first pass over the data determines, values of single prompts, draws of
@@ -77,6 +78,7 @@ def axes(
             another field, over which the values are drawn.
     """
     declared = Declaration(
+        name="",
         axes=names,
         label=label,
         unit=unit,
@@ -89,12 +91,11 @@ def axes(
         out_of=out_of,
         drawn=drawn,
     )
-    metadata = {"declared": declared}
-    return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
+    return field(default=default, metadata={"declared": declared})
 
 
 def declarations(result: Any) -> Mapping[str, Declaration]:
-    """The declaration of each tensor field, with the words that it leaves out.
+    """The declaration of each tensor field, with its name in tables and the defaults of its label and title.
 
     Args:
         result: a result or its class.
@@ -104,12 +105,11 @@ def declarations(result: Any) -> Mapping[str, Declaration]:
 
 @cache
 def _of_class(cls: Any) -> Mapping[str, Declaration]:
-    found: dict[str, Declaration] = {one.name: one.metadata["declared"] for one in fields(cls) if "declared" in one.metadata}
-    names = {name: cls.values_name if name == "values" else name for name in found}
-    found = {
-        name: own if own.label else replace(own, label=names[name].replace("_", " ").capitalize())
-        for name, own in found.items()
-    }
+    found: dict[str, Declaration] = {}
+    for one in fields(cls):
+        if "declared" in one.metadata:
+            own, name = one.metadata["declared"], cls.values_name if one.name == "values" else one.name
+            found[one.name] = replace(own, name=name, label=own.label or name.replace("_", " ").capitalize())
     values = found["values"].label if "values" in found else ""
     return {
         name: replace(

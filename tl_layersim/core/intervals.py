@@ -122,8 +122,7 @@ def field_named(result: Any, name: str) -> str:
     Raises:
         LayersimError: the result has no such field.
     """
-    named = {result.values_name if field == "values" else field: field for field in bounds_of(result)}
-    named["values"] = "values"
+    named = {own.name: field for field, own in declarations(result).items()} | {"values": "values"}
     if name not in named:
         raise LayersimError(f"{type(result).__name__} has no tensor field {name!r}; it has {', '.join(named)}.")
     return named[name]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .argument_checks import typed
 from .errors import LayersimError, warn
 from .findings import in_depth_order
-from .intervals import bounds_of
-from .report_tables import merged_labels
+from .report_tables import merged_labels, numbers_of
 from .wording import brief
 
 if TYPE_CHECKING:
@@ -26,23 +25,20 @@ def result_table(result: Any) -> xarray.Dataset:
     """
     import xarray
 
-    found = xarray.Dataset(attrs=_provenance(result))
+    variables: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
     for field in result.tensor_fields():
-        own, values = result.declared(field), getattr(result, field)
-        if not values.numel() or bool(values.isnan().all()):
+        if bool(getattr(result, field).isnan().all()):
             continue
-        name = result.values_name if field == "values" else field
-        parts = {name: values}
-        if result.has_intervals and bounds_of(result)[field] is not None:
-            ends = result.interval(field)
-            parts |= {f"{name}_low": ends.low, f"{name}_high": ends.high, f"{name}_se": ends.error}
-        if (twins := result.of_untrained(field)) is not None:
-            parts[f"{name}_untrained"] = twins.mean(0)
+        own = result.declared(field)
         words = {"long_name": own.label, "units": own.unit, "description": own.title if own.title != own.label else ""}
-        for part, tensor in parts.items():
-            found[part] = (own.axes, tensor.numpy().copy(), {key: text for key, text in words.items() if text})
-        found = found.assign_coords({axis: list(result.coordinates(axis)) for axis in own.axes})
-    return found.assign_coords({f"{axis}_depth": (axis, _depths(result, axis)) for axis in found.dims if _depths(result, axis)})
+        attributes = {key: text for key, text in words.items() if text}
+        for part, numbers in numbers_of(result, field).items():
+            name = own.name if part == "value" else f"{own.name}_{part}"
+            variables[name] = (own.axes, numbers.numpy().copy(), attributes)
+        labels |= {axis: list(result.coordinates(axis)) for axis in own.axes}
+    depths = {f"{axis}_depth": (axis, along) for axis in labels if (along := _depths(result, axis))}
+    return xarray.Dataset(variables, labels | depths, _provenance(result))
 
 
 def report_table(report: Mapping[str, Any]) -> xarray.DataTree:
@@ -165,9 +161,9 @@ def _provenance(result: Any) -> dict[str, str | int | float]:
     return {"result": type(result).__name__, **plain}
 
 
-def _depths(result: Any, axis: Any) -> list[float]:
+def _depths(result: Any, axis: str) -> list[float]:
     """The relative depth of each site along an axis: 0 for the first site of the model, 1 for the last; empty for no sites."""
-    sites = result.column_layers if axis == "column" and hasattr(result, "column_layers") else result.layers
+    sites = result.coordinates("column") if axis == "column" else result.layers
     labels = result.coordinates(axis)
     if not in_depth_order(sites) or not all(label in sites for label in labels):
         return []

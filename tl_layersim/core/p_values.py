@@ -110,12 +110,11 @@ def adjusted_together(each: Sequence[tuple[Tensor, bool]], method: Correction) -
     """
     from statsmodels.stats.multitest import multipletests
 
-    once = [torch.ones_like(p, dtype=torch.bool).triu() if both else torch.ones_like(p, dtype=torch.bool) for p, both in each]
-    tested = [own & ~p.isnan() for own, (p, _) in zip(once, each, strict=True)]
+    tested = [(~p.isnan()).triu() if symmetric else ~p.isnan() for p, symmetric in each]
     known = torch.cat([p[own] for own, (p, _) in zip(tested, each, strict=True)])
     found = torch.as_tensor(multipletests(known.numpy(), method=method)[1] if len(known) else known, dtype=torch.float64)
     parts = torch.split(found, [int(own.sum()) for own in tested])
     filled = [
         torch.full_like(p, math.nan).masked_scatter(own, part) for (p, _), own, part in zip(each, tested, parts, strict=True)
     ]
-    return [out.where(own, out.T) if both else out for out, own, (_, both) in zip(filled, once, each, strict=True)]
+    return [own.triu() + own.triu(1).T if symmetric else own for own, (_, symmetric) in zip(filled, each, strict=True)]

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import LayersimError
+from .fields import declarations
 from .findings import depth_key, in_depth_order, site_in_words
-from .intervals import bounds_of, field_named, headline_intervals, headline_texts, margin_text
+from .intervals import field_named, headline_intervals, headline_texts, margin_text
 from .label_table import COLUMNS, label_table
 from .storage import replacing
 
 if TYPE_CHECKING:
     import pandas
+    from torch import Tensor
 
 # Columns of labels that come first, and the columns of numbers.
 SITE_COLUMNS = ("layer", "row_layer", "column_layer")
@@ -39,7 +41,7 @@ def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) ->
 
     Args:
         tables: with columns `field`, perhaps `analyzer`, and of labels and numbers.
-        numbers: names of the columns of numbers; the first is one of every table.
+        numbers: names of the columns of numbers; every table has the first.
     """
     import pandas
 
@@ -62,22 +64,32 @@ def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) ->
 def _tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
     """The fields of a result, each as a table with equal names of the columns of numbers."""
     tables = []
-    for field, axes in result.tensor_fields().items():
-        values = getattr(result, field)
-        if not values.numel() or bool(values.isnan().all()):
+    for field, own in declarations(result).items():
+        if bool(getattr(result, field).isnan().all()):
             continue
-        table = label_table({axis: result.coordinates(axis) for axis in axes})
+        table = label_table({axis: result.coordinates(axis) for axis in own.axes})
         table.insert(0, "analyzer", name)
-        table.insert(1, "field", result.values_name if field == "values" else field)
-        table["value"] = values.numpy().reshape(-1)
-        if result.has_intervals and bounds_of(result)[field] is not None:
-            ends = result.interval(field)
-            for column, own in (("low", ends.low), ("high", ends.high), ("se", ends.error)):
-                table[column] = own.numpy().reshape(-1)
-        if (twins := result.of_untrained(field)) is not None:
-            table["untrained"] = twins.mean(0).numpy().reshape(-1)
+        table.insert(1, "field", own.name)
+        for column, numbers in numbers_of(result, field).items():
+            table[column] = numbers.numpy().reshape(-1)
         tables.append(table)
     return tables
+
+
+def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
+    """The numbers of a field by the names of `NUMBERS`: its values and, if the run has them, intervals and untrained models.
+
+    Args:
+        result: whose field.
+        field: name of the attribute.
+    """
+    found = {"value": getattr(result, field)}
+    if result.has_intervals and declarations(result)[field].within is not None:
+        ends = result.interval(field)
+        found |= {"low": ends.low, "high": ends.high, "se": ends.error}
+    if (twins := result.of_untrained(field)) is not None:
+        found["untrained"] = twins.mean(0)
+    return found
 
 
 def merged_labels(lists: list[list[Any]]) -> list[Any]:
@@ -194,23 +206,18 @@ def field_table(result: Any, field: str) -> pandas.DataFrame:
     """
     import pandas
 
-    held = field_named(result, field)
-    names, values = result.tensor_fields()[held], getattr(result, held)
-    if len(names) not in (1, 2):
-        raise LayersimError(f"`field` is {field!r}, which has {len(names)} axes; a table shows one or two.")
-    margins = values.new_full(values.shape, math.nan)
-    if result.has_intervals and bounds_of(result)[held] is not None:
-        ends = result.interval(held)
-        margins = (ends.high - ends.low) / 2
-    texts = [
-        margin_text(value, margin) for value, margin in zip(values.flatten().tolist(), margins.flatten().tolist(), strict=True)
-    ]
-    lines = [list(map(site_in_words, map(str, result.coordinates(axis)))) for axis in names]
-    columns = lines[1] if len(lines) == 2 else [result.declared(held).words]
-    rows = [texts[n * len(columns) : (n + 1) * len(columns)] for n in range(len(lines[0]))]
+    own, held = result.declared(field), field_named(result, field)
+    if len(own.axes) not in (1, 2):
+        raise LayersimError(f"`field` is {field!r}, which has {len(own.axes)} axes; a table shows one or two.")
+    numbers = numbers_of(result, held)
+    values = numbers["value"]
+    margins = (numbers["high"] - numbers["low"]) / 2 if "low" in numbers else values.new_full(values.shape, math.nan)
+    labels, *others = ([site_in_words(str(label)) for label in result.coordinates(axis)] for axis in own.axes)
+    columns = others[0] if others else [own.words]
+    each = (part.reshape(len(labels), len(columns)).tolist() for part in (values, margins))
     return pandas.DataFrame(
-        [[label, *row] for label, row in zip(lines[0], rows, strict=True)],
-        columns=[COLUMNS.get(names[0], names[0]).replace("_", " "), *columns],
+        [[label, *map(margin_text, row, ends)] for label, row, ends in zip(labels, *each, strict=True)],
+        columns=[COLUMNS.get(own.axes[0], own.axes[0]).replace("_", " "), *columns],
     )
 
 
@@ -219,7 +226,7 @@ def latex(table: pandas.DataFrame, labels: int) -> str:
 
     Args:
         table: of texts.
-        labels: number of its first columns that are no numbers.
+        labels: number of its first columns, which hold labels.
     """
     text: str = table.to_latex(index=False, escape=True, column_format="l" * labels + "r" * (table.shape[1] - labels))
     return text.replace("±", r"$\pm$").replace("²", r"\textsuperscript{2}")

@@ -33,7 +33,7 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
 
 def _imported(kind: str, base: type[Any]) -> type[Any] | None:
     found = [cls for cls in below(base) if kind_of(cls) == kind]
-    # Of a cell of a notebook that ran twice, the class that was defined last; classes of this package stay.
+    # A cell of a notebook that ran twice defines a class twice; the last one counts. Classes of this package come first.
     own = [cls for cls in found if cls.__module__.startswith(f"{PACKAGE}.")]
     return next(iter([*own, *found[::-1]]), None)
 

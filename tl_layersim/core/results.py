@@ -18,11 +18,15 @@ from .bounds import OpenFraction
 from .errors import LayersimError
 from .fields import Declaration, axes, declarations
 from .findings import in_depth_order, site_in_words
-from .intervals import bounds_of, field_named, headline_lines, interval_of
+from .intervals import field_named, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .label_table import BLOCK_AXES, label_table
 from .labelled_tables import result_table
 from .notebook_display import report_as_html, result_as_html
+from .picture import Picture
+from .provenance import Provenance
+from .report_exports import ReportExports
+from .report_tables import field_table, latex, markdown, numbers_of
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
 from .wording import headed
@@ -31,16 +35,12 @@ if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
     import xarray
-from .picture import Picture
-from .provenance import Provenance
-from .report_exports import ReportExports
-from .report_tables import field_table, latex, markdown
 
 # Before the name of a field in `plot`.
 UNTRAINED = "untrained "
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
-    *("baselines", "coordinates", "declared", "distance_name", "finding", "first_layer"),
+    *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
     *("in_depth_order", "measured_on", "null_headline", "of_untrained", "pictures"),
     *("refuse_other_shapes", "sites_headline", "tensor_fields", "to_last_headline"),
     *("transposed", "values_name", "with_halves"),
@@ -130,7 +130,7 @@ class Result(ABC):
         declared = declarations(self)
         shown = [name for name, own in declared.items() if own.caption] or ["values"]
         return tuple(
-            Picture(self.values_name if name == "values" else name, declared[name].title, declared[name].caption)
+            Picture(declared[name].name, declared[name].title, declared[name].caption)
             for name in shown
             # A report shows no empty figures.
             if (len(declared[name].axes) in (1, 2) or declared[name].drawn) and not bool(getattr(self, name).isnan().all())
@@ -165,18 +165,14 @@ class Result(ABC):
         Raises:
             LayersimError: the result has no such field.
         """
-        axis_names = self._axes_of(field or "values")
-        alike = [name for name, names in self.tensor_fields().items() if names == axis_names]
-        measured = [name for name in alike if name == "values" or not bool(getattr(self, name).isnan().all())]
-        table = label_table({axis: self.coordinates(axis) for axis in axis_names})
-        for name in measured if field is None else [field_named(self, field)]:
-            column = self.values_name if name == "values" else name
-            table[column] = getattr(self, name).numpy().reshape(-1)
-            if self.has_intervals and bounds_of(self)[name] is not None:
-                found = self.interval(name)
-                table[f"{column}_low"], table[f"{column}_high"] = (end.numpy().reshape(-1) for end in found[1:3])
-            if (twins := self.of_untrained(name)) is not None:
-                table[f"{column}_untrained"] = twins.mean(0).numpy().reshape(-1)
+        declared, held = declarations(self), field_named(self, "values" if field is None else field)
+        table = label_table({axis: self.coordinates(axis) for axis in declared[held].axes})
+        for name, own in declared.items():
+            alike = field is None and own.axes == declared[held].axes and not bool(getattr(self, name).isnan().all())
+            if name == held or alike:
+                for part, numbers in numbers_of(self, name).items():
+                    if part != "se":
+                        table[own.name if part == "value" else f"{own.name}_{part}"] = numbers.numpy().reshape(-1)
         return table
 
     def to_xarray(self) -> xarray.Dataset:
@@ -252,7 +248,7 @@ class Result(ABC):
         return figure(self, field, width, title)
 
     def with_halves(self, first: Any, second: Any) -> Any:
-        """The result of a comparison with what the results of two halves of the data say of its reliability.
+        """The result with its reliability over two halves of the data; the same result if its class has no such field.
 
         Args:
             first: of odd blocks.
@@ -330,7 +326,7 @@ class Result(ABC):
         return {name: float(value) for name, value in numbers.items() if not bool(value.isnan())}
 
     def finding(self) -> str:
-        """One sentence with the main numbers, for the top of a report; empty for that of the matrix or the headline."""
+        """One sentence with the main numbers, for the top of a report; if empty, the report writes one of its own."""
         return ""
 
     def baselines(self, field: str) -> dict[str, float]:
@@ -358,9 +354,6 @@ class Result(ABC):
         """
         header, tensors = pack(self)
         return write_file(path, "result", header, tensors)
-
-    def _axes_of(self, field: str) -> tuple[str, ...]:
-        return self.tensor_fields()[field_named(self, field)]
 
 
 @typed

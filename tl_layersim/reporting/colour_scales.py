@@ -60,18 +60,17 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
 
     Args:
         result: whose field.
-        field: its name.
+        field: its name, "values" for that of `values_name`.
         values: those that are drawn.
     """
-    held = "values" if field == result.values_name else field
     if field.endswith("std") or field == "sd":
         return ColourScale(SPREAD, 0.0, end_above(_largest(values)))
     if field == "p_values":
         beyond = f"highest colour: {HIGHEST_P:g} or more" if _largest(values) > HIGHEST_P else ""
         return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
-    bounds = bounds_of(result).get(held) or (-math.inf, math.inf)
+    bounds = bounds_of(result).get(field) or (-math.inf, math.inf)
     if field in CHANCE:
-        own = scale_of(result, result.values_name, result.values.numpy())
+        own = scale_of(result, "values", result.values.numpy())
         # Values of random pairings that are clearly negative, such as R², lie outside a scale that begins at 0.
         return own if _smallest(values) >= min(own.low, NEGATIVE) else scale_within(values, bounds)
     return scale_within(values, bounds)

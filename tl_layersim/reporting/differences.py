@@ -11,17 +11,15 @@ import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
 from .colour_scales import about_zero, on_cells
-from .heat_map import MATRICES, MapSide, heat_map
+from .heat_map import MATRICES, HeatMapAxis, heat_map
 from .interval_bands import Ends
 from .lines import Series, lines
-from .site_labels import axis_title, series_label
-from .style import model_name, series_look, with_room_for_legend, with_subtitle
+from .site_labels import axis_title, quantity_with_unit, series_label
+from .style import MOST_LINES, model_name, series_look, with_room_for_legend, with_subtitle
 
 if TYPE_CHECKING:
     import xarray
 
-# Series over layers up to this number are curves, more are a heat map.
-MOST_CURVES = 5
 # Colour of cells without a difference, which no colour of the scale resembles.
 UNDEFINED = "#c8c8c8"
 
@@ -46,7 +44,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
             f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select labels."
         )
     about = array.attrs
-    words = f"{about.get('long_name', 'Difference')}" + (f" ({about['units']})" if "units" in about else "")
+    words = quantity_with_unit(about, "Difference")
     titles = f"Difference: {words.partition(' (')[0]}", f"Difference: {words}"
     models = [model_name(str(about.get(which, which))) for which in ("first", "second")]
     of_runs = f"{models[1]} minus {models[0]}" if models[0] != models[1] else "second run minus first run"
@@ -57,7 +55,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     labels = [tuple(array[axis].values.tolist()) for axis in axes]
     # Sites stand at relative depths where they have no names.
     places = [str(array[axis].attrs.get("long_name", "")) for axis in axes]
-    if len(axes) == 1 or (tuple(axes) not in MATRICES and len(value) <= MOST_CURVES):
+    if len(axes) == 1 or (tuple(axes) not in MATRICES and len(value) <= MOST_LINES):
         rows = zip(*(np.atleast_2d(one) for one in (value, low, high)), strict=True)
         names = [series_label(axes[0], label) for label in labels[0]] if len(axes) == 2 else ["difference"]
         looks = series_look(len(names), ordered=axes[0] in ("quantile", "k", "threshold"))
@@ -90,8 +88,8 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     return with_subtitle(fig, html.escape(note, quote=False))
 
 
-def _side(axis: str, labels: tuple[Any, ...], place: str) -> MapSide:
+def _side(axis: str, labels: tuple[Any, ...], place: str) -> HeatMapAxis:
     """Rows or columns: sites by name, relative depths, or other labels."""
     if all(isinstance(label, str) for label in labels):
-        return MapSide(labels, "After block")
-    return MapSide(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])
+        return HeatMapAxis(labels, "After block")
+    return HeatMapAxis(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])

@@ -15,7 +15,7 @@ from ..core.intervals import bounds_of, field_named
 from ..core.provenance import JOINT
 from ..core.results import UNTRAINED, Result
 from .bars import bars
-from .heat_map import MATRICES, matrix_heat_map, series_heat_map, share_heat_map
+from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map
 from .interval_bands import Ends, interval_ends
 from .lines import (
     Series,
@@ -26,12 +26,12 @@ from .lines import (
     quantile_lines,
     step_curve,
     sublayer_lines,
+    widen_axis,
     with_baselines,
-    within_bounds,
 )
 from .models import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
-from .style import DASHES, GREY, MOST_LINES, described, names_of_models, series_look, sized
+from .style import DASHES, GREY, MOST_LINES, names_of_models, series_look, with_provenance, with_size
 from .token_grid import token_grid
 
 # Axes along which a few series have an order.
@@ -52,22 +52,12 @@ def figure(result: Result, field: str | None = None, width: str | None = None, t
     """
     field = field or (result.pictures[0].field if result.pictures else "values")
     if field.startswith(UNTRAINED):
-        return sized(_untrained_figure(result, field.removeprefix(UNTRAINED)), width, title)
+        return with_size(_untrained_figure(result, field.removeprefix(UNTRAINED)), width, title)
     held = field_named(result, field)
     if bool(getattr(result, held).isnan().all()):
         raise LayersimError(f"`field` is {field!r}, which has no defined value: this run did not measure it.")
-    fig = within_bounds(_field_figure(result, held, width), bounds_of(result).get(held) or (-math.inf, math.inf))
-    return sized(described(fig, result.provenance, result.measured_on(held)), width, title)
-
-
-def title_of(result: Result, field: str) -> str:
-    """The title of a field's figure, with "head" or "site" for "layer" where the sites are others.
-
-    Args:
-        result: whose field.
-        field: its name.
-    """
-    return site_words(result.layers, result.declared(field).title)
+    fig = widen_axis(_field_figure(result, held, width), bounds_of(result).get(held) or (-math.inf, math.inf))
+    return with_size(with_provenance(fig, result.provenance, result.measured_on(held)), width, title)
 
 
 def _untrained_figure(result: Result, field: str) -> go.Figure:
@@ -83,7 +73,7 @@ def _untrained_figure(result: Result, field: str) -> go.Figure:
 
 def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     declared, axes, values = result.declared(field), result.tensor_fields()[field], getattr(result, field).numpy()
-    titles, ends = (title_of(result, field), declared.words), interval_ends(result, field)
+    titles, ends = (site_words(result.layers, declared.title), declared.words), interval_ends(result, field)
     labels = [result.coordinates(axis) for axis in axes]
     if declared.drawn == "tokens":
         return token_grid(result, titles, width)
@@ -94,7 +84,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if declared.drawn == "bars":
         return bars(labels[0], values, ends, axes[0], titles)
     if declared.drawn == "fractions":
-        return share_heat_map(result, field, axes, titles)
+        return fraction_heat_map(result, field, axes, titles)
     if declared.drawn == "lines":
         return _many_lines(result, axes, labels, values, titles)
     if declared.drawn:
@@ -109,7 +99,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if axes in MATRICES:
         return matrix_heat_map(result, field, axes, titles, ends)
     if len(axes) == 1:
-        return _curve(result, field, axes[0], values, ends)
+        return _curve(result, field, axes[0], values, titles, ends)
     if len(axes) != 2:
         raise LayersimError(f"`field` is {field!r}, which has {len(axes)} axes; a figure shows one or two. Use to_frame.")
     if axes[0] == "quantile":
@@ -121,9 +111,9 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
         values, ends = values.T[np.array(shown) - 1], ends and Ends(*(end.T[np.array(shown) - 1] for end in ends))
     elif len(labels[0]) > MOST_LINES and axes[0] not in ("model", "stage"):
         return series_heat_map(result, field, axes, titles, ends)
-    names = labels[0] if axes[0] in ("model", "stage", "comparison") else [series_label(axes[0], label) for label in labels[0]]
-    looks = series_look(len(names), ordered=axes[0] in ORDERED_AXES)
-    series = [Series(str(name), values[n], ends and ends.at(n), **looks[n]) for n, name in enumerate(names)]
+    looks = series_look(len(labels[0]), ordered=axes[0] in ORDERED_AXES)
+    names = [series_label(axes[0], label) for label in labels[0]]
+    series = [Series(name, values[n], ends and ends.at(n), **looks[n]) for n, name in enumerate(names)]
     better = f"{titles[1]}<br>{declared.better} is better" if declared.better else titles[1]
     log = axes[0] == "direction" or (declared.scale == "log" and is_wide(values))
     return lines(labels[1], series, titles[0], better, axes[1], log)
@@ -134,9 +124,8 @@ def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values
     shown = [short_names(own) if own and str(own[0]) in result.layers else own for own in labels[:-1]]
     colours = series_look(len(labels[0]), ordered=len(labels[0]) > MOST_LINES)
     rows = values.reshape(-1, values.shape[-1])
-    series = []
+    series, others = [], len(rows) // len(labels[0])
     for n, (row, parts) in enumerate(zip(rows, product(*shown), strict=True)):
-        others = len(rows) // len(labels[0])
         words = ", ".join(series_label(axis, part) for axis, part in zip(axes, parts, strict=False))
         look = colours[n // others] | {"dash": DASHES[n % others % len(DASHES)]}
         series.append(Series(words, np.where(row > 0, row, np.nan), **look))
@@ -153,7 +142,7 @@ def _of_two_models(result: Result, field: str, own: Series, names: tuple[Any, ..
     def padded(values: Any) -> Any:
         return np.pad(np.asarray(values, dtype=float), (0, len(longer) - len(values)), constant_values=np.nan)
 
-    models = names_of_models(result.provenance)
+    models = names_of_models(result.provenance.model)
     if len(models) != 2:
         # Both were loaded from the same class or path.
         models = ("first model", "second model")
@@ -165,14 +154,13 @@ def _of_two_models(result: Result, field: str, own: Series, names: tuple[Any, ..
     ]
 
 
-def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None) -> go.Figure:
+def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str, str], ends: Ends | None) -> go.Figure:
     """The figure of a field over one axis."""
-    declared, title, names = result.declared(field), title_of(result, field), result.coordinates(axis)
-    baselines = result.baselines(field)
+    declared, names, baselines = result.declared(field), result.coordinates(axis), result.baselines(field)
     if axis == "sublayer":
-        return sublayer_lines(names, values, title, declared.words, ends)
+        return sublayer_lines(names, values, *titles, ends)
     if axis == "step" and len(values):
-        return with_baselines(step_curve(values, title, declared.words, ends), baselines)
+        return with_baselines(step_curve(values, *titles, ends), baselines)
     twins = result.of_untrained(field)
     # Beside a reference line, the legend has no room for the unit, which stands on the axis.
     own = Series(declared.label if baselines else declared.words, values, ends)
@@ -180,7 +168,7 @@ def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None
     if len(series) == 1 and twins is not None:
         untrained = Series(f"untrained, mean of {len(twins)} seeds", twins.mean(0).numpy(), None, GREY, "square", "dash")
         series = [own._replace(label="trained"), untrained]
-    fig = lines(names, series, title, declared.words, axis, declared.scale == "log" and is_wide(values))
+    fig = lines(names, series, *titles, axis, declared.scale == "log" and is_wide(values))
     if declared.scale == "free":
         fig.update_yaxes(rangemode="normal")
     return with_baselines(fig, baselines)

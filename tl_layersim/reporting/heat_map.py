@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,20 @@ from .colour_scales import (
     scale_of,
 )
 from .interval_bands import Ends, cell_hover, interval_ends
+from .lines import known_columns
 from .site_labels import axis_title, short_names, visible_token
-from .style import HEIGHT, MOST_TICKS, SEQUENTIAL, colour_bar, layer_axis, model_name, styled, turn_labels, with_subtitle
+from .style import (
+    CELL_AXIS,
+    HEIGHT,
+    MOST_TICKS,
+    SEQUENTIAL,
+    colour_bar,
+    layer_axis,
+    model_name,
+    styled,
+    turn_labels,
+    with_subtitle,
+)
 
 # Axes of matrices whose two sides are of one kind.
 MATRICES = (
@@ -48,12 +60,12 @@ FRACTIONS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 LETTERS = 9
 
 
-class MapSide(NamedTuple):
-    """Rows or columns of a heat map.
+class HeatMapAxis(NamedTuple):
+    """The rows or the columns of a heat map.
 
     Attributes:
-        names: of each, for the text at the pointer.
-        title: of the axis; where the names are those of residual layers, see `site_axis_title`.
+        names: of each row or column, for the text at the pointer.
+        title: of the axis. `site_axis_title` adapts it if the names are those of sites.
         labels: at the ticks; None for the short names of sites.
     """
 
@@ -67,7 +79,7 @@ class MapSide(NamedTuple):
         return short_names(self.names) if self.labels is None else self.labels
 
     def place(self, update: Callable[..., go.Figure]) -> None:
-        """Title and ticks of the axis, by `update_xaxes` or `update_yaxes` of a figure."""
+        """Set the title and the ticks of an axis through `update_xaxes` or `update_yaxes` of the figure."""
         if self.labels is None:
             layer_axis(update, self.names, self.title)
             return
@@ -78,7 +90,7 @@ class MapSide(NamedTuple):
 
 def heat_map(
     values: Any,
-    sides: tuple[MapSide, MapSide],
+    sides: tuple[HeatMapAxis, HeatMapAxis],
     scale: ColourScale,
     titles: tuple[str, str],
     *,
@@ -94,7 +106,7 @@ def heat_map(
         scale: of the colours.
         titles: of the figure, and of the colour bar.
         ends: of the intervals of the values; None without intervals.
-        decimals: fewest of the numbers in the cells of a small map; None for no numbers.
+        decimals: fewest decimals of the numbers in the cells of a small map; None for no numbers.
         square: whether cells are square, and the first row is at the top.
     """
     rows, columns = sides
@@ -115,10 +127,10 @@ def heat_map(
     columns.place(fig.update_xaxes)
     if columns.labels is None:
         turn_labels(fig, columns.names)
-    fig.update_xaxes(showgrid=False)
-    fig.update_yaxes(showgrid=False)
+    plain = CELL_AXIS | {"constrain": "domain"} if square else {"showgrid": False}
+    fig.update_xaxes(**plain).update_yaxes(**plain)
     if square:
-        square_cells(fig, rows.shown, columns.shown)
+        fig.update_yaxes(autorange="reversed", scaleanchor="x")
     return styled(fig, titles[0], height=HEIGHT if square else 500)
 
 
@@ -132,15 +144,14 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
         titles: of the figure, and of the colour bar.
         ends: of the intervals of the values; None without intervals.
     """
-    values = drawn_values(result, field, axes)
-    scale = matrix_scale(result, field, axes, values)
-    titled = sides_of(result, axes)
-    sides = [MapSide(result.coordinates(axis), title) for axis, title in zip(axes, titled, strict=True)]
+    values = _drawn_values(result, field, axes)
+    scale = _matrix_scale(result, field, axes, values)
+    words = _axis_titles(result, axes)
+    sides = [HeatMapAxis(result.coordinates(axis), title) for axis, title in zip(axes, words, strict=True)]
     if axes[0] == "connection":
         sides = [side._replace(labels=_connection_labels(side.names, getattr(result, "tokens", ()))) for side in sides]
-    shown = (
-        [slice(None), slice(None)] if axes[0] in (*OF_JACOBIANS, "skipped") else [_with_values(values.T), _with_values(values)]
-    )
+    whole = axes[0] in (*OF_JACOBIANS, "skipped")
+    shown = [slice(None)] * 2 if whole else [known_columns(values.T), known_columns(values)]
     notes = [_own_note(result, field, axes), scale.note, _left_out(sides, shown)]
     rows, columns = (side._replace(names=side.names[own]) for side, own in zip(sides, shown, strict=True))
     values, ends = values[tuple(shown)], ends and ends.at(tuple(shown))
@@ -164,8 +175,8 @@ def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
     return with_subtitle(fig, html.escape(scale.note, quote=False))
 
 
-def share_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
-    """Heat map of counts as fractions of the sum of their row, on colours by the square root; none is white.
+def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
+    """Heat map of counts as fractions of the sum of their row. Colours are by the square root; cells with count 0 are white.
 
     Args:
         result: whose field.
@@ -183,14 +194,14 @@ def share_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tu
     roots, scale = np.where(values > 0, np.sqrt(values), np.nan), ColourScale(SEQUENTIAL, 0.0, 1.0)
     fig = heat_map(roots, _series_sides(result, axes), scale, titles, ends=interval_ends(result, fractions), square=False)
     [cells] = fig.data
-    texts = [
-        [f"{value:.4f}{''.join(cell[2:])}" for value, cell in zip(*own, strict=True)]
-        for own in zip(values, cells.customdata, strict=True)
+    # The text at the pointer has the fraction, and its interval where there is one, instead of the root.
+    data = [
+        [(*cell[:2], f"{value:.4f}{''.join(cell[2:])}") for value, cell in zip(*row, strict=True)]
+        for row in zip(values, cells.customdata, strict=True)
     ]
-    hover = re.sub(r"%\{z[^}]*\}(%\{customdata\[2\]\})?", "%{customdata[2]}", cells.hovertemplate)
-    names = [[(*cell[:2], text) for cell, text in zip(*own, strict=True)] for own in zip(cells.customdata, texts, strict=True)]
+    hover = cells.hovertemplate.replace("%{customdata[2]}", "").replace("%{z:.4f}", "%{customdata[2]}")
     ticks = {"tickvals": [tick**0.5 for tick in FRACTIONS], "ticktext": [f"{tick:g}" for tick in FRACTIONS]}
-    cells.update(customdata=names, hovertemplate=hover, colorbar=ticks)
+    cells.update(customdata=data, hovertemplate=hover, colorbar=ticks)
     note = "white: none"
     if values.shape[1] <= MOST_NUMBERS:
         numbers = [
@@ -201,44 +212,16 @@ def share_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tu
     return with_subtitle(fig, note)
 
 
-def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Sequence[str]) -> int:
-    """Make the cells of a heat map square, with the first row at the top; `styled` gives it the height that it needs.
-
-    Args:
-        fig: of one heat map.
-        row_labels: tick labels of all rows.
-        column_labels: tick labels of all columns.
-    """
-    # Invisible ticks keep labels away from the cells.
-    plain = {"constrain": "domain", "showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
-    fig.update_yaxes(autorange="reversed", scaleanchor="x", **plain)
-    fig.update_xaxes(**plain)
-    return HEIGHT
-
-
-def drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
-    """The values of a matrix, without those of blocks and p-values of layers with themselves, as an array.
-
-    Args:
-        result: whose field.
-        field: its name.
-        axes: of the field.
-    """
-    values = (result.values if field in ("values", result.values_name) else getattr(result, field)).numpy()
+def _drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
+    """The values of a matrix as an array, without those of a block, or p-values of a layer, with itself."""
+    values = getattr(result, field).numpy()
     # The p-value of a layer with itself is no finding.
     own = len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field))
     return np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
 
 
-def matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:
-    """The colour scale of a matrix, or of several of one field.
-
-    Args:
-        result: whose field.
-        field: its name.
-        axes: of the field.
-        values: that are drawn.
-    """
+def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:
+    """The colour scale of the drawn values of a matrix."""
     scale = scale_of(result, field, values)
     if axes[0] in OF_JACOBIANS:
         return narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
@@ -249,13 +232,8 @@ def matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any)
     return off_diagonal_scale(values, scale)
 
 
-def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
-    """Titles of the rows and of the columns of a matrix.
-
-    Args:
-        result: whose matrix.
-        axes: of the field.
-    """
+def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
+    """Titles of the rows and of the columns of a matrix."""
     if axes[0] in OF_JACOBIANS:
         what = "block" if axes[0] == "row_block" else "connection"
         return f"Jacobian of {what}", f"Singular vectors of {what}"
@@ -266,13 +244,13 @@ def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
     return (first, last) if len(models) > 1 else ("After block", "After block")
 
 
-def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[MapSide, MapSide]:
+def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
     """Rows of series, and columns of sites or numbers."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])
-    columns = MapSide(names[1], axis_title("layer" if layers else axes[1]), None if layers else list(map(str, names[1])))
-    return MapSide(tuple(words), axis_title(axes[0]), words), columns
+    columns = HeatMapAxis(names[1], axis_title("layer" if layers else axes[1]), None if layers else list(map(str, names[1])))
+    return HeatMapAxis(tuple(words), axis_title(axes[0]), words), columns
 
 
 def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
@@ -292,13 +270,7 @@ def _of_own_layers(result: Result, field: str) -> bool:
     return field == "p_values" and JOINT not in result.provenance.model
 
 
-def _with_values(values: Any) -> slice:
-    """The columns from the first to the last with a value; all if none has one."""
-    known = np.flatnonzero(np.isfinite(values).any(axis=0))
-    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
-
-
-def _left_out(sides: list[MapSide], shown: list[slice]) -> str:
+def _left_out(sides: list[HeatMapAxis], shown: list[slice]) -> str:
     """The rows and columns that are not shown, in words; empty if all are."""
     outside = [[label for label in side.shown if label not in side.shown[own]] for side, own in zip(sides, shown, strict=True)]
     words = list(dict.fromkeys(label for labels in outside for label in labels))

@@ -56,42 +56,34 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
     figures: list[str] = []
     sections = [_section(name, result, figures) for name, result in report.items()]
     first = next(iter(report.values()), None)
-    names = " and ".join(names_of_models(first.provenance)) if first else "no model"
+    names = " and ".join(names_of_models(first.provenance.model)) if first else "no model"
     findings = [(name, text) for name, result in report.items() if (text := finding(result))][:MOST_FINDINGS]
     shown = [section for section in sections if section["plots"] and section["name"] in dict(findings)]
     folder = files(__package__) / "page"
     style, script, page = ((folder / file).read_text(encoding="utf-8") for file in ("page.css", "page.js", "page.html.j2"))
-    html = (
-        _environment()
-        .from_string(page)
-        .render(
-            title=f"Layers of {names}",
-            analyzers=", ".join(report) or "no results",
-            facts=_facts(report) if first else [],
-            findings=findings,
-            first_plot=shown[0]["plots"][0] if shown else None,
-            stream=all(is_stream(result.layers) for result in report.values()),
-            sections=sections,
-            warnings=_warnings(report),
-            numbers=[(section["name"], *line) for section in sections if not section["models"] for line in section["headline"]],
-            compared=[section for section in sections if section["models"]],
-            intervals=_intervals(report),
-            style=Markup(style.replace("FONT", FONT)),
-            script=Markup(script),
-            # No text of a result can end the element.
-            figures=Markup(f"[{','.join(figures)}]".replace("<", "\\u003c")),
-            plotly=Markup(get_plotlyjs() if figures else ""),
-        )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["anchor"] = _anchor
+    html = environment.from_string(page).render(
+        title=f"Layers of {names}",
+        analyzers=", ".join(report) or "no results",
+        facts=_facts(report) if first else [],
+        findings=findings,
+        first_plot=shown[0]["plots"][0] if shown else None,
+        stream=all(is_stream(result.layers) for result in report.values()),
+        sections=sections,
+        warnings=_warnings(report),
+        numbers=[(section["name"], *line) for section in sections if not section["models"] for line in section["headline"]],
+        compared=[section for section in sections if section["models"]],
+        intervals=_intervals(report),
+        style=Markup(style.replace("FONT", FONT)),
+        script=Markup(script),
+        # No text of a result can end the element.
+        figures=Markup(f"[{','.join(figures)}]".replace("<", "\\u003c")),
+        plotly=Markup(get_plotlyjs() if figures else ""),
     )
     with replacing(path) as file:
         file.write(html.encode())
     return Path(path)
-
-
-def _environment() -> Environment:
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["anchor"] = _anchor
-    return environment
 
 
 def _anchor(name: str) -> str:
@@ -145,7 +137,7 @@ def _facts(report: Mapping[str, Result]) -> list[tuple[str, str, str]]:
     """What was measured on what: a label, its value and a remark for each tile at the top of the page."""
     results = list(report.values())
     run = results[0].provenance
-    models = names_of_models(run)
+    models = names_of_models(run.model)
     options = run.options
     remarks = []
     counted = "tokens" if options.get("positions", "all") == "all" else "positions"

@@ -16,6 +16,8 @@ from ..core.results import Result
 INTERVALS = "95 % intervals"
 # Opacities of a band and of its outline, which shows the interval of a point without neighbours.
 FILL, OUTLINE = 0.16, 0.22
+# A band that is lower than this part of the vertical axis is hidden by its line.
+HIDDEN = 0.01
 
 
 class Ends(NamedTuple):
@@ -34,10 +36,9 @@ def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | No
 
     Args:
         result: whose field.
-        what: name of the field, or a function of the result, see `Result.interval`.
+        what: name of the field, "values" for that of `values_name`, or a function of the result, see `Result.interval`.
     """
-    field = "values" if what == result.values_name else what
-    if not result.has_intervals or (isinstance(field, str) and bounds_of(result).get(field, ()) is None):
+    if not result.has_intervals or (isinstance(what, str) and bounds_of(result).get(what, ()) is None):
         return None
     _, low, high, _ = result.interval(what)
     return Ends(low.numpy(), high.numpy())
@@ -71,14 +72,7 @@ def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str
     return {"customdata": data, "hovertemplate": "%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>"}
 
 
-def cell_hover(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    ends: Ends | None,
-    quantity: str = "",
-    sides: tuple[str, str] = ("row", "column"),
-    digits: str = ".4f",
-) -> dict[str, Any]:
+def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, quantity: str) -> dict[str, Any]:
     """Data and template of the text at a cell: the names of its row and column, its value, and its interval where it has one.
 
     Args:
@@ -86,22 +80,18 @@ def cell_hover(
         columns: names of the columns.
         ends: of the intervals, `row column`; None without intervals.
         quantity: the value in words, as markup.
-        sides: what rows and columns are, as markup.
-        digits: format of a number.
     """
-    names = [[(row, column) for column in columns] for row in rows]
-    before = f"{sides[0]}: %{{customdata[0]}}<br>{sides[1]}: %{{customdata[1]}}<br>"
-    value = f"{quantity}: %{{z:{digits}}}" if quantity else f"%{{z:{digits}}}"
-    cells: dict[str, Any] = {"hoverongaps": False}
-    if ends is None:
-        return cells | {"customdata": names, "hovertemplate": f"{before}{value}<extra></extra>"}
+    texts = None if ends is None else hover_texts(ends)
     data = [
-        [(*pair, text) for pair, text in zip(*row, strict=True)] for row in zip(names, hover_texts(ends, digits), strict=True)
+        [(row, column) if texts is None else (row, column, texts[i, j]) for j, column in enumerate(columns)]
+        for i, row in enumerate(rows)
     ]
-    return cells | {"customdata": data, "hovertemplate": f"{before}{value}%{{customdata[2]}}<extra></extra>"}
+    words = "row: %{customdata[0]}<br>column: %{customdata[1]}<br>" + quantity + ": %{z:.4f}"
+    own = "" if ends is None else "%{customdata[2]}"
+    return {"hoverongaps": False, "customdata": data, "hovertemplate": f"{words}{own}<extra></extra>"}
 
 
-def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, strength: float = 1.0, **trace: Any) -> None:
+def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> None:
     """Add a shaded band to a figure; lines that are added later lie above it. Points without an interval leave a gap.
 
     Args:
@@ -109,7 +99,6 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, strength: float = 
         x: of the points, in order.
         ends: of the points.
         colour: of the line, as "#rrggbb".
-        strength: opacity of the line, from 0 to 1.
         **trace: further properties, such as `legendgroup`.
     """
     xs: list[Any] = []
@@ -127,9 +116,9 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, strength: float = 
         x=xs[:-1],
         y=ys[:-1],
         mode="lines",
-        line={"width": 1, "color": shade.format(round(OUTLINE * strength, 3))},
+        line={"width": 1, "color": shade.format(OUTLINE)},
         fill="toself",
-        fillcolor=shade.format(round(FILL * strength, 3)),
+        fillcolor=shade.format(FILL),
         hoverinfo="skip",
         showlegend=False,
         meta=INTERVALS,
@@ -157,6 +146,8 @@ def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
 def intervals_in_words(fig: go.Figure) -> str:
     """The marks of the intervals in a figure; empty for a figure that draws no intervals.
 
+    Bands that are all thinner than their lines are said to be so, since no reader sees them.
+
     Args:
         fig: with bands of `add_band` and error bars of `whiskers`.
 
@@ -166,6 +157,24 @@ def intervals_in_words(fig: go.Figure) -> str:
         'whiskers: 95 % intervals'
     """
     bars = [trace[side].array for trace in fig.data for side in ("error_x", "error_y") if side in trace]
-    marks = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data)
+    bands = [trace for trace in fig.data if trace.meta == INTERVALS]
+    marks = ["bands" if _are_seen(fig, bands) else "bands (thinner than the lines)"] if bands else []
     marks += ["whiskers"] * any(bar is not None and np.nansum(np.array(bar, dtype=float)) > 0 for bar in bars)
     return f"{' and '.join(marks)}: {INTERVALS}" if marks else ""
+
+
+def _are_seen(fig: go.Figure, bands: Sequence[Any]) -> bool:
+    """Whether any of the bands is higher than a line is thick."""
+    axis = fig.layout.yaxis
+    scale = np.log10 if axis.type == "log" else np.asarray
+    drawn = np.concatenate([scale(np.array(trace.y, dtype=float)) for trace in fig.data if trace.y is not None])
+    ends = axis.range or [*drawn[np.isfinite(drawn)], *([0.0] if axis.rangemode == "tozero" else [])]
+    least = HIDDEN * (max(ends) - min(ends))
+    for band in bands:
+        points: dict[Any, list[float]] = {}
+        for x, y in zip(band.x, scale(np.array(band.y, dtype=float)), strict=True):
+            points.setdefault(x, []).append(y)
+        # At each point, the upper and the lower end.
+        if any(max(pair) - min(pair) > least for pair in points.values()):
+            return True
+    return False

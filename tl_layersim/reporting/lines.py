@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.colors import hex_to_rgb
 
 from .interval_bands import Ends, add_band, hover_texts, point_hover, whiskers
 from .site_labels import axis_title, series_label, short_names, visible_token
@@ -23,6 +24,7 @@ from .style import (
     layer_axis,
     log_axis,
     ordered_colour,
+    plot_height,
     styled,
     turn_labels,
     with_room_for_legend,
@@ -77,7 +79,7 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
         axis: name of the horizontal axis.
         log: whether the vertical axis is logarithmic where all values are positive.
     """
-    shown = known_sites(names, np.stack([one.values for one in series]), axis)
+    shown = known_columns(np.stack([one.values for one in series])) if axis in LAYER_AXES else slice(None)
     names = names[shown]
     series = [one._replace(values=one.values[shown], ends=one.ends and one.ends.at(shown)) for one in series]
     fig = go.Figure()
@@ -125,22 +127,20 @@ def is_wide(values: Any) -> bool:
     return bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
 
 
-def known_sites(names: tuple[Any, ...], values: Any, axis: str) -> slice:
-    """The sites from the first to the last at which any series is known: all, if none is, or the axis has no sites.
+def known_columns(values: Any) -> slice:
+    """The columns from the first to the last with a finite value; all columns if none has one.
 
     Args:
-        names: labels along the axis.
-        values: `series point`.
-        axis: its name.
+        values: `row column`.
     """
     known = np.flatnonzero(np.isfinite(values).any(axis=0))
-    return slice(int(known[0]), int(known[-1]) + 1) if axis in LAYER_AXES and len(known) else slice(0, len(names))
+    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
 
 
-def within_bounds(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
-    """The line plot of a bounded quantity with a vertical axis of at least a tenth of the bounds: noise is no dip.
+def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
+    """Widen the vertical axis of lines to a tenth of the bounds of the quantity, so that noise does not look like a dip.
 
-    An axis that would begin at 0 begins a little below a positive lower bound, such as 1 for a ratio that is at least 1.
+    An axis from 0 begins a little below the lower bound instead where that is positive, such as 1 for a ratio of at least 1.
 
     Args:
         fig: of lines; other figures, and axes that are logarithmic or have a range, stay as they are.
@@ -237,71 +237,44 @@ def quantile_lines(
         axis: name of the horizontal axis.
         ends: of the intervals of the values; None without intervals.
     """
-    shown = known_sites(names, values, axis)
+    shown = known_columns(values) if axis in LAYER_AXES else slice(None)
     names, values, ends = names[shown], values[:, shown], ends and ends.at((slice(None), shown))
     fig = go.Figure()
-    add_fan(fig, list(range(len(names))), (levels, names), values, ends, BLUE)
-    label_axis(fig, names, axis)
-    fig.update_yaxes(title=titles[1], rangemode="tozero" if bool((np.nan_to_num(values) >= 0).all()) else "normal")
-    return styled(fig, titles[0])
-
-
-def add_fan(
-    fig: go.Figure,
-    x: list[int],
-    labels: tuple[tuple[float, ...], tuple[Any, ...]],
-    values: Any,
-    ends: Ends | None,
-    colour: str,
-    name: str = "",
-    **place: Any,
-) -> None:
-    """Add quantiles as nested bands, and the one nearest to the median as a line.
-
-    Args:
-        fig: the figure.
-        x: of the points.
-        labels: levels of the quantiles, in ascending order, and names of the points.
-        values: `quantile point`.
-        ends: of the intervals of the values; None without intervals.
-        colour: as "#rrggbb".
-        name: of the line in the legend, in which bands then have no entry; by default "median", and an entry for each band.
-        **place: `row` and `col` of a panel.
-    """
-    levels, names = labels
-    middle = min(range(len(levels)), key=lambda n: abs(levels[n] - 0.5))
-    pairs = [(n, len(levels) - 1 - n) for n in range(len(levels) // 2)]
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    for number, pair in enumerate(pairs):
-        alpha = FAN[min(number, len(FAN) - 1)]
-        for n in pair:
-            label, upper = series_label("quantile", levels[n]), n == pair[1]
+    x = list(range(len(names)))
+    words = [series_label("quantile", level) for level in levels]
+    shade = f"rgba({', '.join(map(str, hex_to_rgb(BLUE)))}, {{}})"
+    # The outermost two first.
+    for number in range(len(levels) // 2):
+        lower, upper = number, len(levels) - 1 - number
+        fill = {"fill": "tonexty", "fillcolor": shade.format(FAN[min(number, len(FAN) - 1)])}
+        for n in (lower, upper):
             fig.add_scatter(
                 x=x,
                 y=values[n],
-                name=f"{100 * levels[pair[0]]:g} to {100 * levels[pair[1]]:g} % of tokens" if upper else label,
+                name=f"{100 * levels[lower]:g} to {100 * levels[upper]:g} % of tokens" if n == upper else words[n],
                 mode="lines",
-                line={"width": 0.5, "color": f"rgba({red}, {green}, {blue}, 0.4)"},
-                **({"fill": "tonexty", "fillcolor": f"rgba({red}, {green}, {blue}, {alpha})"} if upper else {}),
-                legendgroup=name or f"{number}",
-                showlegend=upper and not name,
-                **point_hover(list(names), None if ends is None else ends.at(n), f"{name} {label}".strip()),
-                **place,
+                line={"width": 0.5, "color": shade.format(0.4)},
+                **(fill if n == upper else {}),
+                legendgroup=f"{number}",
+                showlegend=n == upper,
+                **point_hover(list(names), ends and ends.at(n), words[n]),
             )
-    own = None if ends is None else ends.at(middle)
-    label = "median" if levels[middle] == 0.5 else series_label("quantile", levels[middle])
+    middle = min(range(len(levels)), key=lambda n: abs(levels[n] - 0.5))
+    own, label = ends and ends.at(middle), "median" if levels[middle] == 0.5 else words[middle]
     fig.add_scatter(
         x=x,
         y=values[middle],
-        name=name or label,
+        name=label,
         mode="lines+markers",
-        legendgroup=name or label,
-        line={"color": colour},
-        marker={"color": colour},
-        **point_hover(list(names), own, f"{name} {label}".strip()),
+        legendgroup=label,
+        line={"color": BLUE},
+        marker={"color": BLUE},
+        **point_hover(list(names), own, label),
         **({} if own is None else {"error_y": whiskers(values[middle], own)}),
-        **place,
     )
+    label_axis(fig, names, axis)
+    fig.update_yaxes(title=titles[1], rangemode="tozero" if bool((np.nan_to_num(values) >= 0).all()) else "normal")
+    return styled(fig, titles[0])
 
 
 def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
@@ -499,7 +472,7 @@ def with_labelled_ends(fig: go.Figure, named: Sequence[tuple[Any, Any, str, str]
         at = np.flatnonzero(np.isfinite(np.asarray(y, dtype=float)))
         ends += [(float(y[at[-1]]), x[at[-1]], name, colour)] if len(at) else []
     known = [float(y) for trace in fig.data if trace.y is not None for y in trace.y if y is not None and math.isfinite(y)]
-    pixel = (max(known) - min(known) or 1.0) / (fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
+    pixel = (max(known) - min(known) or 1.0) / plot_height(fig)
     lowest = -math.inf
     for number, (y, x, name, colour) in enumerate(sorted(ends), start=1):
         # Upwards, away from the label below. The highest one says what the names are.

@@ -12,9 +12,10 @@ import plotly.graph_objects as go
 
 from ..core.wording import equation, number_text, p_value_text
 from .colour_scales import about_zero, scale_within
-from .heat_map import MapSide, heat_map
+from .heat_map import HeatMapAxis, heat_map
 from .interval_bands import Ends
 from .lines import Series, lines
+from .site_labels import quantity_with_unit
 from .style import DARK, DASHES, GREY, PALETTE, SYMBOLS, styled, with_room_for_legend, with_subtitle
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ UPRIGHT, ACROSS = 2, 70
 
 
 def clusters(distances: Any) -> Any:
-    """Average linkage of models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it: of the
-    mean over both directions, each at least 0.
+    """Average linkage of models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it.
+
+    The distance of two models is the mean over both directions, each at least 0.
 
     Args:
         distances: `model model`, an array.
@@ -58,7 +60,7 @@ def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None
     names = tuple(grid.models[n] for n in order)
     groups = [grid.groups[n] for n in order] if grid.groups else []
     scale = about_zero(values) if np.nanmin(values) < -OWN_DISTANCE else scale_within(values, (-math.inf, math.inf))
-    side = MapSide(names, "Model", list(names))
+    side = HeatMapAxis(names, "Model", list(names))
     fig = heat_map(values, (side, side), scale, (title, quantity), ends=ends, decimals=2)
     ticks = {"tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
     fig.update_xaxes(tickangle=-90 if max(map(len, names)) > UPRIGHT else 0, **ticks).update_yaxes(**ticks)
@@ -90,7 +92,7 @@ def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequen
     places = {"tickmode": "array", "tickvals": [10 * n + 5 for n in range(len(names))], "range": [0, 10 * len(names)]}
     turned = -45 if sum(len(name) + 2 for name in names) > ACROSS else 0
     fig.update_xaxes(title="Model", ticktext=ticktext, tickangle=turned, showgrid=False, **places)
-    fig.update_yaxes(title=_words(array), rangemode="tozero")
+    fig.update_yaxes(title=quantity_with_unit(array.attrs, "Distance"), rangemode="tozero")
     fig = styled(_with_groups(fig, groups), "Dendrogram of the models")
     return with_subtitle(fig, "directions below 0 count as 0" if bool((array < -OWN_DISTANCE).any()) else "")
 
@@ -123,7 +125,7 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
         dash, symbol = DASHES[look % len(DASHES)], SYMBOLS[look % len(SYMBOLS)]
         series.append(Series(html.escape(name), mean[n], Ends(mean[n] - sd[n], mean[n] + sd[n]), colour, symbol, dash))
     title = f"{found['mean'].attrs.get('long_name', 'Distance')} within and between groups"
-    fig = lines(labels, series, title, _words(found["mean"]), "site" if further else "comparison")
+    fig = lines(labels, series, title, quantity_with_unit(found["mean"].attrs, "Distance"), "site" if further else "comparison")
     fig.update_layout(showlegend=bool(further)).update_yaxes(rangemode="normal")
     if joined:
         fig.update_xaxes(title="Stitch point")
@@ -133,12 +135,6 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
     test = f"{float(found['difference']):.3g}, {html.escape(p)} ({found.attrs['relabelings']:,} {drawn}relabelings, "
     test += f"smallest possible {number_text(float(found['smallest_p']))})"
     return with_subtitle(fig, f"Whiskers: standard deviation over pairs of models. Difference of means {test}")
-
-
-def _words(array: xarray.DataArray) -> str:
-    """The quantity with its unit."""
-    name, unit = array.attrs.get("long_name", "Distance"), array.attrs.get("units")
-    return f"{name} ({unit})" if unit else name
 
 
 def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
@@ -157,6 +153,8 @@ def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
     """The figure with a legend of the groups, if there are any."""
     for group, colour in _colours(groups).items():
         marker = {"color": colour, "size": 10, "symbol": "square"}
-        fig.add_scatter(x=[None], y=[None], mode="markers", name=html.escape(group), marker=marker, showlegend=True)
+        # Dark pages find by `meta` that these colours are those of tick labels, and change both.
+        entry = {"name": html.escape(group), "marker": marker, "showlegend": True, "meta": "tick labels"}
+        fig.add_scatter(x=[None], y=[None], mode="markers", **entry)
     # There is nothing that a click could hide.
     return fig.update_layout(showlegend=bool(groups), legend={"itemclick": False, "itemdoubleclick": False})

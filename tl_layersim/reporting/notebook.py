@@ -73,7 +73,7 @@ def measured_on(provenance: Provenance) -> str:
         provenance: of a result of the run.
     """
     rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
-    return f"{' and '.join(names_of_models(provenance))} · {rows} · {provenance.dtype.replace('torch.', '')}"
+    return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
 
 
 def _value_column(with_intervals: bool) -> str:

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
 from ..core.results import Result
-from .style import GREY, PAPER_SIZES, on_what, sized
+from .style import GREY, PAPER_SIZES, on_what, with_size
 
 # Pixels between the panels of a row, and of the line above all panels.
 BETWEEN, LINE = 16, 24
@@ -67,7 +67,7 @@ def panels(figures: list[go.Figure], width: str | None = None, title: str = "") 
     size = PAPER_SIZES[width]
     each = (size.width - BETWEEN * (columns - 1)) // columns if width else 500
     for figure in figures:
-        sized(figure, width, None, each)
+        with_size(figure, width, None, each)
     top = LINE if title else 0
     # Rows of one height on the screen, where narrow pages of the documentation put the panels in one column.
     heights = [max(figure.layout.height for figure in (row if width else figures)) for row in rows]

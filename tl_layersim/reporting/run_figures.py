@@ -8,24 +8,23 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ..core.provenance import JOINT
 from .colour_scales import ColourScale, about_zero, narrow_scale, scale_within
-from .heat_map import MapSide, heat_map
+from .heat_map import HeatMapAxis, heat_map
 from .interval_bands import Ends, add_band, cell_hover, intervals_in_words, point_hover
 from .lines import with_labelled_ends
-from .site_labels import axis_title, short_names, site_axis_title, site_words
+from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
 from .style import (
+    CELL_AXIS,
     WIDTH,
     colour_bar,
     layer_axis,
-    model_name,
+    names_of_models,
     ordered_colours,
     series_look,
     styled,
@@ -159,7 +158,7 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Fig
         vertical_spacing=BETWEEN / plot if rows > 1 else 0,
     )
     fig.update_annotations(font={"size": 13})
-    plain = {"showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)", "constrain": "domain"}
+    plain = CELL_AXIS | {"constrain": "domain"}
     for number, one in enumerate(each):
         at = {"row": number // columns + 1, "col": number % columns + 1}
         names = [_labels(one, side) for side in sides]
@@ -170,13 +169,13 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Fig
             step = max(1, -(-len(own) // MOST_TICKS))
             ticks = {"tickvals": list(range(0, len(own), step)), "ticktext": short_names(own)[::step], "tickmode": "array"}
             words = site_axis_title(own, _side(one, side))
-            partial(update, **at)(title=words, tickfont={"size": 10}, tickangle=0, **ticks, **plain)
+            update(title=words, tickfont={"size": 10}, tickangle=0, **ticks, **plain, **at)
         if max(map(len, short_names(names[1])), default=0) > SHORT_LABEL:
             fig.update_xaxes(tickangle=-90, **at)
         anchor = fig.get_subplot(at["row"], at["col"]).xaxis.plotly_name.replace("axis", "")
         fig.update_yaxes(autorange="reversed", scaleanchor=anchor, **at)
     bar = colour_bar(_words(drawn)) | {"thickness": 16}
-    fig.update_layout(coloraxis={"colorscale": scale.name, "cmin": scale.low, "cmax": scale.high, "colorbar": bar})
+    fig.update_layout(coloraxis=scale.axis() | {"colorbar": bar})
     styled(fig, _title(drawn, sides, ""), height=int(plot + 140))
     with_subtitle(fig, html.escape("; ".join(filter(None, (_note(drawn, ""), scale.note))), quote=False))
     # Room for the names of the runs above their matrices.
@@ -199,11 +198,11 @@ def _ends(drawn: xarray.Dataset) -> Ends | None:
     return Ends(drawn["low"].values, drawn["high"].values) if "low" in drawn else None
 
 
-def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> MapSide:
+def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapAxis:
     if dim in sites:
-        return MapSide(_labels(drawn, dim), _side(drawn, dim))
+        return HeatMapAxis(_labels(drawn, dim), _side(drawn, dim))
     texts = [_text(label) for label in drawn[dim].values.tolist()]
-    return MapSide(tuple(texts), axis_title(dim), texts)
+    return HeatMapAxis(tuple(texts), axis_title(dim), texts)
 
 
 def _places(labels: list[Any]) -> tuple[list[float], dict[str, Any]]:
@@ -263,10 +262,8 @@ def _axis_words(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> str:
 
 
 def _words(drawn: xarray.Dataset) -> str:
-    """The quantity with its unit."""
     about = drawn["value"].attrs
-    name = str(about.get("long_name", drawn["value"].attrs.get("standard_name", "Value")))
-    return f"{name} ({about['units']})" if about.get("units") else name
+    return quantity_with_unit(about, str(about.get("standard_name", "Value")))
 
 
 def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
@@ -275,14 +272,13 @@ def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
     names = next((_labels(drawn, dim) for dim in sites), ())
     # The title of a field is of its layers, which may have been selected or averaged away.
     words = site_words(names, str((names and about.get("description")) or about.get("long_name", "Value")))
-    runs = axis_title(by).partition(" (")[0]
-    return html.escape(words + (f", by {runs if runs[:2].isupper() else runs[:1].lower() + runs[1:]}" if by else ""))
+    return html.escape(words + (f", by {inside_title(axis_title(by).partition(' (')[0])}" if by else ""))
 
 
 def _note(drawn: xarray.Dataset, more: str) -> str:
     """The model and the number of tokens that all runs share, the labels that were selected, and further words."""
     about = drawn.attrs
-    models = list(dict.fromkeys(map(model_name, str(about.get("model", "")).split(JOINT))))
+    models = names_of_models(str(about.get("model", "")))
     data = f"{about['tokens']:,} tokens" if "tokens" in about else "different data" if about else ""
     selected = [
         f"{str(name).replace('_', ' ')} {_text(coordinate.item())}"

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from ..core.errors import LayersimError
 from ..core.wording import equation, p_value_text
 from .interval_bands import Ends, add_band
-from .site_labels import short_names
+from .site_labels import inside_title, quantity_with_unit, short_names
 from .style import BLUE, GREEN, GREY, ORANGE, layer_axis, model_name, styled, with_room_for_legend, with_subtitle
 
 if TYPE_CHECKING:
@@ -53,18 +53,13 @@ def regression(found: Relation, predictor: str) -> go.Figure:
     fig.update_xaxes(title=predictor)
     fig.update_yaxes(title=str(found.scores.name))
     score, *names = (str(name).partition(" (")[0] for name in (found.scores.name, predictor, *others))
-    title = f"{score} against {_inside(names[0])}"
-    title += f", given {', '.join(map(_inside, names[1:]))}" if len(names) > 1 else ""
+    title = f"{score} against {inside_title(names[0])}"
+    title += f", given {', '.join(map(inside_title, names[1:]))}" if len(names) > 1 else ""
     p = equation("p", p_value_text(found.coefficients["p_value"][predictor]))
     partial = f"partial r = {found.coefficients['partial'][predictor]:.2f}, " if len(names) > 1 else ""
     note = f"{partial}{p}, R² = {found.r_squared:.2f} of the whole fit, {len(y)} points"
     note += f" · band: {100 * found.confidence:g} % interval of the fit"
     return with_subtitle(styled(fig, title), html.escape(note))
-
-
-def _inside(words: str) -> str:
-    """Words in lower case inside a title, but not the initials of a name such as "CKA"."""
-    return words if words[1:2].isupper() else words[:1].lower() + words[1:]
 
 
 def fit_figure(fit: xarray.Dataset) -> go.Figure:
@@ -110,10 +105,9 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
     # Positions of `layer_axis` are 0, 1, 2, ...; sites stand at their depths.
     fig.update_xaxes(tickvals=[float(depth[at]) for at in fig.layout.xaxis.tickvals])
     about = fit.attrs
-    quantity = str(about.get("long_name", "Value"))
-    fig.update_yaxes(title=quantity + (f" ({about['units']})" if "units" in about else ""))
+    fig.update_yaxes(title=quantity_with_unit(about, "Value"))
     labels = [f"{name} {fit[name].item()}" for name in trained.coords if fit[name].ndim == 0 and name != "weights"]
-    title = ", ".join([f"{quantity} by depth: exponential and line", *labels])
+    title = ", ".join([f"{about.get('long_name', 'Value')} by depth: exponential and line", *labels])
     on = [model_name(str(about["model"])), f"{about['tokens']:,} tokens"] if "model" in about else []
     return with_subtitle(
         with_room_for_legend(styled(fig, title)), html.escape(" · ".join([*on, *filter(None, [note.removeprefix("; ")])]))

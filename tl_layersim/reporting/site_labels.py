@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 AXES = {
     "affected": "Affected block",
@@ -118,6 +119,12 @@ def parse_site(name: str) -> SiteParts | None:
     return SiteParts(stack, block, place or FINAL_NORM, head)
 
 
+def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:
+    """The parts of all names; None if one of them is no TransformerLens name."""
+    sites = [site for name in names if (site := parse_site(name)) is not None]
+    return sites if len(sites) == len(names) else None
+
+
 def short_names(names: tuple[str, ...]) -> list[str]:
     """Tick labels: the block's number; `embed` for the input of block 0, and `into 3` for the input of a later one.
 
@@ -134,13 +141,12 @@ def short_names(names: tuple[str, ...]) -> list[str]:
         >>> short_names(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"))
         ['into 0.mlp', '0.mlp', '1.mlp']
     """
-    sites = [parse_site(name) for name in names]
-    if any(site is None for site in sites):
+    sites = _parse_sites(names)
+    if sites is None:
         return _short_paths(names)
-    known = [site for site in sites if site is not None]
-    several = len({_family(site) for site in known}) > 1
-    stacks = len({site.stack for site in known}) > 1
-    return [(f"{site.stack[:3]} " if stacks else "") + _tick_label(site, several) for site in known]
+    several = len({_family(site) for site in sites}) > 1
+    stacks = len({site.stack for site in sites}) > 1
+    return [(f"{site.stack[:3]} " if stacks else "") + _tick_label(site, several) for site in sites]
 
 
 def site_axis_title(names: tuple[str, ...], title: str) -> str:
@@ -157,19 +163,18 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
         >>> site_axis_title(("decoder.blocks.0.hook_resid_post", "decoder.blocks.1.hook_resid_post"), "Block")
         'Decoder layer'
     """
-    sites = [parse_site(name) for name in names]
-    if not sites or any(site is None for site in sites):
+    sites = _parse_sites(names)
+    if not sites:
         return re.sub(r"\b([Bb])lock\b", lambda match: "Module" if match[1] == "B" else "module", title, count=1)
-    known = [site for site in sites if site is not None]
-    families = {_family(site) for site in known}
+    families = {_family(site) for site in sites}
     if families <= {"stream"}:
-        stack = known[0].stack if len({site.stack for site in known}) == 1 else ""
+        stack = sites[0].stack if len({site.stack for site in sites}) == 1 else ""
         return STACK_TITLES.get((stack, title), title)
-    of_model = (title.partition(" of ")[2] and f" of {title.partition(' of ')[2]}") or ""
+    of_model = "".join(title.partition(" of ")[1:])
     [family, *others] = families
     if others:
-        own = "Head" if all(site.head for site in known) else "Site"
-    elif all(site.head for site in known):
+        own = "Head" if all(site.head for site in sites) else "Site"
+    elif all(site.head for site in sites):
         own = HEAD_TITLES.get(family, "Head")
     else:
         own = FAMILY_TITLES.get(family, f"{family} of block")
@@ -189,18 +194,16 @@ def site_words(names: tuple[str, ...], text: str) -> str:
         >>> site_words(("blocks.0.hook_attn_out",), "Cosine similarity to the last layer")
         'Cosine similarity to the last site'
     """
-    sites = [parse_site(name) for name in names]
-    if None in sites or all(site is not None and site.place.startswith("hook_resid_") for site in sites):
+    sites = _parse_sites(names)
+    if sites is None or all(site.place.startswith("hook_resid_") for site in sites):
         return text
     return re.sub(r"\blayer(s?)\b", r"head\1" if heads_in_block(names) else r"site\1", text)
 
 
 def heads_in_block(names: tuple[str, ...]) -> int:
     """Number of heads of the first block where every site is a head, else 0."""
-    sites = [parse_site(name) for name in names]
-    if not sites or not all(site is not None and site.head for site in sites):
-        return 0
-    return sum(1 for site in sites if site is not None and sites[0] is not None and site[:3] == sites[0][:3])
+    sites = _parse_sites(names)
+    return sum(site[:3] == sites[0][:3] for site in sites) if sites and all(site.head for site in sites) else 0
 
 
 def _family(site: SiteParts) -> str:
@@ -257,13 +260,39 @@ def _words(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
+def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
+    """The quantity of a labelled array with its unit.
+
+    Args:
+        attrs: of the array.
+        default: name of a quantity that has no `long_name`.
+
+    Examples:
+        >>> quantity_with_unit({"long_name": "Cross-entropy", "units": "nats"}, "Value")
+        'Cross-entropy (nats)'
+    """
+    name = str(attrs.get("long_name", default))
+    return f"{name} ({attrs['units']})" if attrs.get("units") else name
+
+
+def inside_title(words: str) -> str:
+    """Words as they stand inside a title: in lower case, but not initials.
+
+    Examples:
+        >>> inside_title("Training step"), inside_title("CKA of layers")
+        ('training step', 'CKA of layers')
+    """
+    return words if words[:2].isupper() else words[:1].lower() + words[1:]
+
+
 def is_stream(names: tuple[str, ...]) -> bool:
     """Whether all sites are inputs and outputs of blocks.
 
     Args:
         names: of the sites.
     """
-    return all((site := parse_site(name)) is not None and site.place in STREAM for name in names)
+    sites = _parse_sites(names)
+    return sites is not None and all(site.place in STREAM for site in sites)
 
 
 def site_ranges(names: tuple[str, ...]) -> str:
@@ -283,8 +312,7 @@ def site_ranges(names: tuple[str, ...]) -> str:
     families: dict[tuple[str, str], list[str]] = {}
     for name in names:
         site = parse_site(name)
-        place = "" if site is None else "stream" if site.place in STREAM else site.place
-        families.setdefault(("", "") if site is None else (site.stack, place), []).append(name)
+        families.setdefault(("", "") if site is None else (site.stack, _family(site)), []).append(name)
     parts: list[str] = []
     for (_, place), own in families.items():
         if place and len(own) > 1:

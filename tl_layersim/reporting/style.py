@@ -33,7 +33,6 @@ GREY = "#666666"
 MOST_LINES = 5
 # Colours of lines in an order, such as by depth: the part of this scale that is dark enough on white.
 ORDERED, BRIGHTEST = "Plasma", 0.62
-SOLID = {"color": BLUE, "width": 2}
 # Sequential colours of values: uniform to the eye, and readable without colours.
 SEQUENTIAL = "Viridis"
 # Colours about 0.
@@ -50,6 +49,8 @@ BUTTONS, BAR, PAPER_BAR = 24, 88, 72
 HIGHEST, PAPER_HIGHEST = 1.6, 430
 # Number of letters from which a tick label is turned.
 LONG_LABEL = 6
+# Axes of cells, which need no lines; invisible ticks keep labels away from the cells.
+CELL_AXIS = {"showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
 # Width of a letter over the size of its font.
 LETTER = 0.55
 MINUS = "\u2212"
@@ -130,11 +131,11 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH)
         width: of the figure in pixels.
     """
     fig.update_layout(title={"text": title, "subtitle": {"text": ""}})
-    return _laid_out(fig, PAPER_SIZES[None]._replace(width=width), height - 94)
+    return _with_layout(fig, PAPER_SIZES[None]._replace(width=width), height - 94)
 
 
-def described(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
-    """The figure with the model and the number of tokens below its title, where they are known, and what shows intervals.
+def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
+    """The figure with a line below its title: the model, the number of tokens, and the marks of the intervals.
 
     Args:
         fig: with a title, as `styled` leaves it.
@@ -154,11 +155,11 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
     if not text:
         return fig
     fig.layout.title.subtitle.text = "<br>".join(filter(None, (fig.layout.title.subtitle.text, text)))
-    return _laid_out(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
+    return _with_layout(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), plot_height(fig))
 
 
-def sized(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
-    """The figure with another title, or in the size of a paper, where its caption says what stands below a title.
+def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
+    """The figure with another title, or in the size of a paper, without the lines below its title.
 
     Args:
         fig: as `styled` leaves it.
@@ -171,7 +172,7 @@ def sized(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0)
     if width or title == "":
         fig.layout.title.subtitle.text = ""
     size = PAPER_SIZES[width]
-    return _laid_out(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), _plot_height(fig))
+    return _with_layout(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), plot_height(fig))
 
 
 def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
@@ -182,15 +183,19 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
         title: of the legend, above its entries; "" for none.
     """
     fig.update_layout(legend_title={"text": title, "side": "top center"})
-    return _laid_out(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), _plot_height(fig))
+    return _with_layout(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), plot_height(fig))
 
 
-def _plot_height(fig: go.Figure) -> float:
-    """Pixels of the plot of a figure that is laid out."""
+def plot_height(fig: go.Figure) -> float:
+    """Pixels between the horizontal axis and the upper edge of the plot.
+
+    Args:
+        fig: as `styled` leaves it.
+    """
     return float(fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
 
 
-def _laid_out(fig: go.Figure, size: Size, plot: float) -> go.Figure:
+def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     """The figure in a size: title and subtitle in lines, margins, ticks with room, and a plot of this height in pixels."""
     layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
     bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
@@ -294,7 +299,7 @@ def _legend_height(fig: go.Figure, size: Size) -> int:
 
 
 def _tick_texts(fig: go.Figure, name: str) -> list[str]:
-    """Labels along the axes of one direction, where they are known: its ticks, or the names of rows and columns."""
+    """Labels along the axes "x" or "y" that are known: the ticks, or the names of rows, columns and bars."""
     axes = fig.select_xaxes() if name == "x" else fig.select_yaxes()
     texts = [str(text) for axis in axes for text in axis.ticktext or ()]
     if texts:
@@ -322,8 +327,8 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
         >>> on_what(Provenance(**(empty | numbers | {"model": "EleutherAI/pythia-14m"})))
         'EleutherAI/pythia-14m · 12,345 tokens'
     """
-    models = list(dict.fromkeys(part for part in provenance.model.split(JOINT) if part))
-    names = " and ".join(model_name(model) for model in models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
+    models = names_of_models(provenance.model)
+    names = " and ".join(models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
     # One position of each row: images, sentences.
     row = "image" if provenance.options.get("main_input") == "pixel_values" else "row"
     count = (
@@ -332,13 +337,13 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
     return " · ".join(part for part in (names, samples or count) if part)
 
 
-def names_of_models(provenance: Provenance) -> tuple[str, ...]:
-    """The names of the models of a run, one name for models of the same.
+def names_of_models(model: str) -> tuple[str, ...]:
+    """The names of the models of a run, each once.
 
     Args:
-        provenance: of a result of the run.
+        model: as its provenance has it, of one model or of several.
     """
-    return tuple(dict.fromkeys(model_name(name) for name in provenance.model.split(JOINT)))
+    return tuple(dict.fromkeys(map(model_name, model.split(JOINT))))
 
 
 def model_name(model: str) -> str:

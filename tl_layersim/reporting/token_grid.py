@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from .colour_scales import ColourScale, on_cells
 from .site_labels import short_names, site_axis_title, visible_token
-from .style import ORANGE, PAPER_SIZES, colour_bar, styled, with_subtitle
+from .style import CELL_AXIS, ORANGE, PAPER_SIZES, colour_bar, styled, with_subtitle
 
 # Pixels of a cell, which has room for so many letters of a word; below a line of cells, and around all of them.
 CELL, LETTERS, BELOW_LINE, AROUND = 60, 8, 46, 150
@@ -41,7 +41,7 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
             box = {"x0": token - 0.48, "x1": token + 0.48, "y0": layer - 0.46, "y1": layer + 0.46}
             fig.add_shape(type="rect", line={"color": ORANGE, "width": 2}, row=number, col=1, **box)
         ticks = [_shown(tokens[token], LETTERS) for token in line]
-        plain = {"showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)", "tickmode": "array"}
+        plain = CELL_AXIS | {"tickmode": "array"}
         # Lines with fewer tokens have cells of the same width.
         places = {"tickvals": list(line), "range": [line[0] - 0.5, line[0] + widest - 0.5]}
         fig.update_xaxes(ticktext=ticks, tickangle=0, tickfont={"size": 11}, row=number, col=1, **places, **plain)

@@ -217,7 +217,7 @@ class StitchResult(Result):
     ) -> plotly.graph_objects.Figure:
         """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
         from ..reporting.lines import Series, lines, with_baselines
-        from ..reporting.style import described, sized
+        from ..reporting.style import with_provenance, with_size
 
         if field != "penalty" and (field or len(self.values)):
             return super().plot(field, width, title)
@@ -227,7 +227,7 @@ class StitchResult(Result):
         mean, low, high = self.penalty_interval()
         ends = {"95 % interval, lower end": low, "95 % interval, upper end": high}
         known = {name: value for name, value in ends.items() if math.isfinite(value)}
-        return sized(described(with_baselines(fig, {"mean": mean} | known), self.provenance), width, title)
+        return with_size(with_provenance(with_baselines(fig, {"mean": mean} | known), self.provenance), width, title)
 
     def baselines(self, field: str) -> dict[str, float]:
         return {"stitched, held-out": self.loss, "back alone, held-out": self.back_loss} if field == "values" else {}
@@ -398,7 +398,7 @@ class StitchGrid(Result):
         """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
         from ..reporting.interval_bands import intervals_in_words
         from ..reporting.stitches import directions
-        from ..reporting.style import sized, with_subtitle
+        from ..reporting.style import with_size, with_subtitle
 
         field = "penalty" if field in (None, "values") else field
         if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):
@@ -411,7 +411,7 @@ class StitchGrid(Result):
         fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
         how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
         evaluation = f"{int(self.batch_tokens.sum()):,} {self.unit}s of evaluation"
-        return sized(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)
+        return with_size(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)
 
     def headline(self) -> dict[str, float]:
         own = torch.eye(len(self.fronts), dtype=torch.bool)

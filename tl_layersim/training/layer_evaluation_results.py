@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.results import Result, axes
+from ..core.wording import amount
 
 # Fields of `LayerChange` at its one threshold.
 AT_THRESHOLD = ("exits", "exit_accuracy", "exit_agreement", "speedup")
@@ -173,7 +174,10 @@ class LayerChange(Result):
         return self.values
 
     def measured_on(self, field: str) -> str:
-        return f"threshold of the top probability: {self.threshold:g}" if field in AT_THRESHOLD else ""
+        if field not in AT_THRESHOLD:
+            return ""
+        samples = amount(self.provenance.tokens, "row" if self.provenance.tokens == self.provenance.sequences else "token")
+        return f"{samples}, threshold of the top probability: {self.threshold:g}"
 
     def headline(self) -> dict[str, float]:
         numbers: dict[str, float] = {}

@@ -55,7 +55,9 @@ function onDarkPage(layout) {
 const COLOUR = /^#([0-9a-f]{2})([0-9a-f]{2})([0-9a-f]{2})$|^rgba?\((\d+), *(\d+), *(\d+)(?:, *([\d.]+))?\)$/i;
 
 function darkened(value, key = "") {
-  if (["colorscale", "customdata", "text", "ticktext"].includes(key)) return value;
+  if (["colorscale", "customdata", "text"].includes(key)) return value;
+  // Tick labels name their colour in markup.
+  if (key === "ticktext") return value.map((text) => String(text).replace(/color:(#\w+)/g, (_, colour) => `color:${darkened(colour, "color")}`));
   if (Array.isArray(value)) return value.map((one) => darkened(one, key));
   if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([name, one]) => [name, darkened(one, name)]));
   const match = typeof value === "string" && /color$/i.test(key) && (value === "black" ? "#000000" : value).match(COLOUR);
