@@ -18,7 +18,7 @@ from .own_blocks import own_calls
 
 def own_head(weight: np.ndarray = oracles.HEAD, dtype: torch.dtype = torch.float64):
     """A head of its own for views that no model made: a layer norm without weights, and an unembedding."""
-    from tl_layersim.models.unembed import Unembed
+    from tl_layersim.architectures.unembed import Unembed
 
     head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)
     head.weight.data = torch.as_tensor(weight).to(dtype)
@@ -57,7 +57,7 @@ def samples(x: np.ndarray, tokens: np.ndarray | None = None, **more) -> View:
 
 def with_sublayers(one: View, x: np.ndarray, parallel: bool = False, stack: str = "") -> View:
     """The view with the outputs of attention and MLP, family by family, and the stream between them in sequential blocks."""
-    from tl_layersim.models.model_info import layer_names
+    from tl_layersim.architectures.blocks import layer_names
 
     attention, mlp = oracles.sublayer_outputs(x)
     families = {"hook_attn_out": attention, "hook_mlp_out": mlp} | ({} if parallel else {"hook_resid_mid": x[:-1] + attention})
@@ -94,7 +94,7 @@ def provenance(**changes) -> Provenance:
 
 
 def layer_run(layers: int, first: Sums | None = None) -> Run:
-    from tl_layersim.models.model_info import layer_names
+    from tl_layersim.architectures.blocks import layer_names
 
     return sites_run(layer_names(layers - 1), first)
 

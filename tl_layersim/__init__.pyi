@@ -51,7 +51,7 @@ from .demo import demo_text as demo_text
 from .early_exit.api import EarlyExit as EarlyExit
 from .early_exit.costs import ExitCosts as ExitCosts
 from .early_exit.truncate import truncate as truncate
-from .models.site_table import sites as sites
+from .models.open import sites as sites
 from .remote.open import open_model as open_model
 from .stitching.adapter import Adapter as Adapter
 from .stitching.api import stitch as stitch

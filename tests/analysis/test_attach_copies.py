@@ -112,20 +112,3 @@ def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
         check=True,
     )
     assert done.stdout.strip() == "True"
-
-
-def test_a_copy_of_a_model_while_another_thread_analyses_it():
-    from concurrent.futures import ThreadPoolExecutor
-
-    model, tokens = tiny_llama(), random_tokens(4, 9)
-    made = []
-
-    def take(*_):
-        if not made:
-            made.append(copy.deepcopy(model))
-
-    handle = model.model.layers[1].register_forward_hook(take)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lsim.analyze, model, tokens, analyzers()).result()
-    handle.remove()
-    assert hooks(made[0]) == 1

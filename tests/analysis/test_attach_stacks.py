@@ -128,7 +128,7 @@ def test_targets_as_labels_are_the_decoders_tokens(make, decoder, encoder):
     labels = given.pop("decoder_input_ids")
     seen = []
     probe = lsim.attach(lsim.open_model(model, layers=paths(decoder)), lsim.NeuralCollapse(classes=(3, 4)))
-    probe._add_locked = lambda view: seen.append(view.tokens)
+    probe._add = lambda view, call: seen.append(view.tokens)
     with torch.no_grad(), probe:
         model(**given, labels=labels)
     start = model.config.decoder_start_token_id

@@ -1,4 +1,4 @@
-"""attach and analyze where several forward passes of one model are under way: threads, nested calls, replicas."""
+"""attach and analyze where several forward passes of one model are under way: nested calls, threads, replicas."""
 
 from __future__ import annotations
 
@@ -12,84 +12,47 @@ import tl_layersim as lsim
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
+from .helpers import hooks
 
 COSINE = lsim.Cosine(center="none")
 
 
-def meeting(model, parties, at="model.layers.1"):
-    """Every forward pass waits at a block until as many threads as there are have come to it."""
-    barrier = threading.Barrier(parties)
-
-    def wait(*_):
-        barrier.wait(20)
-
-    return model.get_submodule(at).register_forward_pre_hook(wait)
-
-
-def test_threads_that_call_one_attached_model_at_once_add_up():
-    model, rows = tiny_llama(), [random_tokens(2, 9, seed=0), random_tokens(3, 14, seed=1)]
-    masks = [torch.ones_like(row) for row in rows]
-    masks[1][0, 5:] = 0
-    analyzers = [COSINE, lsim.LogitLens()]
-    expected = lsim.analyze(model, [{"input_ids": r, "attention_mask": m} for r, m in zip(rows, masks, strict=True)], analyzers)
-    for _ in range(3):
-        handle = meeting(model, 2)
-        with lsim.attach(model, analyzers) as probe, ThreadPoolExecutor(2) as pool:
-            run = torch.no_grad()(lambda i: model(rows[i], attention_mask=masks[i]))
-            list(pool.map(run, range(2)))
-        handle.remove()
-        found = probe.results()
-        assert found["cosine"].provenance.tokens == 18 + 42 - 9
-        for name in expected:
-            assert worst(found[name], expected[name]) < 1e-5
-
-
-def test_masks_are_set_by_the_thread_that_runs_the_model():
-    model, tokens = tiny_llama(), random_tokens(2, 9)
-
-    def run(keep):
-        probe.mask = torch.arange(9)[None].expand(2, -1) < keep
-        ready.wait(20)
-        with torch.no_grad():
-            model(tokens)
-
-    ready = threading.Barrier(2)
-    with lsim.attach(model, COSINE) as probe, ThreadPoolExecutor(2) as pool:
-        list(pool.map(run, (3, 5)))
-    assert probe.results()["cosine"].provenance.tokens == 2 * (3 + 5)
-
-
-def test_a_mask_of_another_thread_is_refused_in_the_results():
-    model, tokens = tiny_llama(), random_tokens(2, 9)
-    with lsim.attach(model, COSINE) as probe, ThreadPoolExecutor(1) as pool:
-        probe.mask = torch.ones(2, 9)
-        pool.submit(torch.no_grad()(model), tokens).result()
-    with pytest.raises(lsim.LayersimError, match=r"`probe\.mask` was set in another thread"):
-        probe.results()
-
-
-def test_a_pass_that_was_under_way_when_the_probe_came_is_not_counted():
-    """Nothing is known of its tokens and its mask."""
-    model, tokens = tiny_llama(), random_tokens(2, 9)
-    inside, go = threading.Event(), threading.Event()
-
-    def wait(*_):
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            go.wait(20)
-
-    handle = model.model.embed_tokens.register_forward_hook(wait)
+def in_a_thread(model, tokens):
     with ThreadPoolExecutor(1) as pool:
-        padded = torch.ones_like(tokens)
-        padded[:, 4:] = 0
-        late = pool.submit(torch.no_grad()(lambda: model(tokens, attention_mask=padded)))
-        inside.wait(20)
+        return pool.submit(torch.no_grad()(model), tokens).result().logits
+
+
+def in_replicas(model, tokens):
+    with ThreadPoolExecutor(2) as pool:
+        run = torch.no_grad()(lambda pair: pair[0](pair[1]).logits)
+        return torch.cat(list(pool.map(run, zip(replicas(model, 2), tokens.split(2), strict=True))))
+
+
+@pytest.mark.parametrize("run", [in_a_thread, in_replicas])
+def test_a_forward_pass_in_another_thread_is_refused_in_the_results(run):
+    model, tokens = tiny_llama(), random_tokens(4, 9)
+    with torch.no_grad(), lsim.attach(model, [COSINE, lsim.LogitLens()]) as probe:
+        expected = model(tokens).logits
+        with pytest.warns(lsim.LayersimWarning, match="another thread"):
+            found = run(model, tokens)
+        assert probe.headline() == {}
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(lsim.LayersimError, match="another thread"):
+        probe.results()
+    assert hooks(model) == 0
+
+
+def test_a_probe_measures_the_thread_that_enters_its_block():
+    model, tokens = tiny_llama(), random_tokens(4, 9)
+
+    def loop():
         with torch.no_grad(), lsim.attach(model, COSINE) as probe:
-            go.set()
-            late.result()
             model(tokens)
-    handle.remove()
-    assert probe.results()["cosine"].provenance.tokens == 18
+        return probe
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(loop).result().results()["cosine"]
+    assert worst(found, lsim.analyze(model, tokens, COSINE)["cosine"]) < 1e-6
 
 
 @pytest.mark.parametrize("way", ["cosine", "logit_lens", "block_coupling"])
@@ -123,7 +86,7 @@ def test_analyze_reads_its_own_forward_passes_while_another_thread_runs_the_mode
 
 def test_the_lens_of_a_probe_does_not_switch_off_hooks_and_dropout_of_other_threads():
     """A lens calls the norm and the head, which another thread may be in the middle of."""
-    from tl_layersim.models.call_without_hooks import Quiet
+    from tl_layersim.architectures.heads import Quiet
 
     calls, inside, go = [], threading.Event(), threading.Event()
 
@@ -162,12 +125,12 @@ def test_a_call_of_the_model_inside_its_own_forward_pass_is_a_pass_of_its_own():
         handle = model.model.layers[1].register_forward_hook(again)
         with lsim.attach(model, [COSINE, lsim.LogitLens()]) as probe:
             model(tokens)
-        alone = lsim.analyze(model, tokens, COSINE)["cosine"]
+        with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_pre"):
+            lsim.analyze(model, tokens, COSINE)
         handle.remove()
     both = lsim.analyze(model, [*tokens, *inner], [COSINE, lsim.LogitLens()])
     for name in both:
         assert worst(probe.results()[name], both[name]) < 1e-5
-    assert worst(alone, lsim.analyze(model, tokens, COSINE)["cosine"]) < 1e-12
 
 
 def test_a_pass_inside_another_that_cannot_be_told_apart_is_refused():
@@ -217,16 +180,6 @@ def replicas(model, count):
                 copied._parameters[name] = parameter
         made.append(copies[model])
     return made
-
-
-def test_replicas_of_a_data_parallel_model_add_up():
-    model, tokens = tiny_llama(), random_tokens(4, 9)
-    with lsim.attach(model, [COSINE, lsim.LogitLens()]) as probe, ThreadPoolExecutor(2) as pool:
-        run = torch.no_grad()(lambda pair: pair[0](pair[1]))
-        list(pool.map(run, zip(replicas(model, 2), tokens.split(2), strict=True)))
-    expected = lsim.analyze(model, tokens, [COSINE, lsim.LogitLens()])
-    for name in expected:
-        assert worst(probe.results()[name], expected[name]) < 1e-5
 
 
 def test_blocks_that_an_analyzer_calls_again_are_no_forward_pass_of_an_attached_model():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,16 +238,6 @@ def test_a_long_run_is_announced_once_with_its_memory():
     said = one.words(Tally(tokens=1100, tree=tree))
     assert all(number in said for number in ("2.8 hours", "1,000,000 tokens", "100 tokens/s", "1.0 MB"))
     assert one.words(Tally(tokens=1200, tree=tree)) == ""
-
-
-def test_speed_is_measured_from_when_all_copies_of_a_model_have_started():
-    copies, clock = SimpleNamespace(is_starting=True, sites=(), widths=()), iter([0.0, 20.0, 40.0, 44.0, 48.0])
-    copies.model = SimpleNamespace(d_model=1)
-    one = LongRunNotice(10**5, None, [copies], lambda: next(clock))
-    assert [one.words(Tally(tokens=tokens)) for tokens in (100, 2100, 4100)] == [""] * 3
-    copies.is_starting = False
-    assert one.words(Tally(tokens=8100)) == ""
-    assert "(1,000 tokens/s)" in one.words(Tally(tokens=12100))
 
 
 def test_short_runs_and_runs_of_unknown_length_are_not_announced():

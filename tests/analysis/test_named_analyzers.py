@@ -9,7 +9,6 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analysis.validation import choose_analyzers
-from tl_layersim.ray import Worker
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
@@ -155,11 +154,8 @@ def test_a_checkpoint_resumes_and_refuses_other_names(tmp_path):
         assert_equal(report, name, alone(analyzer))
 
 
-def test_a_worker_of_an_engine_and_the_difference_of_two_reports():
-    worker = Worker(tiny_llama, similarities(), intervals=True)
-    report = worker.report(worker(lsim.Data(rows.tolist(), batch_size=2)) for rows in (ROWS[:16], ROWS[16:]))
-    for name, analyzer in similarities().items():
-        assert torch.equal(report[name].values, alone(analyzer).values)
+def test_the_difference_of_two_reports():
+    report = lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), similarities(), intervals=True)
     found = lsim.difference(report, report)
     assert list(found) == ["small", "large"]
     assert bool((found["small"]["values"].sel(statistic="difference") == 0).all())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.analysis import run_analysis, shards
+from tl_layersim.analysis import engine, shards
 from tl_layersim.core import storage
 from tl_layersim.models.hooked import HookedSource
 
@@ -169,7 +169,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     for others in (data[::-1], data[:8]):
         with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part.*\b80\b.*\b16\b"):
             called(lsim.analyze, model, others, lsim.Cosine(center="none"), **call)
-    with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part.*\[0, 2\].*\[1, 2\]"):
+    with pytest.raises(lsim.LayersimError, match=r"part.*\[1, 2\].*\[0, 2\]"):
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
     assert_same(
         lsim.merge([path, other]), lsim.analyze(model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none")), tmp_path
@@ -265,7 +265,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     assert "with other model" in refused(odd("model", of_model=tiny_llama(layers=2)))
     assert "with 4 shards, not 3" in refused(odd("number", of=4))
     assert "intervals=True" in refused(odd("intervals", intervals=True))
-    monkeypatch.setattr(run_analysis, "version", lambda _: "9.9")
+    monkeypatch.setattr(engine, "version", lambda _: "9.9")
     with pytest.raises(lsim.LayersimError, match=r"9\.9.*version.*\b1\b"):
         lsim.merge([files[0], odd("version"), files[2]])
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import View, layer_names
+from tl_layersim.architectures import layer_names
+from tl_layersim.models import View
 from tl_layersim.models.block_call import BlockCall
 
 from .. import oracles

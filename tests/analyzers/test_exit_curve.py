@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.architectures.unembed import Unembed
 from tl_layersim.models import View
-from tl_layersim.models.unembed import Unembed
 from tl_layersim.models.view import reduce
 
 from .. import oracles

@@ -19,7 +19,7 @@ from tl_layersim.analyzers._permutation_null import (
     null_threshold,
     p_values,
 )
-from tl_layersim.models.model_info import layer_names
+from tl_layersim.architectures.blocks import layer_names
 
 from ..views import provenance
 from .helpers import _described

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.architectures.blocks import layer_names
 from tl_layersim.core import LayersimError, LayersimWarning
-from tl_layersim.models.model_info import layer_names
 
 from .. import oracles
 from ..own_blocks import own_calls

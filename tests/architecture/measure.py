@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "tl_layersim"
 ORDER = (
     "core",
     "data",
+    "architectures",
     "models",
     "remote",
     "jacobians",

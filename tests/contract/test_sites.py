@@ -14,8 +14,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer, find_analyzers
+from tl_layersim.architectures.points import HEAD_FAMILIES, SITE_NAMES
 from tl_layersim.core import LayerCurve
-from tl_layersim.models.site_map import HEAD_FAMILIES, SITE_NAMES
 
 from ..models.helpers import bridge, hooked_transformer, nnsight, transformers_model
 from ..options import called
@@ -239,9 +239,9 @@ SOURCES_HERE = {"Hugging Face": lambda make: (make(), {})} | {
 @pytest.mark.parametrize("source", SOURCES_HERE)
 @pytest.mark.parametrize("wrong", ["attn_out", "resid_mid", "mlp_out"])
 def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data, monkeypatch):
-    from tl_layersim.models import hook_points
+    from tl_layersim.architectures import resolve
 
-    plain = hook_points.site_map
+    plain = resolve.site_map
 
     def mislabelled(module, blocks):
         """Block 1's site is read at block 0."""
@@ -257,6 +257,6 @@ def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data
 
     model, options = SOURCES_HERE[source](tiny_llama)
     called(lsim.analyze, model, data, Projection(), at=wrong, **options)
-    monkeypatch.setattr(hook_points, "site_map", mislabelled)
+    monkeypatch.setattr(resolve, "site_map", mislabelled)
     with pytest.raises(lsim.LayersimError, match=r"do not add up to its residual stream(.|\n)*blocks\.1\."):
         called(lsim.analyze, model, data, Projection(), at=wrong, **options)

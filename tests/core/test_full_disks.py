@@ -73,7 +73,7 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
         raise KeyboardInterrupt
 
     for name in (
-        "analysis.data_pass.PassState.add",
+        "analysis.engine.PassState.add",
         "stitching.experiment.StitchExperiment._evaluate",
         "training.fine_tuning_steps.FineTuning._loss_and_gradients",
         "training.adapter_steps.AdapterSteps.apply",

@@ -10,10 +10,9 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim import LayersimError
-from tl_layersim.models import HookPoint, Part, find_points, find_stacks, stream_sums
-from tl_layersim.models.hook_points import items_of
-from tl_layersim.models.layer_numbers import block_numbers
-from tl_layersim.models.layout import find_blocks
+from tl_layersim.architectures import HookPoint, Part, find_points, find_stacks, stream_sums
+from tl_layersim.architectures.blocks import find_blocks
+from tl_layersim.architectures.resolve import block_numbers, items_of
 
 from ..tiny_models import random_tokens, tiny_llama
 from .site_cases import model_of

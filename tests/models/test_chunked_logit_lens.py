@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_layersim as lsim
+from tl_layersim.architectures.unembed import Unembed
 from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.models import View
 from tl_layersim.models.chunked_logit_lens import read_lens, saturation_layers
-from tl_layersim.models.unembed import Unembed
+from tl_layersim.models.view import targets
 
 from ..views import from_views, residuals, view, worst
 from .helpers import LENSES, read_logits
@@ -112,7 +113,7 @@ def test_a_budget_that_is_none_is_refused(memory):
 
 
 def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
-    from tl_layersim.models.call_without_hooks import Quiet
+    from tl_layersim.architectures.heads import Quiet
 
     head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).train()
     x, calls = torch.ones(3, 8), []
@@ -135,8 +136,6 @@ def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
 
 
 def test_a_source_that_names_no_next_token_is_read_from_neighbours():
-    from tl_layersim.models.targets import targets
-
     tokens, row = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 1, 1])
     one = View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
     assert targets(one, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]

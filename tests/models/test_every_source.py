@@ -171,19 +171,3 @@ def test_means_of_rows_are_samples():
     assert buffer.activations.tolist() == [[[3.0, 4.0], [12.0, 13.0]]]
     assert buffer.fields()["sequence"].tolist() == [0, 2]
     assert buffer.samples.tolist() == [2, 6]
-
-
-def test_a_source_says_what_it_can_do(tmp_path):
-    from tl_layersim.remote.open import open_source
-
-    expected = {"can_hook": True, "can_differentiate": True, "is_remote": False, "is_single_model": True}
-    module = tiny_llama()
-    stitched = lsim.stitch(module, module, random_tokens(4, 20), at=(0, 0), adapter="identity").model
-    for model, other in (
-        (module, {}),
-        (bridge(tiny_gpt2()), {}),
-        (nnsight(tiny_llama()), {"can_hook": False}),
-        (stitched, {"is_single_model": False}),
-    ):
-        source = open_source(model)
-        assert {name: getattr(source, name) for name in expected} == expected | other

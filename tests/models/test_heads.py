@@ -8,8 +8,8 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim.models.head_layouts import HEADS_BY_CLASS, NO_HEAD
-from tl_layersim.models.unembed import Pool
+from tl_layersim.architectures.layouts import HEADS_BY_CLASS, NO_HEAD
+from tl_layersim.architectures.unembed import Pool
 
 from .. import oracles
 from ..head_models import CASES, CLASSES, WORDS, HeadCase, block_outputs, layer_logits

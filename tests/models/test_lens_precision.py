@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.unembed import Unembed
+from tl_layersim.architectures.unembed import Unembed
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama

@@ -321,7 +321,7 @@ def test_analyzers_that_call_blocks_again_need_all_rows(wrap):
 
 
 def test_processes_that_share_weights_stay_together(monkeypatch):
-    monkeypatch.setattr(HookedSource, "peers", lambda self: frozenset({0, 1}))
+    monkeypatch.setattr("tl_layersim.models.point_source.weight_peers", lambda module: frozenset({0, 1}))
     model = tiny_llama()
     seen = limited(model.model.layers[1], 2)
     source = HookedSource(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import find_points, find_stacks
+from tl_layersim.architectures import find_points, find_stacks
 
 from ..tiny_models import tiny_gpt2, tiny_llama
 from .site_cases import MODELS, model_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import layer_names
+from tl_layersim.architectures import layer_names
 
 from ..options import called
 from ..tiny_models import VOCABULARY, random_tokens, tiny_gpt2, tiny_llama

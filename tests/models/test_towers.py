@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 import tl_layersim as lsim
-from tl_layersim.models.towers import end_of_text
+from tl_layersim.architectures.towers import end_of_text
 
 from ..clip_models import clip_of, pairs
 from ..options import called

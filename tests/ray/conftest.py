@@ -1,16 +1,13 @@
-"""A real cluster of Ray on this machine, which nothing else can reach, and a stand-in for Ray in this process."""
+"""A real cluster of Ray on this machine, which nothing else can reach."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import tempfile
 from contextlib import contextmanager
 
 import pytest
-
-from .small_ray import SmallRay
 
 SETTINGS = {
     # Ray binds all interfaces and the address of the machine, by which it also replaces 127.0.0.1 as `_node_ip_address`. Where
@@ -55,16 +52,6 @@ def cluster():
             yield ray
         finally:
             ray.shutdown()
-
-
-@pytest.fixture
-def small_ray(monkeypatch):
-    with ray_on_loopback() as ray:
-        stand_in = SmallRay(ray.exceptions)
-    monkeypatch.setitem(sys.modules, "ray", stand_in)
-    # Many calls of few batches.
-    monkeypatch.setattr("tl_layersim.remote.request_sizes.MOST_BATCHES", 2)
-    return stand_in
 
 
 @pytest.fixture

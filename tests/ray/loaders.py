@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import VOCABULARY, random_tokens, tiny_llama, tiny_tokenizer
-
-
-def load():
-    model = tiny_llama()
-    model.tokenizer = tiny_tokenizer()
-    return model
+from ..tiny_models import VOCABULARY, random_tokens, tiny_llama
 
 
 class Plain(torch.nn.Module):
@@ -66,29 +61,36 @@ def load_mortal(flag: Path, passes: int):
     return opened
 
 
+def load_stuck(flag: Path):
+    """A model whose process stops with its first forward pass, in one process alone."""
+    opened = load_plain()
+
+    def wait(*_):
+        if flag.exists():
+            flag.unlink()
+            time.sleep(600)
+
+    opened.model.register_forward_pre_hook(wait)
+    return opened
+
+
 def load_verified():
-    return lsim.open_model(load(), verify="hf")
+    return lsim.open_model(tiny_llama(), verify="hf")
 
 
-def load_drawn():
-    """Another model in each process."""
-    return tiny_llama(seed=os.getpid())
+def load_mortal_and_drawn(flag: Path):
+    """Another model in each process, of which the first one is killed."""
+    opened = load_mortal(flag, 3)
+    opened.model.part[1][1].weight.data[0, 0] = os.getpid()
+    return opened
+
+
+def data():
+    return lsim.Data(random_tokens(60, 12).tolist(), batch_size=2)
 
 
 def load_missing():
     raise FileNotFoundError("no such checkpoint")
-
-
-def load_nan():
-    model = load()
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
-    return model
-
-
-def texts(rows: int = 70):
-    lengths = torch.randint(4, 24, (rows,), generator=torch.Generator().manual_seed(1)).tolist()
-    tokens = random_tokens(rows, 24).tolist()
-    return [" ".join(f"w{token}" for token in row[:length]) for row, length in zip(tokens, lengths, strict=True)]
 
 
 def assert_same(a, b, unlike=("seconds",), intervals=True):

@@ -2,103 +2,139 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
-from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
-import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
+from tl_layersim.ray import analyze_on_ray
 
-from ..tiny_models import random_tokens
-from .loaders import assert_same, load, load_drawn, load_missing, load_mortal, load_plain, load_verified, texts
+from .loaders import (
+    assert_same,
+    data,
+    load_missing,
+    load_mortal,
+    load_mortal_and_drawn,
+    load_plain,
+    load_plain_nan,
+    load_stuck,
+    load_verified,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning:ray", "ignore:Intervals of")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning:ray", "ignore:Intervals of"),
+    pytest.mark.usefixtures("one_thread"),
+]
+ROOT = Path(__file__).parents[2]
+ANALYZERS = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.LogitLens()]
 
 
-def test_a_run_whose_worker_is_killed_equals_one_process_to_the_last_bit(cluster, one_thread, tmp_path):
+@pytest.fixture(scope="module")
+def whole():
+    return lsim.analyze(load_plain(), data(), ANALYZERS, intervals=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_equals_one_process_to_the_last_bit(workers, cluster, whole):
+    assert_same(whole, analyze_on_ray(load_plain, data(), ANALYZERS, num_workers=workers, intervals=True))
+
+
+def test_one_pass_over_a_generator_equals_one_process(cluster):
+    # Classes are counted without the model, in all data.
+    analyzers = [lsim.NeuralCollapse(classes=4), lsim.Cosine(center="none")]
+    found = analyze_on_ray(load_plain, lsim.Data(iter(data().source), batch_size=2), analyzers, num_workers=1)
+    assert_same(lsim.analyze(load_plain(), data(), analyzers), found, intervals=False)
+
+
+def test_a_run_whose_worker_is_killed_equals_one_process(cluster, whole, tmp_path):
     import ray.data
 
-    from tl_layersim.ray import analyze_on_ray
-
-    # One test, as each process of Ray imports torch anew; a model without transformers, whose import takes longer still.
-    tokens = random_tokens(60, 12).tolist()
-    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.LogitLens()]
-    expected = lsim.analyze(load_plain(), lsim.Data(tokens, batch_size=2), analyzers, intervals=True)
-    flag = tmp_path / "flag"
-    flag.touch()
-    rows = ray.data.from_items([{"input_ids": row} for row in tokens], override_num_blocks=4)
+    (tmp_path / "flag").touch()
+    rows = ray.data.from_items([{"input_ids": row} for row in data().source], override_num_blocks=4)
     # Blocks pass through a stage of Ray Data, which may hand them on out of order.
     rows = rows.map(lambda row: {"input_ids": list(row["input_ids"])})
-    data = lsim.Data(rows, batch_size=2)
-    found = analyze_on_ray(partial(load_mortal, flag, 6), data, analyzers, num_workers=2, intervals=True)
-    assert not flag.exists()
+    loader = partial(load_mortal, tmp_path / "flag", 6)
+    found = analyze_on_ray(loader, lsim.Data(rows, batch_size=2), ANALYZERS, num_workers=2, intervals=True)
+    assert not (tmp_path / "flag").exists()
     # The hook that ends the worker is a change of its model.
-    assert_same(expected, found, ("seconds", "changes"))
+    assert_same(whole, found, ("seconds", "changes"))
     assert not rows.context.execution_options.preserve_order
 
-    with pytest.raises(ValueError, match="banana"):
-        analyze_on_ray(load_plain, rows, ["cka"], num_workers=1, resources={"banana": 3})
-    with pytest.raises(FileNotFoundError, match="no such checkpoint") as missing:
-        analyze_on_ray(load_missing, rows, ["cka"], num_workers=1)
-    assert any("in load_missing" in note for note in missing.value.__notes__)
+
+def test_a_worker_that_does_not_answer_is_not_waited_for(cluster, whole, tmp_path):
+    (tmp_path / "flag").touch()
+    found = analyze_on_ray(partial(load_stuck, tmp_path / "flag"), data(), ANALYZERS, num_workers=2, intervals=True)
+    assert not (tmp_path / "flag").exists()
+    assert_same(whole, found, ("seconds", "changes"))
 
 
-def test_what_cannot_be_done_on_ray_is_refused(monkeypatch, small_ray):
-    from tl_layersim.ray import analyze_on_ray
+def killed(folder: str, address: str, most: int) -> None:
+    """A run whose process is killed when it has written so many parts."""
+    import ray
 
-    for loader, workers, match in (
-        (lambda: lsim.open_model(None, remote=True), 1, r"`load_model`.*\bremote\b.*True"),
-        (load_verified, 1, r"`load_model`.*\bverify\b.*'hf'"),
-        (load, 0, "`num_workers`.* 0,"),
-        (load(), 1, "`load_model`.*LlamaForCausalLM"),
+    from tl_layersim.analysis.shard_files import ShardPart
+
+    save = ShardPart.save
+
+    def count(self, path):
+        save(self, path)
+        if len(list(Path(folder).iterdir())) == most:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ShardPart.save = count
+    ray.init(address, log_to_driver=False)
+    analyze_on_ray(load_plain, data(), ANALYZERS, num_workers=1, intervals=True, checkpoint=folder)
+
+
+def test_a_run_whose_driver_is_killed_continues_from_its_folder(cluster, whole, tmp_path):
+    folder, address = tmp_path / "parts", cluster.get_runtime_context().gcs_address
+    # Two stages of 4 shards, as rows are in 4 batches of 16.
+    call = f"from tests.ray.test_ray import killed; killed({str(folder)!r}, {address!r}, 6)"
+    done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert sorted(path.name.split("-")[0] for path in before) == ["first"] * 4 + ["main"] * 2
+    run = partial(analyze_on_ray, load_plain, num_workers=2, intervals=True, checkpoint=folder)
+    assert_same(whole, run(data(), ANALYZERS))
+    after = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(after) == 8
+    assert before.items() <= after.items()
+    with pytest.raises(LayersimError, match=r"`checkpoint`.*analyzers"):
+        run(data(), ANALYZERS[:2])
+    with pytest.raises(LayersimError, match=r"`checkpoint`.*720"):
+        run(lsim.Data(data().source[::-1], batch_size=2), ANALYZERS)
+
+
+def test_errors_of_workers_reach_the_caller_as_they_are(cluster, tmp_path):
+    for loader, kind, match, function in (
+        (load_missing, FileNotFoundError, "no such checkpoint", "load_missing"),
+        (load_plain_nan, LayersimError, "NaN or infinite", "refuse_not_finite"),
+        (load_verified, LayersimError, r"`load_model`.*\bverify\b.*'hf'", "_loaded"),
+        (lambda: lsim.open_model(None, remote=True), LayersimError, r"`load_model`.*\bremote\b.*True", "_loaded"),
     ):
-        with pytest.raises(LayersimError, match=match):
-            analyze_on_ray(loader, texts(4), ["cka"], num_workers=workers)
+        with pytest.raises(kind, match=match) as caught:
+            analyze_on_ray(loader, data(), ["cka"], num_workers=1)
+        assert type(caught.value) is kind
+        assert any(f"in {function}" in note for note in caught.value.__notes__)
+    (tmp_path / "flag").touch()
+    with pytest.raises(LayersimError, match=r"`load_model`.*other model"):
+        analyze_on_ray(partial(load_mortal_and_drawn, tmp_path / "flag"), data(), ["cka"], num_workers=1)
+
+
+def test_what_cannot_be_done_on_ray_is_refused(cluster, monkeypatch):
+    for loader, options, error, match in (
+        (load_plain, {"num_workers": 0}, LayersimError, "`num_workers`.* 0,"),
+        (load_plain().model, {"num_workers": 1}, LayersimError, "`load_model`.*Plain"),
+        (load_plain, {"num_workers": 1, "resources": {"banana": 3}}, ValueError, "banana"),
+    ):
+        with pytest.raises(error, match=match):
+            analyze_on_ray(loader, data(), ["cka"], **options)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LayersimError, match=r"tl_layersim\[ray\]"):
-        analyze_on_ray(load, texts(4), ["cka"], num_workers=1)
-
-
-def test_a_copy_of_another_model_is_refused():
-    from tl_layersim.ray.model_copy import ModelCopy, Settings, equal_fields_of
-
-    own = ModelCopy(load_drawn, "resid_post").facts(Settings()).model
-    settings = Settings(1, equal_fields_of(own))
-    assert ModelCopy(load_drawn, "resid_post").facts(settings).model.weights_hash == own.weights_hash
-    with pytest.raises(LayersimError, match=r"`load_model` gave another model .* weights_hash"):
-        ModelCopy(load, "resid_post").facts(settings)
-
-
-def test_a_copy_follows_settings_and_adds_as_a_tree():
-    from tl_layersim.data.batches import Batches
-    from tl_layersim.ray.model_copy import ModelCopy, Settings
-    from tl_layersim.remote.open import open_source
-
-    copy = ModelCopy(load, "resid_post")
-    points = copy.ask(Settings(), "hook_points", "attn_out", False)
-    batches = list(Batches(lsim.Data(texts(7), batch_size=1), open_source(load()).model))
-    settings = Settings(1, None, None, points, batches[0].first_row)
-    assert copy.facts(settings).sites == tuple(point.name for point in points)
-    assert copy.facts(replace(settings, number=2, points=None, settled_on=None)).sites[0] == "blocks.0.hook_resid_pre"
-    kernels = OnThisMachine("a", {"norm": norms})
-    found = copy.sums(replace(settings, number=3), kernels, batches, 5)
-    assert [part.count for part in found.parts] == [1, 2, 4]
-    terms = [copy.sums(settings, kernels, [batch], 0).parts[0].out["norm"]["x"] for batch in batches]
-    assert torch.equal(found.parts[1].out["norm"]["x"], terms[1] + terms[2])
-    assert torch.equal(found.parts[2].out["norm"]["x"], (terms[3] + terms[4]) + (terms[5] + terms[6]))
-
-
-@dataclass
-class OnThisMachine:
-    key: str
-    value: dict
-
-    def get(self):
-        return self.value
-
-
-def norms(view):
-    return {"x": view.activations.double().square().sum((1, 2))}
+        analyze_on_ray(load_plain, data(), ["cka"], num_workers=1)

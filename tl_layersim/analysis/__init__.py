@@ -2,11 +2,12 @@
 
 Other packages may import from these modules:
 
-* `api`: `analyze`
-* `data_pass`: `sums_of`; `shard_files`: `read_part`, `ShardPart`, `DataCounts`, `MAIN`; `merging`: `merged_report`
+* `api`: `analyze`, `opened_analysis`
+* `engine`: `TITLES`, `Analysis`; `shard_run`: `ShardRun`; `shard_files`: `FIRST`, `MAIN`, `DataCounts`, `ShardPart`, `digest_of`,
+  `read_part`; `merging`: `FirstStage`, `differing_entries`, `merged_first`, `merged_report`
 * `model_groups`: `group_labels`; `score_relation`: `Relation`
-* `report_assembly`: `record`, the provenance of a run
-* `shards`: `listed`; `site_plan`: `DEFAULT`
+* `report_assembly`: `record`, the provenance of a run, `refuse_empty`
+* `shards`: `count_data`, `listed`; `site_plan`: `DEFAULT`
 * `validation`: `choose_analyzers`, `shared_tokens`, `with_tokenizer`
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
@@ -14,10 +13,11 @@ from ..core.results import Report, Result
 from ..core.sums import Sums
 from ..data.batches import Batches
 from ..data.data import Data
-from ..models.model_inputs import shared_positions
+from ..models.model_inputs import position_counter
 from ..models.open import OpenedModel, records_of
 from ..remote.open import open_source
 from .baselines import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
+from .engine import Analysis
 from .position_rules import chosen_rule
 from .run_analysis import run_analysis
 from .shard_run import run_shard
@@ -152,16 +152,34 @@ def analyze(
         return joined
     part = chosen_shard(shard, save_to, first, checkpoint, blocking)
     refuse_idle_options(opened, blocking, checkpoint)
+    analysis = opened_analysis(opened, data, chosen, at, per_head, intervals)
+    return run_analysis(analysis, checkpoint, blocking) if part is None else run_shard(analysis, part)
+
+
+def opened_analysis(
+    opened: OpenedModel, data: Data, analyzers: dict[str, Analyzer], at: AtArgument, per_head: bool, intervals: bool
+) -> Analysis:
+    """Open one model, and choose the sites and the positions that analyzers read of it.
+
+    Args:
+        opened: the model.
+        data: with the options of reading.
+        analyzers: by name.
+        at: see `analyze`.
+        per_head: see `analyze`.
+        intervals: see `analyze`.
+
+    Raises:
+        LayersimError: the model lacks the sites, or an analyzer does not take them or the positions.
+    """
     source = open_source(opened, either_stack=True, at=at)
-    plan = plan_sites([source], chosen, at, per_head)
-    chosen = plan.settled(chosen, source, data.positions)
+    plan = plan_sites([source], analyzers, at, per_head)
+    chosen = plan.settled(analyzers, source, data.positions)
     described = with_tokenizer(source.model, data.tokenizer)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
     rule = chosen_rule(data.positions, [source.model], chosen, data.skip_first)
-    batches = Batches(data.counting(rule), described, labelled, source.count_positions)
-    if part is not None:
-        return run_shard(source, batches, chosen, opened.record(), plan, intervals, part)
-    return run_analysis([source], batches, chosen, checkpoint, opened.record(), plan, blocking, intervals)
+    batches = Batches(data.counting(rule), described, labelled, position_counter([source]))
+    return Analysis([source], batches, chosen, plan, opened.record(), intervals)
 
 
 @overload
@@ -234,7 +252,7 @@ def compare(
     models = [source.model for source in sources]
     shared = with_tokenizer(shared_tokens(models[0], models[1], given=data.tokenizer is not None), data.tokenizer)
     rule = chosen_rule(data.positions, models, chosen, data.skip_first)
-    batches = Batches(data.counting(rule), shared, count_positions=partial(shared_positions, sources))
-    report = run_analysis(sources, batches, chosen, checkpoint, records_of(pair), plan, intervals=intervals)
+    batches = Batches(data.counting(rule), shared, count_positions=position_counter(sources))
+    report = run_analysis(Analysis(sources, batches, chosen, plan, records_of(pair), intervals), checkpoint)
     assert isinstance(report, Report)
     return report if is_several(analyzers) else next(iter(report.values()))

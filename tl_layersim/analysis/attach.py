@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +28,11 @@ from ..models.hooked import HookedSource
 from ..models.hooks import kernels_alone
 from ..models.open import OpenedModel
 from ..models.pools import ROWS, SAMPLES_OF_ROW, PoolKernel
-from ..models.reading import Call, Choice
 from ..models.view import View, reduce
 from ..remote.open import open_source
 from .attach_checks import refuse_unattachable
-from .data_pass import sums_of, sums_so_far
+from .attach_recorder import Call, Callbacks, Choice, Recorder
+from .engine import sums_of, sums_so_far
 from .forward_pass_positions import ForwardPassPositions, continues
 from .memory_of_sums import refuse_large_blocks
 from .position_rules import attached_rule
@@ -48,9 +46,9 @@ BUFFERED_TOKENS = 2048
 class Probe:
     """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`.
 
-    `results()` is the report so far, also inside the block; `reset()` begins anew, such as for each epoch. Forward passes of
-    several threads are kept apart, and their sums are added. An error of the probe is raised by `results()`,
-    never in the loop.
+    `results()` is the report so far, also inside the block; `reset()` begins anew, such as for each epoch. A forward pass in
+    another thread than the one that entered the block is an error. An error of the probe is raised by `results()`, never in the
+    loop.
     """
 
     def __init__(
@@ -58,11 +56,8 @@ class Probe:
     ) -> None:
         self._source, self._analyzers, self._plan = source, analyzers, plan
         self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
-        self._masks: WeakKeyDictionary[threading.Thread, Tensor] = WeakKeyDictionary()
-        # By thread: whether its forward pass continues rows from a cache, and the number of its rows.
-        self._calls: WeakKeyDictionary[threading.Thread, tuple[bool, int]] = WeakKeyDictionary()
-        self._lock = threading.RLock()
-        self._hooks: ExitStack | None = None
+        self._mask: Tensor | None = None
+        self._hooks: AbstractContextManager[None] | None = None
         kernels = plan.kernels(analyzers, {})
         self._pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
         # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
@@ -81,8 +76,8 @@ class Probe:
         self._tree = SumTree(1 if self._intervals else None)
         # By kernel, the views that wait until they are enough for one call.
         self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
-        # By thread, the first row of its last forward pass, and their number; and the rows of all.
-        self._last: WeakKeyDictionary[threading.Thread, tuple[int, int]] = WeakKeyDictionary()
+        # The number of the first row of the last forward pass, and of its rows; and of the rows of all.
+        self._last = (0, 0)
         self._rows = 0
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtypes = self._dtypes[-1:]
@@ -92,10 +87,9 @@ class Probe:
         if self._hooks is not None:
             raise LayersimError("The probe was already attached; each `lsim.attach(...)` can be entered once.")
         compare = None if self._checked else self._compare
-        hooks = ExitStack()
-        hooks.enter_context(self._source.settling(on_error=self._fail))
-        hooks.enter_context(self._source.tapped(self._add_locked, self._choose, compare, self._fail))
-        self._hooks = hooks
+        recorder = Recorder(self._source, Callbacks(self._add, self._choose, compare, self._fail))
+        self._hooks = recorder.attached()
+        self._hooks.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -104,19 +98,16 @@ class Probe:
 
     @property
     def mask(self) -> Tensor | None:
-        """Mask `batch pos` of the positions to count in the next forward passes of this thread.
+        """Mask `batch pos` of the positions to count in the next forward passes.
 
         None counts the positions of the model's attention mask, or all; `positions=` selects among them. The mask holds until
         it is replaced. Single-position steps of cached generation always count.
         """
-        return self._masks.get(threading.current_thread())
+        return self._mask
 
     @mask.setter
     def mask(self, mask: Tensor | None) -> None:
-        if mask is None:
-            self._masks.pop(threading.current_thread(), None)
-        else:
-            self._masks[threading.current_thread()] = as_mask(mask)
+        self._mask = None if mask is None else as_mask(mask)
 
     def results(self) -> Report:
         """The report of all forward passes so far, at any time inside the block and after it.
@@ -125,7 +116,7 @@ class Probe:
             LayersimError: no forward pass ran, or too few for an analyzer; activations were not finite; or a forward pass could
                 not be measured.
         """
-        with self._lock:
+        with kernels_alone():
             return self._report(self._sums(), tuple(self._analyzers))
 
     def headline(self) -> dict[str, float]:
@@ -135,7 +126,7 @@ class Probe:
         warning, so that it cannot end a loop: `results()` raises what is wrong.
         """
         numbers: dict[str, float] = {}
-        with self._lock, suppress(Exception):
+        with kernels_alone(), suppress(Exception):
             sums = self._sums()
             for name in self._analyzers:
                 with suppress(Exception), recorded_warnings(issued=False):
@@ -148,7 +139,7 @@ class Probe:
         The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
         before the reset too.
         """
-        with self._lock:
+        with kernels_alone():
             self._begin()
 
     def _sums(self) -> SumTree:
@@ -204,10 +195,9 @@ class Probe:
                 f"{type(error).__name__}: {first_line(error)}"
             )
             refusal.__cause__, error = error, refusal
-        with self._lock:
-            if self._error is not None:
-                return
-            self._error = error
+        if self._error is not None:
+            return
+        self._error = error
         # A filter of the user may make errors of warnings.
         with suppress(Warning):
             warn(f"The probe stopped measuring, and probe.results() raises the reason: {error}")
@@ -218,15 +208,10 @@ class Probe:
         refuse_other_logits(gap, self._source.model, computed)
 
     def _choose(self, call: Call) -> Choice:
-        self._calls[threading.current_thread()] = (continues(call), call.shape[0])
-        with self._lock:
-            return self._positions.choose(call, self.mask, bool(self._masks))
+        return self._positions.choose(call, self._mask)
 
-    def _add_locked(self, view: View) -> None:
-        with self._lock:
-            self._add(view)
-
-    def _add(self, view: View) -> None:
+    @kernels_alone()
+    def _add(self, view: View, call: Call) -> None:
         self._forwards += 1
         self._source.note_widths(view)
         dtype = _dtype_of(self._source)
@@ -238,7 +223,7 @@ class Probe:
         self._tokens += count
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         own = {name: self._reduced(name, [view]) for name in self._immediate}
-        first, continued = self._first_row(view)
+        first, continued = self._first_row(call)
         self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
         for name, views in self._waiting.items():
             views.append(replace(view, sequence=view.sequence + first) if name in self._pooled else view)
@@ -247,20 +232,17 @@ class Probe:
                 self._waiting[name] = []
         self._tree = self._tree.add(self._block(count, own))
 
-    def _first_row(self, view: View) -> tuple[int, bool]:
+    def _first_row(self, call: Call) -> tuple[int, bool]:
         """The number of the first row of a forward pass among all rows, and whether its rows are those of the pass before.
 
         Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
         """
-        thread = threading.current_thread()
-        continued, rows = self._calls.get(thread, (False, int(view.sequence.max()) + 1))
-        last = self._last.get(thread)
-        if continued and last is not None and last[1] == rows:
-            return last[0], True
-        first = self._rows
+        rows = call.shape[0]
+        if continues(call) and self._last[1] == rows:
+            return self._last[0], True
+        self._last = (self._rows, rows)
         self._rows += rows
-        self._last[thread] = (first, rows)
-        return first, False
+        return self._last[0], False
 
     def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
         """Whether views are enough for a call of a kernel: many tokens, or a pool of rows.
@@ -287,8 +269,7 @@ class Probe:
         kernel = (self._immediate | self._deferred | self._pooled)[name]
         try:
             joined = _by_row(views) if name in self._pooled else _joined(views)
-            with kernels_alone():
-                not_finite, out = reduce({name: kernel}, joined)
+            not_finite, out = reduce({name: kernel}, joined)
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
             own = sums_of((name,), out, sums_so_far(self._tree))
             if self._intervals:
@@ -388,13 +369,12 @@ def attach(
         40
     """
     chosen = choose_analyzers(analyzers)
-    opened = open_source(model, either_stack=True, at=at)
-    if not opened.can_hook:
+    source = open_source(model, either_stack=True, at=at)
+    if not isinstance(source, HookedSource):
         raise LayersimError(
             f"`model` is {brief(OpenedModel.of(model).model)}, whose modules do not run in this process, so it cannot be "
             "attached. Use lsim.analyze(model, data, analyzers)."
         )
-    source = cast(HookedSource, opened)
     plan = plan_sites([source], chosen, at, per_head)
     plan.check_sites(chosen, [source])
     refuse_unattachable(source, chosen, plan)

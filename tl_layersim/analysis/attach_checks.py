@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..analyzers.base import Analyzer
+from ..architectures.blocks import in_both_stacks
 from ..core.errors import LayersimError
-from ..models.block_lists import in_both_stacks
 from ..models.hooked import HookedSource
-from ..models.reading import stack_side
+from .attach_recorder import stack_side
 from .site_plan import SitePlan
 
 
@@ -23,7 +23,7 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
     Raises:
         LayersimError: names the analyzer and what it needs.
     """
-    if stack_side(source.module, source.paths).side == "both":
+    if stack_side(source) == "both":
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
         analyzer.check(*plan.models(name, [source.model], [source]))

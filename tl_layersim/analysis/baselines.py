@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from ..core.errors import LayersimError
-from ..core.results import Report, Result
+from ..core.results import Report
 from ..core.wording import brief
 from ..data.data import Data
 from ..models.open import OpenedModel
 from ..models.untrained_twins import refuse_changed, untrained
-from .model_grid import ModelGrid
 
 BaselineArgument: TypeAlias = Literal["untrained"] | None
 # Seeds of the fresh weights.
@@ -28,15 +27,8 @@ def with_untrained(found: Any, run: Callable[[int], Any]) -> Any:
     """
     twins = [run(seed) for seed in range(SEEDS)]
     if isinstance(found, Report):
-        return Report({name: _joined(result, [twin[name] for twin in twins]) for name, result in found.items()})
-    return _joined(found, twins)
-
-
-def _joined(result: Result, twins: list[Any]) -> Result:
-    if isinstance(result, ModelGrid):
-        pairs = {name: _joined(own, [twin.results[name] for twin in twins]) for name, own in result.results.items()}
-        result = replace(result, results=Report(pairs))
-    return replace(result, untrained=tuple(twins))
+        return Report({name: result.with_twins([twin[name] for twin in twins]) for name, result in found.items()})
+    return found.with_twins(twins)
 
 
 def twin_of(opened: OpenedModel, seed: int) -> OpenedModel:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.heads import DetectionHeads
 from ..core.errors import LayersimError
 from ..data.annotations import Objects
-from ..models.detection_heads import DetectionHeads
 from ..models.view import View
 
 

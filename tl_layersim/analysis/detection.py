@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..analyzers.base import Analyzer, Run, SiteNeed
+from ..architectures.heads import DetectionHeads, detection_heads
+from ..architectures.unembed import rounding
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Report
@@ -18,14 +20,13 @@ from ..core.wording import brief
 from ..data.annotations import AnnotatedImages
 from ..data.batches import Batch, Batches
 from ..data.data import Data
-from ..models.detection_heads import DetectionHeads, detection_heads
 from ..models.hooked import HookedSource
 from ..models.model_info import Model
-from ..models.unembed import rounding
 from ..models.view import Kernel
 from ..remote.open import open_source
 from .box_matching import DetectionWeights, detection_kernel
 from .detection_results import DetectionResult
+from .engine import Analysis
 from .position_rules import refuse_selection
 from .run_analysis import run_analysis
 from .site_plan import plan_sites
@@ -81,7 +82,7 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
         raise LayersimError(
             f"`model` is {brief(model)}; it must be the Hugging Face model itself, whose heads are called in this process."
         )
-    heads = detection_heads(source)
+    heads = detection_heads(source.module, source.unembed)
     config: Any = source.module.config
     data = Data.of(data)
     refuse_selection(data, "every query is matched", "positions", "skip_first")
@@ -91,7 +92,7 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     described = with_tokenizer(source.model, data.tokenizer)
     batches = Batches(data.like(images.data), described, count_positions=source.count_positions)
     analyzers: dict[str, Analyzer] = {NAME: analyzer}
-    report = run_analysis([source], batches, analyzers, None, {}, plan_sites([source], analyzers))
+    report = run_analysis(Analysis([source], batches, analyzers, plan_sites([source], analyzers)))
     assert isinstance(report, Report)
     found: DetectionResult = report[NAME]
     return found

@@ -14,7 +14,7 @@ from ..core.wording import with_article
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.inputs import ROW_AXES
-from ..models.model_inputs import shape_of_row
+from ..models.model_inputs import position_counter, shape_of_row
 from ..models.open import OpenedModel, is_nnsight
 from ..models.source import Source
 from ..models.without_weights import WeightlessSource, has_no_weights, model_without_weights
@@ -129,4 +129,4 @@ def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: in
     else:
         data["input_ids"] = torch.randint(described.vocabulary, (rows, length), generator=random)
         data["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
-    return next(iter(Batches(Data(data, batch_size=rows), described, labelled, source.count_positions)))
+    return next(iter(Batches(Data(data, batch_size=rows), described, labelled, position_counter([source]))))

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.transformer_lens import right_padding
 from ..core.errors import LayersimError
 from ..data.missing_mask import mask_of, masked_warning
 from ..data.notes import Notes
 from ..data.positions import Positions
 from ..models.hooked import HookedSource
-from ..models.reading import Call, Choice
-from ..models.transformer_lens import right_padding
+from .attach_recorder import Call, Choice
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,17 @@ class ForwardPassPositions:
     whole_rows: bool
     notes: Notes = field(default_factory=Notes)
 
-    def choose(self, call: Call, mask: Tensor | None, set_elsewhere: bool) -> Choice:
+    def choose(self, call: Call, mask: Tensor | None) -> Choice:
         """The counted and the attended positions of a forward pass.
 
         Args:
             call: the forward pass.
-            mask: `probe.mask` of this thread.
-            set_elsewhere: whether another thread set a `probe.mask`.
+            mask: `probe.mask`.
 
         Raises:
             LayersimError: the positions are not known, or the rule does not apply to this forward pass.
         """
-        known, pos, attention = self._known(call, mask, set_elsewhere), call.shape[1], call.attention
+        known, pos, attention = self._known(call, mask), call.shape[1], call.attention
         attended = attention[:, -pos:].bool().cpu() if _has_mask_shape(attention, call) else known.cpu()
         has_tokens = call.tokens is not None or attention is not None
         return Choice(self._selected(call, known), attended, self.rule.pooled, has_tokens)
@@ -65,14 +64,9 @@ class ForwardPassPositions:
         rows = zip(ids, known.cpu(), strict=True)
         return torch.stack([self.rule.select(row, counted) for row, counted in rows]).to(known.device)
 
-    def _known(self, call: Call, mask: Tensor | None, set_elsewhere: bool) -> Tensor:
+    def _known(self, call: Call, mask: Tensor | None) -> Tensor:
         """The positions of `probe.mask` or of the model's attention mask, `batch pos`."""
         batch, pos = call.shape
-        if mask is None and set_elsewhere:
-            raise LayersimError(
-                "`probe.mask` was set in another thread than the one that runs this forward pass. Set it in each thread, or "
-                "pass `attention_mask` to the model."
-            )
         if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
             raise LayersimError(
                 f"`probe.mask` has shape {tuple(mask.shape)}; the tokens of this forward pass have shape {call.shape}."

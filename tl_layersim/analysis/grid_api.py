@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Unpack, overload
 
 from ..analyzers.base import Analyzer
@@ -15,12 +15,13 @@ from ..core.wording import counted
 from ..data.batches import Batches
 from ..data.data import Data
 from ..models.model_info import Model
-from ..models.model_inputs import shared_positions
+from ..models.model_inputs import position_counter
 from ..models.open import OpenedModel, records_of
 from ..remote.open import open_source
 from .all_pairs import AllPairs
 from .api import SeveralAnalyzers, SharedKeywords
 from .baselines import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
+from .engine import Analysis
 from .model_grid import ModelGrid
 from .model_groups import group_labels
 from .position_rules import chosen_rule
@@ -131,8 +132,8 @@ def compare_grid(
     described = [source.model for source in sources]
     rule = chosen_rule(data.positions, described, chosen, data.skip_first)
     shared = with_tokenizer(_tokens_of_all(described, data.tokenizer is not None), data.tokenizer)
-    batches = Batches(data.counting(rule), shared, count_positions=partial(shared_positions, sources))
-    report = run_analysis(sources, batches, many, checkpoint, records_of(list(opened.values())), plan, intervals=intervals)
+    batches = Batches(data.counting(rule), shared, count_positions=position_counter(sources))
+    report = run_analysis(Analysis(sources, batches, many, plan, records_of(list(opened.values())), intervals), checkpoint)
     assert isinstance(report, Report)
     if is_several(analyzer):
         return report

@@ -19,7 +19,9 @@ from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..data.labels import NO_LABEL, as_labels
+from ..models.model_inputs import position_counter
 from ..models.open import OpenedModel
+from ..models.source import CanReadSites
 from ..remote.open import open_source
 from .api import analyze
 from .logistic_probe import LogisticProbe
@@ -108,9 +110,10 @@ def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
     # `analyze` verifies the model.
     source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
     # An encoder and a decoder read different columns.
-    source.in_stack(at)
+    if isinstance(source, CanReadSites):
+        source.in_stack(at)
     described = with_tokenizer(source.model, parts[0].tokenizer)
-    return [Batches(part, described, count_positions=source.count_positions).count_rows() for part in parts]
+    return [Batches(part, described, count_positions=position_counter([source])).count_rows() for part in parts]
 
 
 def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:

@@ -13,12 +13,12 @@ from ..core.distributed import rank_and_size
 from ..core.errors import in_words
 from ..core.wording import duration_in_words
 from ..data.data import Data
-from ..models.source import Source
+from ..models.source import Source, sites_of, widths_of
 
 # Seconds from which on a run is announced.
 LONG = 60.0
-# Least seconds of a window in which speed is measured. A run becomes faster while requests grow from one batch and workers load
-# the model; it is announced when a window is faster than the one before it by no more than this factor.
+# Least seconds of a window in which speed is measured. A run becomes faster while requests grow from one
+# batch; it is announced when a window is faster than the one before it by no more than this factor.
 SHORTEST_WINDOW = 2.0
 FASTER = 1.1
 
@@ -26,8 +26,7 @@ FASTER = 1.1
 class LongRunNotice:
     """Measures the speed of a pass until it no longer rises, and prints the expected time of the pass once if it is long.
 
-    Speed is measured after the first batch, which warms up, and from when all copies of the models have started, but for a
-    minute at most.
+    Speed is measured after the first batch, which warms up.
 
     Args:
         total: number of tokens in the data, or the most that are read; None where it is not known.
@@ -75,8 +74,7 @@ class LongRunNotice:
         now = self.clock()
         if self._start is None:
             self._start = now
-        starting = now - self._start < LONG and any(source.is_starting for source in self.sources)
-        if now == self._start or starting:
+        if now == self._start:
             self._window = (now, tally.tokens)
             return ""
         before, tokens = self._window
@@ -104,9 +102,9 @@ class LongRunNotice:
         """Memory of the sums, and of the sites of an average batch."""
         kept = (sums for node in tally.tree.nodes for sums in node.sums.values())
         size = sum(value.nbytes for sums in kept for value in sums.fields.values())
-        widths = [max(source.widths, default=0) or source.model.d_model or 0 for source in self.sources]
+        widths = [max(widths_of(source), default=0) or source.model.d_model or 0 for source in self.sources]
         samples = tally.tokens / max(1, tally.batches)
-        read = sum(4 * len(source.sites) * samples * width for source, width in zip(self.sources, widths, strict=True))
+        read = sum(4 * len(sites_of(source)) * samples * width for source, width in zip(self.sources, widths, strict=True))
         parts = ([f"{in_words(size)} of sums"] if size else []) + ([f"{in_words(read)} of sites"] if read else [])
         return " and ".join(parts)
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.argument_checks import typed
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.results import Report
+from ..core.resumable_file import plain
 from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 from .report_assembly import make_report
 from .saved_runs import model_of, models_read, restored_analyzers
 from .shard_files import FIRST, MAIN, DataCounts, ShardPart, read_part
-from .shards import FilesArgument, batches_of, listed
+from .shards import FilesArgument, listed
 from .validation import AnalyzersArgument
+
+
+def _same(part: ShardPart) -> ShardPart:
+    return part
 
 
 @typed
@@ -57,66 +61,24 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         >>> bool((merged["cka"].values == lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"])["cka"].values).all())
         True
     """
-    parts = _in_order([_without_sums(read_part(path)) for path in listed(files, "files")], MAIN)
-    # Read one by one, so that memory holds the sums of one shard beside the total.
-    return _report(parts, _tree_of_shards(read_part(part.path) for part in parts), analyzers)
+    return merged_report(map(header_of, listed(files, "files")), analyzers, reread)
 
 
-def merged_report(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None = None) -> Report:
-    """The report of all shards of a run whose sums are in memory.
+def merged_report(
+    parts: Iterable[ShardPart], analyzers: AnalyzersArgument | None = None, read: Callable[[ShardPart], ShardPart] = _same
+) -> Report:
+    """The report of all shards of a run.
 
     Args:
         parts: in any order.
         analyzers: see `merge`.
+        read: gives a part with its sums; one at a time is held beside the total.
 
     Raises:
         LayersimError: as `merge`.
     """
-    ordered = _in_order(parts, MAIN)
-    return _report(ordered, _tree_of_shards(ordered), analyzers)
-
-
-def merged_first(paths: Sequence[Path], identity: Mapping[str, Any]) -> tuple[dict[str, Sums], float, DataCounts]:
-    """The sums of a first pass over all data, by analyzer; the seconds that it took, and the counts of the data.
-
-    Args:
-        paths: files of the first stage.
-        identity: of the run that continues from them.
-
-    Raises:
-        LayersimError: a file is missing, given twice, not finished, or of another run.
-    """
-    parts = _in_order([_without_sums(read_part(path)) for path in paths], FIRST)
-    own = json.loads(json.dumps({**identity, "first": ""}, default=str))
-    if parts[0].identity != own:
-        raise LayersimError(
-            f"`first` holds the first stage of another run, with {_difference(own, parts[0].identity)}: {_shard_names(parts)}."
-        )
-    total = _tree_of_shards(read_part(part.path) for part in parts).total().sums
-    assert parts[0].counts is not None
-    names = [name for name in own["analyzers"] if name in total]
-    return {name: total[name] for name in names}, sum(part.tally.seconds for part in parts), parts[0].counts
-
-
-def _without_sums(part: ShardPart) -> ShardPart:
-    """The part without the tensors of its sums."""
-    tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
-    return replace(part, tallies=tallies)
-
-
-def _tree_of_shards(parts: Iterable[ShardPart]) -> SumTree:
-    """The sums of all batches, from all shards in their order."""
-    total: SumTree | None = None
-    for part in parts:
-        tree = part.tally.tree
-        total = tree if total is None else total.join(tree)
-    assert total is not None
-    return total
-
-
-def _report(parts: Sequence[ShardPart], tree: SumTree, analyzers: AnalyzersArgument | None) -> Report:
-    """The report of all shards, in their order."""
-    head, counts = parts[0], parts[0].counts
+    parts = _in_order(list(parts), MAIN)
+    tree, head, counts = _tree_of_shards(map(read, parts)), parts[0], parts[0].counts
     assert counts is not None
     notes = head.notes
     chosen = restored_analyzers(notes["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
@@ -128,6 +90,73 @@ def _report(parts: Sequence[ShardPart], tree: SumTree, analyzers: AnalyzersArgum
     models = {name: [model] for name, model in models_read(notes, model_of(notes["model"])).items()}
     blocks = None if tree.size is None else tree.blocks()
     return make_report(chosen, models, tally, tree.total().sums, head.first, settings, blocks)
+
+
+class FirstStage(NamedTuple):
+    """The first pass over all data, from the shards of the first stage.
+
+    Attributes:
+        sums: by analyzer.
+        seconds: that all shards took.
+        counts: of the data.
+    """
+
+    sums: dict[str, Sums]
+    seconds: float
+    counts: DataCounts
+
+
+def merged_first(
+    parts: Iterable[ShardPart], identity: Mapping[str, Any], read: Callable[[ShardPart], ShardPart] = _same
+) -> FirstStage:
+    """The first pass over all data, from all shards of the first stage.
+
+    Args:
+        parts: in any order.
+        identity: of the run that continues from them.
+        read: see `merged_report`.
+
+    Raises:
+        LayersimError: a shard is missing, given twice, not finished, or of another run.
+    """
+    parts = _in_order(list(parts), FIRST)
+    own = plain({**identity, "first": ""})
+    if words := differing_entries(own, parts[0].identity):
+        raise LayersimError(f"`first` holds the first stage of another run, with {words}: {_shard_names(parts)}.")
+    total = _tree_of_shards(map(read, parts)).total().sums
+    assert parts[0].counts is not None
+    sums = {name: total[name] for name in own["analyzers"] if name in total}
+    return FirstStage(sums, sum(part.tally.seconds for part in parts), parts[0].counts)
+
+
+def header_of(path: str | os.PathLike[str]) -> ShardPart:
+    """The part in a file, without the tensors of its sums.
+
+    Args:
+        path: of the file.
+    """
+    part = read_part(path)
+    tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
+    return replace(part, tallies=tallies)
+
+
+def reread(part: ShardPart) -> ShardPart:
+    """The part with its sums, from its file.
+
+    Args:
+        part: without them.
+    """
+    return read_part(part.path)
+
+
+def _tree_of_shards(parts: Iterable[ShardPart]) -> SumTree:
+    """The sums of all batches, from all shards in their order."""
+    total: SumTree | None = None
+    for part in parts:
+        tree = part.tally.tree
+        total = tree if total is None else total.join(tree)
+    assert total is not None
+    return total
 
 
 def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
@@ -153,7 +182,7 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
         )
     run = _most_common(parts, lambda part: [part.identity, part.of])
     if others := [part for part in parts if [part.identity, part.of] != run]:
-        words = _difference(run[0], others[0].identity) or f"{others[0].of} shards, not {run[1]}"
+        words = differing_entries(run[0], others[0].identity) or f"{others[0].of} shards, not {run[1]}"
         raise LayersimError(f"Shards belong to another run than the other files, with {words}: {_shard_names(others)}.")
     if unfinished := [part for part in parts if not part.is_done]:
         raise LayersimError(
@@ -167,7 +196,7 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
             f"{_shard_names(others)}."
         )
     for part in parts:
-        start = batches_of(part.number, part.of, counts.measured).start * counts.capacity
+        start = counts.within(part.number, part.of).start * counts.capacity
         if part.tally.tree.start != start:
             raise LayersimError(
                 f"{_shard_names([part])} holds the sums of another shard, which begin after row {part.tally.tree.start}, not "
@@ -195,8 +224,13 @@ def _each_once(parts: Sequence[ShardPart]) -> list[ShardPart]:
     return sorted(parts, key=lambda part: part.number)
 
 
-def _difference(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """The entries in which two runs differ, in words."""
+def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """The entries in which two runs differ, in words.
+
+    Args:
+        now: identity of one run.
+        then: of the other.
+    """
     names = {"models": "model", "code": "code of the analyzers", "first": "first stage", "version": "version of tl_layersim"}
     words = []
     for key in sorted(now.keys() | then.keys()):

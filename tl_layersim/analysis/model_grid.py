@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -78,6 +78,10 @@ class ModelGrid(Result):
     def with_halves(self, first: Any, second: Any) -> Any:
         pairs = {name: one.with_halves(first.results[name], second.results[name]) for name, one in self.results.items()}
         return replace(self, results=Report(pairs))
+
+    def with_twins(self, twins: Sequence[Any]) -> Any:
+        pairs = {name: one.with_twins([twin.results[name] for twin in twins]) for name, one in self.results.items()}
+        return replace(self, results=Report(pairs), untrained=tuple(twins))
 
     def headline(self) -> dict[str, float]:
         values = self.values[~torch.eye(len(self.models), dtype=torch.bool)]

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..architectures.resolve import block_numbers
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat, Seed, TwoOrMore
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
-from ..models.layer_numbers import block_numbers
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ..remote.open import open_source

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,9 +15,9 @@ from ..core.provenance import Provenance
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.digest import fingerprint, new_digest
-from ..models.activation_checks import lens_gap, need_stream, refuse_not_finite, refuse_other_logits
+from ..models.activation_checks import check_lens, need_stream, refuse_not_finite
 from ..models.model_info import Model
-from ..models.source import Source
+from ..models.source import CanReadSites, Source, running
 from ..models.view import Kernel
 from .position_rules import refuse_selection
 from .report_assembly import record
@@ -86,11 +84,12 @@ def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel) -> PromptOu
     batches = Batches(replace(data, batch_size=1, seq_len=data.seq_len or model.context), model)
     batch = _single_batch(batches, kernel.least)
     made = kernel.make(int(batch.counted.sum()))
-    with source.evaluating(), source.with_calls() if kernel.calls else nullcontext():
-        source.settle(batch)
+    with running(source, kernel.calls):
+        if isinstance(source, CanReadSites):
+            source.settle(batch)
         need_stream(source.model, CALLER, parts=True)
         if model.head is not None and kernel.lens:
-            refuse_other_logits(lens_gap(model, partial(source.unembed_gap, batch)), model)
+            check_lens(source, batch)
         not_finite, out = source.run(batch, {"prompt": made})
     refuse_not_finite(not_finite, [model.layers], "this prompt")
     digest = new_digest()

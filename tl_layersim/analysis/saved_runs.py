@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer, code_digest
+from ..architectures.unembed import Head
 from ..core.errors import LayersimError
 from ..core.field_types import refuse_other_types
 from ..core.sums import Sums
@@ -17,8 +18,7 @@ from ..data.batches import Batch
 from ..models.model_info import Model
 from ..models.pools import AnyKernel
 from ..models.source import PartialSums
-from ..models.unembed import Head
-from .data_pass import Step
+from .engine import Step
 from .validation import AnalyzersArgument, choose_analyzers
 
 

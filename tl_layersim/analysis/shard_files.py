@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..core.data_pass_progress import Tally
-from ..core.errors import LayersimError
 from ..core.field_types import refuse_other_types
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import checksum
 from ..core.sums import Sums
-from .checkpoint import tallies_of
+from .checkpoint import tallies_of, tallies_snapshot
 
 SHARD_FILE = "shard"
 # Labels of the passes whose sums a file holds, as in a checkpoint.
@@ -45,6 +44,20 @@ class DataCounts:
     digest: str
     rows: int
     capacity: int
+
+    def within(self, number: int, of: int) -> range:
+        """Numbers of the batches of a shard, among those with a counted position.
+
+        Args:
+            number: of the shard.
+            of: number of shards.
+
+        Examples:
+            >>> counts = DataCounts(8, 7, 14, 70, "", 14, 2)
+            >>> [list(counts.within(number, 3)) for number in range(3)]
+            [[0, 1], [2, 3], [4, 5, 6]]
+        """
+        return range(self.measured * number // of, self.measured * (number + 1) // of)
 
 
 @dataclass(frozen=True)
@@ -83,18 +96,27 @@ class ShardPart:
         """Of the pass whose sums it holds."""
         return self.tallies[self.stage]
 
+    def save(self, path: Path) -> None:
+        """Write the part to a file, as that of a shard.
+
+        Args:
+            path: of the file.
+        """
+        (names, held), (notes, tensors) = first_notes(self.first), tallies_snapshot(self.tallies)
+        ResumableFile(path, SHARD_FILE).save({**self.notes, **names, **notes}, {**held, **tensors})
+
 
 class ShardFile(ResumableFile):
     """The file of a shard, which is its checkpoint too.
 
     Args:
-        path: of the file.
+        path: of the file; None for a shard whose sums stay in memory.
         identity: of the run and the shard.
         describe: gives what the file holds beside the tallies, at the moment of writing.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], describe: Callable[[], Snapshot]) -> None:
-        super().__init__(path, SHARD_FILE, identity, _refuse_other_shard)
+    def __init__(self, path: Path | None, identity: Mapping[str, Any], describe: Callable[[], Snapshot]) -> None:
+        super().__init__(path, SHARD_FILE, identity)
         self._describe = describe
 
     def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
@@ -106,6 +128,15 @@ class ShardFile(ResumableFile):
         """Read the state of the shard; None where no file exists yet."""
         path = str(self.path)
         return self.resume(lambda notes, tensors: part_of(path, notes, tensors))
+
+    def part(self, tallies: Mapping[str, Tally]) -> ShardPart:
+        """The state of the shard as its file would hold it.
+
+        Args:
+            tallies: by pass.
+        """
+        (more, held), (notes, tensors) = self._describe(), tallies_snapshot(tallies)
+        return part_of(str(self.path or "memory"), {**more, **notes, "identity": self.identity}, {**held, **tensors})
 
 
 def read_part(path: str | os.PathLike[str]) -> ShardPart:
@@ -151,11 +182,6 @@ def first_notes(first: Mapping[str, Sums]) -> Snapshot:
     return {"first": list(first)}, tensors
 
 
-def counts_notes(counts: DataCounts | None) -> dict[str, Any] | None:
-    """The counts of the data as plain data."""
-    return None if counts is None else asdict(counts)
-
-
 def digest_of(first: Mapping[str, Sums]) -> str:
     """SHA-256 of the sums of a first pass; "" without one."""
     if not first:
@@ -164,21 +190,3 @@ def digest_of(first: Mapping[str, Sums]) -> str:
     for name in sorted(first):
         whole.update(checksum(name, dict(first[name].fields)).encode())
     return whole.hexdigest()
-
-
-def _refuse_other_shard(path: Path, identity: Any, found: Any) -> None:
-    """Refuse a file that another call has written; the entries that differ are named."""
-    differing = [key for key in identity | found if identity.get(key) != found.get(key)]
-    if not differing:
-        return
-    given, expected = ({key: side.get(key) for key in differing} for side in (identity, found))
-    raise LayersimError(
-        f"`save_to` is {path}, a file of another shard or another run, with other "
-        f"{', '.join(map(_entry_in_words, differing))}: {str(given)[:300]} in this call, {str(expected)[:300]} in the file."
-    )
-
-
-def _entry_in_words(key: str) -> str:
-    """An entry of the identity, as messages name it."""
-    words = {"models": "model", "code": "code of analyzers", "data": "options", "first": "sums of the first pass"}
-    return {"version": "version of tl_layersim", "shard": "number of the shard"}.get(key, words.get(key, key))

@@ -38,23 +38,6 @@ class Shard:
     save_to: Path
     first: tuple[Path, ...] | None = None
 
-    def takes(self, measured: int) -> range:
-        """Numbers of the batches that this shard takes.
-
-        Args:
-            measured: number of batches with a counted position in all data.
-
-        Examples:
-            >>> [list(Shard(number, 3, Path("part")).takes(7)) for number in range(3)]
-            [[0, 1], [2, 3], [4, 5, 6]]
-        """
-        return batches_of(self.number, self.of, measured)
-
-
-def batches_of(number: int, of: int, measured: int) -> range:
-    """Numbers of the batches of a shard, see `Shard.takes`."""
-    return range(measured * number // of, measured * (number + 1) // of)
-
 
 def chosen_shard(
     shard: tuple[int, int] | None,

@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ..analyzers.base import Analyzer
+from ..architectures.points import HookPoint
+from ..architectures.resolve import items_of
 from ..core.errors import LayersimError
 from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief
 from ..data.positions import PositionRule
 from ..models.activation_sizes import activation_sizes
-from ..models.hook_point import HookPoint
-from ..models.hook_points import items_of
 from ..models.model_info import Model
 from ..models.pools import AnyKernel, PoolKernel
-from ..models.source import Source
+from ..models.source import CanReadSites, Source, sites_of, widths_of
 from ..models.view import at_sites
 
 # For type checkers: a block, a family, a name or a pattern, several of these, or a function of names.
@@ -152,11 +152,12 @@ def plan_sites(
 
 
 def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:
-    at = source.in_stack(at)
+    at = source.in_stack(at) if isinstance(source, CanReadSites) else at
     wanted = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
     if all(points is None for points in wanted.values()):
         residual = SiteChoice(tuple(range(len(source.model.layers))))
         return dict.fromkeys(wanted, residual)
+    assert isinstance(source, CanReadSites)
     numbers: dict[str, int] = {}
     union: list[HookPoint] = []
     for points in wanted.values():
@@ -177,11 +178,14 @@ def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, 
 def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: bool) -> Points | None:
     """The hook points that an analyzer reads; None for the residual layers."""
     families = items_of(at)
-    default = families == [DEFAULT] and not per_head
+    if families == [DEFAULT] and not per_head and not analyzer.families:
+        return None
+    if not isinstance(source, CanReadSites):
+        own = f"{type(analyzer).__name__} reads {', '.join(analyzer.families)}"
+        asked = own if analyzer.families else f"`at` is {brief(at)}"
+        raise LayersimError(f"{asked}, but a {type(source).__name__} reads the residual stream only.")
     if analyzer.families:
         return source.hook_points([*analyzer.families, *_optional(source, analyzer)], False)
-    if default:
-        return None
     if analyzer.needs_sites in ("stream", "every_block"):
         if analyzer.reads_mid and set(families) <= {DEFAULT, MID}:
             return _with_ends(source, source.hook_points(families, per_head))
@@ -193,7 +197,7 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
     return source.hook_points(at, per_head)
 
 
-def _optional(source: Source, analyzer: Analyzer) -> list[str]:
+def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
     """The optional families of an analyzer that the model has."""
     has = []
     for family in analyzer.optional_families:
@@ -205,7 +209,7 @@ def _optional(source: Source, analyzer: Analyzer) -> list[str]:
     return has
 
 
-def _with_ends(source: Source, points: Points) -> Points:
+def _with_ends(source: CanReadSites, points: Points) -> Points:
     """The points with the first and the last residual layer, with which a lens begins and to which it compares."""
     first, last = source.residual_points[0], source.residual_points[-1]
     inner = [point for point in points if point.name not in (first.name, last.name)]
@@ -220,7 +224,7 @@ def _stream(points: Points) -> str:
 def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
     if choice.stream is None:
         return model
-    layers = tuple(source.sites[number] for number in choice.numbers)
-    widths = tuple(source.widths[number] for number in choice.numbers) if source.widths else ()
+    layers = tuple(sites_of(source)[number] for number in choice.numbers)
+    widths = tuple(known[number] for number in choice.numbers) if (known := widths_of(source)) else ()
     # The width of the residual stream says nothing of other sites.
     return replace(model, layers=layers, stream=choice.stream, widths=widths, d_model=None)  # type: ignore[arg-type]  # one of its words

@@ -14,17 +14,13 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..analyzers.base import Analyzer
 from ..core.argument_checks import typed
-from ..core.blocks import first_block_size
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError, without_secrets
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.server_addresses import shown
 from ..core.sum_tree import SumTree
-from ..core.sums import Sums
-from ..data.batches import Batches, batch_sizes
 from ..models.activation_checks import refuse_not_finite
 from ..models.open import OpenedModel
 from ..models.pools import AnyKernel
@@ -33,8 +29,8 @@ from ..remote.failures import TransientFailure
 from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
-from .data_pass import PassReader, PassState, take_steps
-from .report_assembly import make_report
+from .engine import DataPass, PassState
+from .report_assembly import make_report, refuse_empty
 from .saved_runs import (
     Job,
     KeptRun,
@@ -47,6 +43,7 @@ from .saved_runs import (
     restored_analyzers,
     sites_notes,
 )
+from .shard_files import FIRST
 from .site_plan import SiteChoice, SitePlan
 from .validation import AnalyzersArgument
 
@@ -227,14 +224,14 @@ class RemoteRun:
             # A source that `load_run` opened has run nothing yet.
             self._source.settle(job.batches[0])
         half = 1 << ((len(job.batches) - 1).bit_length() - 1) if job.halve else len(job.batches)
-        steps, attempts = deque(job.steps), 1 if job.halve else job.attempts + 1
+        state, attempts = PassState(Tally(), (), deque(job.steps)), 1 if job.halve else job.attempts + 1
         fresh = []
         for piece in (job.batches[:half], job.batches[half:]):
             if piece:
                 name = self._source.send(piece, self._analysis.kernels)
                 rows = sum(batch.leaf_rows for batch in piece)
-                fresh.append(Job(name, piece, take_steps(steps, rows), attempts=attempts))
-        fresh[-1].steps += steps
+                fresh.append(Job(name, piece, state.take(rows), attempts=attempts))
+        fresh[-1].steps += state.waiting
         where = self._jobs.index(job)
         self._jobs[where : where + 1] = fresh
 
@@ -245,8 +242,7 @@ class RemoteRun:
             state.waiting.extend(job.steps)
             state.add(job.parts)
             state.add_unmeasured()
-        state.close()
-        tally = replace(state.tally, seconds=time.time() - self._analysis.record["sent"])
+        tally = replace(state.tally, done=True, seconds=time.time() - self._analysis.record["sent"])
         place = {**self._analysis.record["place"], **self._traffic()}
         return make_report(
             self.analyzers,
@@ -265,53 +261,43 @@ class RemoteRun:
         return {name: before[name] + value for name, value in now.items()}
 
 
-def start(
-    source: RemoteSource,
-    batches: Batches,
-    analyzers: Mapping[str, Analyzer],
-    kernels: Mapping[str, AnyKernel],
-    first: Mapping[str, Sums],
-    settings: Mapping[str, Any],
-    plan: SitePlan,
-    digest: str,
-) -> RemoteRun:
+def start(data_pass: DataPass) -> RemoteRun:
     """Send all requests of the main pass, and return without waiting for their results.
 
     Args:
-        source: the model on a server.
-        batches: the data.
-        analyzers: by name.
-        kernels: of the analyzers.
-        first: sums of the first pass, by analyzer.
-        settings: how data and model were opened, for the record.
-        plan: the sites that each analyzer reads.
-        digest: of the data in the first pass, "" without one.
+        data_pass: the main pass, which has not begun.
     """
-    # None for a run without intervals.
-    first_block = None
-    if settings.get("intervals"):
-        first_block = first_block_size(None if batches.one_shot else sum(size.rows for size in batch_sizes(batches)))
-    state = PassState(Tally(), tuple(kernels))
-    lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
+    analysis, kernels, state = data_pass.analysis, data_pass.kernels, data_pass.state
+    source = on_server(analysis.sources[0])
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
-    reader = PassReader(batches, analyzers, state, plan, lens_of, [source], first_block=first_block)
-    reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
-    for group in source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, first_block):
-        rows = sum(batch.leaf_rows for batch in group)
-        jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, rows)))
-    models = {name: own[0] for name, own in plan.models_by_analyzer([source.model], [source]).items()}
+    reading = iter(tqdm(data_pass.read(), desc="sending", unit="batch", disable=None))
+    for group in source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, data_pass.first_block):
+        jobs.append(Job(source.send(group, kernels), group, state.take(sum(batch.leaf_rows for batch in group))))
     if not jobs:
         state.add_unmeasured()
-        make_report(analyzers, {name: [own] for name, own in models.items()}, state.tally, {}, first, settings)
+        refuse_empty(state.tally)
     jobs[-1].steps += state.waiting
-    if digest and jobs[-1].steps[-1].digest != digest:
+    if FIRST in data_pass.tallies and jobs[-1].steps[-1].digest != data_pass.tallies[FIRST].digest:
         raise LayersimError("`data` gave different rows on the second data pass. Pass list(data).")
-    settings = {**settings, **batches.row_counts()}
-    before = {"requests": 0, "bytes_sent": 0, "bytes_received": 0}
-    record = {"sent": sent, "place": source.record(), "before": before, "first_block": first_block, "names": [*kernels]}
-    analysis = SubmittedAnalysis(source.model, source.sites, models, analyzers, kernels, first, settings, record)
-    return RemoteRun(analysis, jobs, source.ndif, source)
+    record = {
+        "sent": sent,
+        "place": source.record(),
+        "before": {"requests": 0, "bytes_sent": 0, "bytes_received": 0},
+        "first_block": data_pass.first_block,
+        "names": [*kernels],
+    }
+    submitted = SubmittedAnalysis(
+        source.model,
+        source.sites,
+        {name: own[0] for name, own in analysis.models.items()},
+        analysis.analyzers,
+        kernels,
+        data_pass.first,
+        analysis.settings | analysis.batches.row_counts(),
+        record,
+    )
+    return RemoteRun(submitted, jobs, source.ndif, source)
 
 
 @typed

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..analyzers.base import Analyzer, Run
 from ..analyzers.cka import CKA
+from ..architectures.towers import refuse_no_projection, text_position
+from ..architectures.unembed import Unembed
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Report
@@ -26,9 +28,8 @@ from ..data.labels import LABELS
 from ..models.open import OpenedModel
 from ..models.pools import PoolKernel
 from ..models.tower_source import TowerSource, open_towers, pair_model, unit, verify_projections
-from ..models.towers import refuse_no_projection, text_position
-from ..models.unembed import Unembed
 from ..models.view import Kernel, View
+from .engine import Analysis
 from .position_rules import refuse_selection
 from .run_analysis import run_analysis
 from .site_plan import plan_sites
@@ -223,7 +224,7 @@ def tower_similarity(
         sources[0].check_first_row(partial(verify_projections, sources))
     described = with_tokenizer(pair_model(sources[0].model, sources[1].model), data.tokenizer)
     batches = Batches(data.counting(text_position(clip, sources[1].tower)), described)
-    report = run_analysis(list(sources), batches, chosen, checkpoint, {}, plan_sites(list(sources), chosen))
+    report = run_analysis(Analysis(sources, batches, chosen, plan_sites(sources, chosen)), checkpoint)
     assert isinstance(report, Report)
     found: TowerSimilarity = report[TowerComparison.name]
     return found

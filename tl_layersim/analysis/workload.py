@@ -20,7 +20,7 @@ from ..data.batches import Batch
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
 from ..models.pools import AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
-from ..models.source import Source
+from ..models.source import CanReadSites, Source, running, sites_of
 from ..models.view import View, in_full_precision, tokens_alone
 from ..models.without_weights import WeightlessSource, without_values
 from ..remote.packed_sizes import packed_request, packed_result
@@ -106,11 +106,9 @@ def meter(
     """
     run = _MeteredRun(source, module, batch, analyzers, plan, remote)
     with ExitStack() as stack:
-        stack.enter_context(source.evaluating())
+        stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in analyzers.values())))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        if any(analyzer.needs_calls for analyzer in analyzers.values()):
-            stack.enter_context(source.with_calls())
         run.all_passes()
         seconds = run.calibrate() if timed else None
     models = plan.models_by_analyzer([source.model], [source])
@@ -119,7 +117,7 @@ def meter(
         model=source.model,
         shape=(batch.tokens.shape[0], batch.tokens.shape[1]),
         samples=run.samples,
-        sites=len(source.sites),
+        sites=len(sites_of(source)),
         passes=run.passes,
         flops=run.flops,
         sums=run.sums,
@@ -140,7 +138,8 @@ def meter(
 def _opening(source: Source, analyzers: Mapping[str, Analyzer]) -> tuple[int, ...]:
     """Bytes of the requests before the passes: what the server offers, and the checks of lens and stream on one row."""
     lens = any(analyzer.needs_unembed for analyzer in analyzers.values())
-    return (BYTES_OF_OFFER, *([BYTES_OF_LENS_CHECK] * lens), *([BYTES_OF_STREAM_CHECK] * bool(source.stream_sums())))
+    sums = isinstance(source, CanReadSites) and bool(source.stream_sums())
+    return (BYTES_OF_OFFER, *([BYTES_OF_LENS_CHECK] * lens), *([BYTES_OF_STREAM_CHECK] * sums))
 
 
 class _MeteredRun:
@@ -225,7 +224,8 @@ class _MeteredRun:
             # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
             unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
             self.sent.append(packed_request(kernels) + unpacked)
-            self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(self.source.sites, sums))
+            sites = sites_of(self.source)
+            self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(sites, sums))
         return sums
 
     def _widened(self, out: Mapping[str, Tensor]) -> Sums:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..analyzers.logit_lens import LogitLens, LogitLensResult
+from ..architectures.towers import refuse_no_projection, text_position
+from ..architectures.unembed import rounding
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Report
@@ -21,8 +23,6 @@ from ..data.data import Data
 from ..models.hooks import eval_mode
 from ..models.open import OpenedModel
 from ..models.tower_source import TowerSource, open_towers, unit
-from ..models.towers import refuse_no_projection, text_position
-from ..models.unembed import rounding
 from ..models.zero_shot_classifier import ZeroShotClassifier
 from .api import analyze
 from .validation import with_tokenizer

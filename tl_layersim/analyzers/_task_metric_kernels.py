@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import LayerHeads
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL, label_key
 from ..models.chunked_logit_lens import bad_logits, head_input, logits_of_layers, read_lens, read_positions
-from ..models.layer_heads import LayerHeads
-from ..models.targets import with_labels
-from ..models.view import View
+from ..models.view import View, with_labels
 from ._memory_limit import need_memory
 
 

@@ -7,11 +7,18 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from ..architectures.heads import classes_with_head
+from ..architectures.layouts import NO_HEAD
+from ..architectures.unembed import Head
+from ..core.argument_checks import typed
+from ..core.discovery import discovered
 from ..core.errors import LayersimError, LayersimWarning
 from ..core.function_code import digest_of_code
 from ..core.provenance import Provenance
@@ -22,11 +29,8 @@ from ..data.batches import Batch
 from ..data.positions import PositionRule
 from ..models.activation_checks import need_equal_width, need_stream
 from ..models.exit_heads import ExitHeads
-from ..models.head_layouts import NO_HEAD
-from ..models.layout import classes_with_head
 from ..models.model_info import Model
 from ..models.pools import AnyKernel, PoolKernel
-from ..models.unembed import Head
 from ..models.view import Kernel
 
 SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
@@ -327,6 +331,26 @@ def need_whole_rows(batch: Batch, analyzer: str) -> None:
     """
     if bool((batch.sources[0] < 0).any()):
         raise LayersimError(f"`pack` must be False for {analyzer}, which holds out whole rows of the data.")
+
+
+@typed
+def find_analyzers() -> dict[str, type[Analyzer]]:
+    """All analyzers by name: those of this package, then those that installed packages declare as entry points.
+
+    Examples:
+        >>> sorted(find_analyzers())[:2]
+        ['block_coupling', 'cca']
+    """
+    package, folder = __name__.rpartition(".")[0], str(Path(__file__).parent)
+    analyzers = discovered(package, [folder], Analyzer)  # type: ignore[type-abstract]  # only its subclasses are instantiated
+    for entry in entry_points(group=package):
+        try:
+            cls = entry.load()
+        except Exception as error:  # an error in another package must not break this one
+            warnings.warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}", stacklevel=2)
+            continue
+        analyzers.setdefault(cls.name, cls)
+    return analyzers
 
 
 def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:

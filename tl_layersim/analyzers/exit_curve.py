@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..architectures.unembed import LayerHeads
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat, Probability
 from ..core.errors import LayersimError
@@ -24,11 +25,10 @@ from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source,
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import RANKED, bad_logits, read_lens, read_positions
 from ..models.exit_heads import ExitHeads, as_heads, plain_heads
-from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
 from ..models.pools import samples_of
-from ..models.targets import check_batch_labels, with_labels
-from ..models.view import Kernel, View
+from ..models.targets import check_batch_labels
+from ..models.view import Kernel, View, with_labels
 from ._citations import JIANG
 from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding

@@ -21,8 +21,8 @@ from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..models.model_info import Model
-from ..models.targets import check_batch_labels, targets
-from ..models.view import Kernel, View, tokens_alone
+from ..models.targets import check_batch_labels
+from ..models.view import Kernel, View, targets, tokens_alone
 from ._few_samples import warn_of_few_rows, warn_of_few_samples
 from ._memory_limit import need_memory
 from ._ridge import ridge_probe, samples_differ

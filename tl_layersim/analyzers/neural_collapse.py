@@ -22,8 +22,8 @@ from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..data.positions import PositionRule
 from ..models.activation_checks import need_stream
 from ..models.model_info import Model
-from ..models.targets import check_batch_labels, targets
-from ..models.view import Kernel, View, row_ends
+from ..models.targets import check_batch_labels
+from ..models.view import Kernel, View, row_ends, targets
 from ._memory_limit import need_memory
 from ._sample_vectors import samples
 from .base import Analyzer, Run, need_head

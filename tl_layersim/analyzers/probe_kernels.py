@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..data.labels import NO_LABEL
 from ..models.pools import mixed
-from ..models.targets import targets
-from ..models.view import View
+from ..models.view import View, targets
 
 # Multiples of the golden ratio, as fractions of 2^32: they are evenly spread over 0 to 1, and have no period.
 GOLDEN = 2654435769

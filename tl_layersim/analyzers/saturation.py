@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..architectures.unembed import LayerHeads
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat
 from ..core.errors import warn
@@ -21,7 +22,6 @@ from ..core.sums import Sums
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import read_vectors, saturation_layers
 from ..models.exit_heads import ExitHeads, as_heads, plain_heads
-from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._cosine_kernel import mean_kernel

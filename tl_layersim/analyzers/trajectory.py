@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..architectures.points import site_name
 from ..core.argument_checks import typed
 from ..core.bounds import TwoOrMore
 from ..core.errors import LayersimError, warn
@@ -19,7 +20,6 @@ from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
-from ..models.site_map import site_name
 from ..models.view import Kernel
 from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast, get_type_hints
 
-from jaxtyping import TypeCheckError, jaxtyped
-
 from .errors import LayersimTypeError
 from .wording import brief, with_article
 
+_T = TypeVar("_T", bound=Callable[..., Any])
+# Of jaxtyping's message: the argument, none for the returned value, and the type that it should have.
+_MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
+
 
 @contextmanager
-def _without_mounted_save() -> Iterator[None]:
+def without_mounted_save() -> Iterator[None]:
     """Remove nnsight's `.save` from `object` while the block runs.
 
     nnsight mounts `.save` on every Python object. beartype, while it is imported, hashes all attributes of `object`, and
@@ -41,20 +43,20 @@ def _without_mounted_save() -> Iterator[None]:
         mount(save, "save")
 
 
-with _without_mounted_save():
-    from beartype import beartype
-    from beartype.vale import Is as Is  # for `bounds`
-
-_checked = jaxtyped(typechecker=beartype)
-_T = TypeVar("_T", bound=Callable[..., Any])
-
-
-# Of jaxtyping's message: the argument, none for the returned value, and the type that it should have.
-_MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
+@functools.cache
+def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
+    """The decorator that checks types, and the error that it raises."""
+    # Here, so that kernels can be imported where neither library is installed.
+    with without_mounted_save():
+        from beartype import beartype
+        from jaxtyping import TypeCheckError, jaxtyped
+    return jaxtyped(typechecker=beartype), TypeCheckError
 
 
 def typed(call: _T) -> _T:
-    """Check the arguments of a function, or of a class when it is instantiated, against its annotations.
+    """Check the arguments of a function, or of a dataclass when it is instantiated, against its annotations.
+
+    Annotations are read, and jaxtyping and beartype are imported, at the first call.
 
     Args:
         call: the function or class; the decorated one has the same signature.
@@ -63,32 +65,36 @@ def typed(call: _T) -> _T:
         LayersimTypeError: names the argument, its value and the type expected. (jaxtyping's own error prints every argument,
             which for a model is pages.)
     """
-    if isinstance(call, type):
-        _resolve_inherited(call)
-    checked = _checked(call)
-    target: Any = vars(checked)["__init__"] if isinstance(checked, type) else checked
-    signature = inspect.signature(target)
+    cls = call if isinstance(call, type) else None
+    target: Any = call if cls is None else vars(cls)["__init__"]
+
+    @functools.cache
+    def checked() -> tuple[Callable[..., Any], inspect.Signature]:
+        if cls is not None:
+            _resolve_inherited(cls, target)
+        return _checker()[0](target), inspect.signature(target)
 
     @functools.wraps(target)
     def checked_call(*args: Any, **kwargs: Any) -> Any:
+        run, signature = checked()
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{call.__qualname__.removesuffix('.__init__')}() {error}") from None
         try:
-            return target(*args, **kwargs)
-        except TypeCheckError as error:
+            return run(*args, **kwargs)
+        except _checker()[1] as error:
             raise _in_a_sentence(str(error), call.__qualname__.removesuffix(".__init__"), given) from None
 
-    if isinstance(checked, type):
-        checked.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
-        return cast(_T, checked)
+    if cls is not None:
+        cls.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
+        return call
     return cast(_T, checked_call)
 
 
-def _resolve_inherited(cls: type) -> None:
+def _resolve_inherited(cls: type, init: Any) -> None:
     """Replace annotations of inherited fields by their types: the text may use names that the class's module does not have."""
-    annotations = cls.__init__.__annotations__  # type: ignore[misc]  # of this class, a dataclass
+    annotations = init.__annotations__
     inherited = [field for field in annotations if field not in inspect.get_annotations(cls) and field != "return"]
     if inherited:
         hints = get_type_hints(cls, include_extras=True)

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from .argument_checks import Is
+from .argument_checks import without_mounted_save
+
+with without_mounted_save():
+    from beartype.vale import Is
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -43,7 +43,7 @@ FOR_AUTHORS = {
     *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
     *("in_depth_order", "measured_on", "null_headline", "of_untrained", "pictures"),
     *("refuse_other_shapes", "sites_headline", "tensor_fields", "to_last_headline"),
-    *("transposed", "values_name", "with_halves"),
+    *("transposed", "values_name", "with_halves", "with_twins"),
 }
 
 
@@ -255,6 +255,14 @@ class Result(ABC):
             second: of even blocks.
         """
         return self
+
+    def with_twins(self, twins: Sequence[Any]) -> Any:
+        """The result with those of untrained models, which `plot`, `to_frame` and `print` show beside it.
+
+        Args:
+            twins: the same result of models with fresh weights, one for each seed.
+        """
+        return replace(self, untrained=tuple(twins))
 
     def of_untrained(self, field: str) -> Tensor | None:
         """A field of the untrained models, `seed ...`; None without them, or if its shape depends on the model.

@@ -37,6 +37,16 @@ CONTENTS = {
 }
 
 
+def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity as it reads back from a file, where tuples are lists.
+
+    Args:
+        identity: of a run.
+    """
+    found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
+    return found
+
+
 def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
     """Refuse a file that another call has written.
 
@@ -73,8 +83,7 @@ class ResumableFile:
         refuse: Callable[[Path, Any, Any], None] = refuse_other_run,
     ) -> None:
         self.path = None if path is None else Path(path)
-        # As it reads back from a file: tuples are lists there.
-        self._identity = None if identity is None else json.loads(json.dumps(identity, default=str))
+        self.identity = None if identity is None else plain(identity)
         self._kind, self._refuse = kind, refuse
         self._next = time.monotonic() + SECONDS_BETWEEN_SAVES
 
@@ -96,8 +105,8 @@ class ResumableFile:
         assert self.path is not None
         header, tensors = read(self.path, (self._kind,))
         with self.parsing():
-            if self._identity is not None:
-                self._refuse(self.path, self._identity, header["identity"])
+            if self.identity is not None:
+                self._refuse(self.path, self.identity, header["identity"])
             return parse(header, tensors)
 
     def parsing(self) -> AbstractContextManager[None]:
@@ -114,7 +123,7 @@ class ResumableFile:
             return False
         began = time.monotonic()
         try:
-            write(self.path, self._kind, {**({} if self._identity is None else {"identity": self._identity}), **notes}, tensors)
+            write(self.path, self._kind, {**({} if self.identity is None else {"identity": self.identity}), **notes}, tensors)
         finally:
             # After a failure too: the next attempt comes after a while, not at each step.
             now = time.monotonic()

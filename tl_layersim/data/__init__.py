@@ -14,8 +14,7 @@ Other packages may import from these modules:
 * `text_rows`: `DEFAULT_SEQ_LEN`, the length at which texts are cut where none is given
 """
 
-from .batches import Batch
+import lazy_loader
 
-__all__ = [
-    "Batch",
-]
+# Loaded at their first use, as `__init__.pyi` lists them: kernels import torch alone.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

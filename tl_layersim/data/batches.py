@@ -189,7 +189,7 @@ class Batches:
         model: the model whose tokenizer, vocabulary and context apply.
         labelled: whether an analyzer needs the data's own labels.
         count_positions: gives the number of positions that rows without token ids have in the model, see
-            `Source.count_positions`; None where such rows are refused.
+            `CanCountPositions`; None where such rows are refused.
         pool_rows: gives the rows of the largest pool, from the mean number of counted positions of a row. A batch then holds
             whole pools, and as many rows as its forward passes; None for batches of `batch_size` rows.
     """

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, LayersimWarning
-from ..core.provenance import Provenance
 from ..core.wording import brief
 from .tensors import is_missing, number_tensor
+
+if TYPE_CHECKING:
+    from ..core.provenance import Provenance
 
 
 def is_none(labels: Any) -> bool:

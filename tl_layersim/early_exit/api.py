@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..analysis.validation import with_tokenizer
 from ..analyzers.exit_curve import ExitCurveResult
+from ..architectures.resolve import block_number
 from ..core.argument_checks import typed
 from ..core.bounds import Fraction, PositiveFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..models.cross_entropy import need_classes
 from ..models.exit_heads import ExitHeads, as_heads
-from ..models.layer_numbers import block_number
-from ..models.layout import refusing_failed_forward
+from ..models.model_inputs import refusing_failed_forward
 from ..models.open import OpenedModel
 from .arguments import check_curve, check_layers, sequence_rows, shortlist_ids
 from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower

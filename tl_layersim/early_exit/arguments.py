@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
+from ..architectures.resolve import block_numbers
+from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.missing_mask import as_mask
 from ..models.exit_heads import ExitHeads
-from ..models.layer_numbers import block_numbers
 from ..models.split_model import LocalSplitModel
-from ..models.unembed import Unembed
 from .full_model_check import classified_positions
 from .full_sequence import Rows
 from .rules import exit_rules

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.layer_heads import LayerHeads
-from ..models.unembed import Unembed
+from ..architectures.unembed import LayerHeads, Unembed
 
 
 @dataclass(frozen=True, eq=False)

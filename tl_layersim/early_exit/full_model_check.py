@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..models.split_model import LocalSplitModel, logits_of
-from ..models.unembed import Unembed, rounding
 from .decoding import Decoding
 from .exit_lens import ExitLens
 from .full_sequence import FullSequence, Rows

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..models.split_model import LocalSplitModel
-from ..models.unembed import Unembed
 from .decoding import Decoding
 from .exit_check import ExitCheck
 from .exit_lens import ExitLens

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.blocks import encoder_and_decoder
+from ..architectures.heads import classes_with_head
+from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.hooks import on_leave
-from ..models.layout import classes_with_head
 from ..models.open import OpenedModel, is_nnsight
 from ..models.split_model import LocalSplitModel
-from ..models.transformer_lens import is_transformer_lens
-from ..models.unembed import Unembed
 from ..remote.open import open_source
 
 
@@ -105,7 +106,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
         ids = ids.to(split_model.device)
         # The decoder of an encoder-decoder has tokens of its own.
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if split_model.source.has_two_stacks else {})
+        return {"input_ids": ids} | ({"decoder_input_ids": ids} if encoder_and_decoder(split_model.module) else {})
     config = getattr(config, "vision_config", config)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if not isinstance(channels, int) or not isinstance(size, int | list | tuple):

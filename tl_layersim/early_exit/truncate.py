@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
+from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
+from ..architectures.unembed import rounding
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveInt
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.storage import replacing_model
-from ..models.block_lists import lists_by_stage, stack_of
-from ..models.layout import nearest_config
 from ..models.open import OpenedModel
 from ..models.quantised import refuse_quantised
 from ..models.split_model import logits_of
-from ..models.unembed import rounding
 from .exit_lens import ExitLens
 from .full_model_check import classified_positions, relative_gap
 from .full_sequence import FullSequence, Rows

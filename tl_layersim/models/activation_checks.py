@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import rounding
 from ..core.errors import LayersimError
+from ..data.batches import Batch
 from .model_info import Model
 from .out_of_memory import is_out_of_memory
-from .unembed import rounding
+from .source import CanUnembed, Source
 
 
 def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
@@ -34,6 +36,20 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise other_logits(model, f"fails: {first[:160]}") from error
+
+
+def check_lens(source: Source, batch: Batch) -> None:
+    """Refuse a source whose logit lens does not reproduce the model's logits on the batch's first row.
+
+    Raises:
+        LayersimError: the lens differs, the head cannot be called, or the source cannot compare them.
+    """
+    if not isinstance(source, CanUnembed):
+        raise LayersimError(
+            f"The model of {type(source).__name__} has the head {source.model.head}, so the source must be a `CanUnembed`, "
+            "whose `unembed_gap` checks the logit lens."
+        )
+    refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(batch)), source.model)
 
 
 def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import LayerHeads, Unembed, layer_logits
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
 from .cross_entropy import LEAST, block_size, need_classes, on_float64_device
-from .layer_heads import LayerHeads, layer_logits
-from .unembed import Unembed
 from .view import View, padded_rows, row_ends
 
 # Neighbouring logits whose maximum is taken first, so that the largest logits are searched in a few groups only.

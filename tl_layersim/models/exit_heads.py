@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..architectures.unembed import LayerHeads
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.storage import checksum, reading
 from ..core.storage import read as read_file
 from ..core.storage import write as write_file
-from .layer_heads import LayerHeads
 from .model_info import Model
 
 

@@ -7,14 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..architectures.feature_maps import to_positions
+from ..architectures.points import HookPoint, at_point
 from ..core.errors import LayersimError
-from .block_call import first_tensor
-from .feature_maps import to_positions
-from .hook_point import HookPoint, at_point
-from .hooks import in_this_thread, kernels_alone, on_enter, on_leave, temporary_hooks
-
-_See = Callable[[list[int], Any], None]
+from .hooks import kernels_alone, on_tensor, temporary_hooks
 
 
 def firing_order(
@@ -37,22 +35,18 @@ def firing_order(
     for number, point in enumerate(points):
         together.setdefault((point.module, point.incoming), []).append(number)
 
-    def see(numbers: list[int], given: Any) -> None:
+    def see(numbers: list[int], given: Tensor) -> None:
         if numbers[0] in widths:
             raise not_once(points[numbers[0]].name, points[numbers[0]].module, "it runs more than once in a forward pass")
         order.extend(numbers)
         for number in numbers:
             point = points[number]
-            hidden = to_positions(first_tensor(given), point.channels, point.name, pos)
+            hidden = to_positions(given, point.channels, point.name, pos)
             widths[number] = at_point(hidden, point.part, name=point.name).shape[-1]
 
     # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
     with temporary_hooks() as handles, torch.no_grad(), kernels_alone():
-        for (path, incoming), numbers in together.items():
-            if incoming:
-                handles.append(on_enter(modules[path], in_this_thread(partial(_entered, see, numbers))))
-            else:
-                handles.append(on_leave(modules[path], in_this_thread(partial(_left, see, numbers))))
+        handles += [on_tensor(modules[path], incoming, partial(see, numbers)) for (path, incoming), numbers in together.items()]
         try:
             run()
         except LayersimError:
@@ -64,14 +58,6 @@ def firing_order(
         if number not in widths:
             raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
     return tuple(order), tuple(widths[number] for number in range(len(points)))
-
-
-def _entered(see: _See, numbers: list[int], _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-    see(numbers, (*args, *(kwargs or {}).values()))
-
-
-def _left(see: _See, numbers: list[int], _module: Any, _args: Any, output: Any) -> None:
-    see(numbers, output)
 
 
 def not_once(name: str, module: str, why: str) -> LayersimError:

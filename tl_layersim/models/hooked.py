@@ -5,53 +5,33 @@ Hooks are placed on TransformerLens hook points where the model has them. The mo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from ..core.distributed import weight_peers
+from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
+from ..architectures.feature_maps import positions_of
+from ..architectures.heads import open_head
+from ..architectures.points import HookPoint, residual_points
+from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from .block_call import BlockCall, first_tensor, record_call
-from .feature_maps import positions_of
+from .block_call import BlockCall, record_call
 from .firing_order import firing_order
-from .head_layout import open_head
-from .hook_point import HookPoint, residual_points
-from .hooks import (
-    ForwardRun,
-    StopForward,
-    eval_mode,
-    in_kernel,
-    in_this_thread,
-    kernels_alone,
-    on_enter,
-    on_leave,
-    temporary_hooks,
-    uncompiled,
-)
-from .layout import (
-    find_blocks,
-    find_embedding,
-    refuse_no_weights,
-    refuse_paths,
-    refusing_failed_forward,
-    same_stream,
-    settled,
-)
-from .model_description import describe
-from .model_info import Model
-from .model_inputs import device_of, forward_arguments
+from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks
+from .model_description import describe, open_transformer_lens, settled
+from .model_inputs import device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .out_of_memory import refusing_full_memory, refusing_one_row
 from .point_source import PointSource, SitesRead
-from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
-from .recorder import Recorder
-from .transformer_lens import is_transformer_lens, open_transformer_lens
-from .unembed import Unembed, tensor_of, unembed_gap
+from .site_reader import SiteReader
+from .stream_test import StreamTest
 from .view import Kernel, Reduced, View, reduce, tokens_alone
 
 
@@ -64,11 +44,9 @@ class HookedSource(PointSource):
         unembed: paths of its final norm and head, where the layout does not give them.
     """
 
-    can_hook = True
-
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
-        self._embed: torch.nn.Module | None
+        self.embed: torch.nn.Module | None
         self.blocks: list[torch.nn.Module]
         self._is_transformer_lens = is_transformer_lens(model)
         self._open(layers, unembed)
@@ -80,12 +58,12 @@ class HookedSource(PointSource):
         model = self.module
         if self._is_transformer_lens:
             refuse_paths(layers, unembed, "TransformerLens models")
-            self._embed, self._model = open_transformer_lens(model)
+            self.embed, self._model = open_transformer_lens(model)
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
         else:
             self._check_weights(model)
             self.paths, self._named = find_blocks(model, layers), layers is not None
-            self._embed = find_embedding(model)
+            self.embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
         self._home, self._head_paths = self.paths, unembed
@@ -110,15 +88,18 @@ class HookedSource(PointSource):
         return (None, None) if self._model.head is None else open_head(self.module, self._model.head)
 
     @property
-    def model(self) -> Model:
-        return self._model
+    def points_read(self) -> tuple[HookPoint, ...]:
+        """The hook points that forward passes read."""
+        return self._reading.points
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The order in which a forward pass reaches these hook points; None where none has shown it yet."""
+        return self._reading.order
 
     def aside(self) -> bool:
         """True while the forward pass is not to be recorded."""
         return False
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return eval_mode(self.module)
 
     @property
     def is_settled(self) -> bool:
@@ -131,15 +112,12 @@ class HookedSource(PointSource):
     def count_positions(self, batch: Batch) -> int:
         seen, point = list[int](), self._reading.points[0]
 
-        def note(given: Any) -> None:
-            seen.append(positions_of(first_tensor(given).shape, point.channels, point.name))
+        def note(hidden: Tensor) -> None:
+            seen.append(positions_of(hidden.shape, point.channels, point.name))
             run.stop()
 
-        enter = in_this_thread(lambda _m, args, kwargs=None: note((*args, *(kwargs or {}).values())))
-        leave = in_this_thread(lambda _m, _args, output: note(output))
         with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as run:
-            module = self._module_at(point.module)
-            handles.append(on_enter(module, enter) if point.incoming else on_leave(module, leave))
+            handles.append(on_tensor(self._module_at(point.module), point.incoming, note))
             self._forward(batch)
         if not seen:
             raise self._not_in_order(f"no {point.name}")
@@ -151,7 +129,7 @@ class HookedSource(PointSource):
             check(batch)
         if self._model.stream == "unknown":
             row = batch.first_row
-            with refusing_one_row(row), torch.no_grad(), ForwardRun() as run, self.settling(run):
+            with refusing_one_row(row), torch.no_grad(), ForwardRun() as run, self.settling(run.stop):
                 self._forward(row)
         if self._reading.order is None:
             points, row = self._reading.points, batch.short_row
@@ -169,75 +147,47 @@ class HookedSource(PointSource):
         point: torch.nn.Module | None = points.get(path)
         return self.module.get_submodule(path) if point is None else point
 
-    def _places(self) -> Reading:
-        """The sites, for a recorder."""
-        points, output = self._reading.points, self.residual_points[-1].name
-        taps = tuple(Tap(self._module_at(p.module), p.incoming, p.part, p.module, p.channels) for p in points)
-        names = [point.name for point in points]
-        last = names.index(output) if output in names else None
-        # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
-        return Reading(self.sites, taps, self._reading.order, self.reads_residual, last)
+    def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
+        """The sites that are parts of one tensor, by module and by whether its input is read."""
+        together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
+        for site, point in enumerate(self._reading.points):
+            together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
+        return together
 
     @contextmanager
-    def settling(self, run: ForwardRun | None = None, on_error: Callable[[Exception], None] | None = None) -> Iterator[None]:
+    def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
         """A context whose first forward pass tests whether the modules pass on one residual stream, where this is not known.
 
         Args:
-            run: the run that ends after the test; None to let the forward pass run to its end.
-            on_error: as in `tapped`.
+            end: called when the last module has run.
+        """
+        with temporary_hooks() as handles:
+            for place in self.stream_test(end):
+                handles.append(on_tensor(*place))
+            yield
+
+    def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
+        """What `settling` hooks, as the arguments of `on_tensor`; empty where it is known what the modules pass on.
+
+        Args:
+            end: called when the last module has run.
         """
         if self._model.stream != "unknown":
-            yield
-            return
-        # Each thread runs its own forward pass.
-        seen = threading.local()
+            return []
+        test = StreamTest(self.paths)
 
-        def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            last: Tensor | None = getattr(seen, "last", None)
-            if last is None or not same_stream(first_tensor((*args, *(kwargs or {}).values())).detach()[:1], last):
-                seen.strangers = [*getattr(seen, "strangers", ()), path]
-
-        def after(number: int, output: Any) -> None:
-            if number == 0:
-                seen.strangers = []
-            if first_tensor(output).dim() > 3:  # a feature map of a convolution
-                seen.strangers.append(self.paths[number])
-            # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
-            seen.last = first_tensor(output).detach()[:1].clone()
+        def leave(number: int, output: Tensor) -> None:
+            test.leave(number, output)
             if number == len(self.blocks) - 1 and self._model.stream == "unknown":
-                for handle in handles:
-                    handle.remove()
-                self._model = settled(self._model, self.module, self.paths, self._named, getattr(seen, "strangers", []))
-                if run is not None:
-                    run.stop()
+                self._model = settled(self._model, self.module, self.paths, self._named, test.strangers)
+                end()
 
-        def guarded(call: Callable[..., None]) -> Callable[..., None]:
-            def hook(*given: Any) -> None:
-                if in_kernel() or torch._C._current_graph_task_id() != -1 or self._model.stream != "unknown":
-                    return
-                try:
-                    call(*given)
-                except StopForward:
-                    raise
-                except Exception as error:
-                    if on_error is None:
-                        raise
-                    on_error(error)
-
-            # The recorder reports a compiled forward pass.
-            return uncompiled(hook, lambda: None) if on_error is not None else in_this_thread(hook)
-
-        with temporary_hooks() as handles:
-            for number, (path, block) in enumerate(zip(self.paths, self.blocks, strict=True)):
-                if number:
-                    enter = guarded(lambda _m, args, kwargs=None, path=path: before(path, args, kwargs))
-                    handles.append(on_enter(block, enter))
-                leave = guarded(lambda _m, _a, output, number=number: after(number, output))
-                handles.append(on_leave(block, leave))
-            yield
-
-    def peers(self) -> frozenset[int]:
-        return weight_peers(self.module)
+        places: list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]] = []
+        for number, block in enumerate(self.blocks):
+            if number:
+                places.append((block, True, partial(test.enter, number)))
+            places.append((block, False, partial(leave, number)))
+        return places
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         view = self.collect(batch)
@@ -249,31 +199,43 @@ class HookedSource(PointSource):
 
     def _collect(self, batch: Batch) -> View:
         """The view of one forward pass over the batch."""
-        views: list[View] = []
+        reader, calls = SiteReader(self._reading.points, self.sites, self._reading.order, batch), list[BlockCall]()
 
-        def keep(view: View) -> None:
-            views.append(view)
-            if not self.calling or len(calls) == len(self.blocks):
-                run.stop()
+        def read(sites: list[int], hidden: Tensor) -> None:
+            if not self.aside():
+                reader.read(sites, hidden)
+                if reader.is_complete and (not self.calling or len(calls) == len(self.blocks)):
+                    run.stop()
 
-        calls: list[BlockCall] = []
-        with (
-            torch.no_grad(),
-            _noting(self.blocks if self.calling else [], calls, self.aside),
-            self.tapped(keep, lambda _call: Choice(batch.counted, batch.attention, batch.pooled, batch.has_positions)),
-            ForwardRun() as run,
-        ):
+        with torch.no_grad(), temporary_hooks() as handles, ForwardRun() as run:
+            if self.calling:
+                handles += self._note_calls(calls)
+            for (module, incoming), sites in self.modules_read().items():
+                handles.append(on_tensor(module, incoming, partial(read, sites)))
             self._forward(batch)
-        if views:
-            view = views[0]
-            # The batch has all of these fields, also where the embedding of the model is not known and has no hook.
-            known, device = tokens_alone(batch), view.activations.device
-            names = ("tokens", "next_token", "row", "column", "labels")
-            given = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
-            if self.calling and len(calls) != len(self.blocks):
-                raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
-            return replace(view, calls=tuple(calls) if self.calling else None, **given)
-        raise self._not_in_order(f"{len(self.sites)} sites")
+        if not reader.is_complete:
+            raise self._not_in_order(f"{len(reader.seen)} of {len(self.sites)} sites")
+        if self.calling and len(calls) != len(self.blocks):
+            raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
+        known, device = tokens_alone(batch), reader.buffer.activations.device
+        names = ("tokens", "next_token", "row", "column", "labels")
+        given: dict[str, Any] = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
+        return View(**reader.buffer.fields(), **given, unembed=self.unembed, calls=tuple(calls) if self.calling else None)
+
+    def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
+        """Register hooks that append each block's call, with all its arguments, to a list."""
+        given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
+
+        def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[block] = (args, kwargs)
+
+        def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
+            if not self.aside():
+                calls.append(record_call(block, *given.pop(block), output))
+
+        # Before all other hooks, which will change the arguments once more when the block is called again.
+        entering = [on_enter(block, in_this_thread(before), first=True) for block in self.blocks]
+        return entering + [on_leave(block, in_this_thread(after)) for block in self.blocks]
 
     def _not_in_order(self, given: str) -> LayersimError:
         return LayersimError(
@@ -285,9 +247,8 @@ class HookedSource(PointSource):
         assert self.unembed is not None
         row = batch.first_row
         seen: list[Tensor] = []
-        note = in_this_thread(lambda _m, _a, output: seen.append(first_tensor(output)))
         with refusing_one_row(row), temporary_hooks() as handles, torch.no_grad():
-            handles.append(on_leave(self._module_at(self.residual_points[-1].module), note))
+            handles.append(on_tensor(self._module_at(self.residual_points[-1].module), False, seen.append))
             logits = tensor_of(self.call(row))
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
@@ -303,87 +264,10 @@ class HookedSource(PointSource):
     def call(self, batch: Batch, **more: Any) -> Any:
         """One forward pass, over all inputs of the batch, with `more` keyword arguments."""
         device = device_of(self.module)
-        if self._embed is not None:
-            device = next(self._embed.parameters(), torch.empty(0, device=device)).device
+        if self.embed is not None:
+            device = next(self.embed.parameters(), torch.empty(0, device=device)).device
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         return self.module(*(value.to(device) for value in args), **options, **more)
-
-    @contextmanager
-    def tapped(
-        self,
-        on_view: Callable[[View], None],
-        choose: Callable[[Call], Choice],
-        compare: Callable[[Tensor, torch.dtype], None] | None = None,
-        on_error: Callable[[Exception], None] | None = None,
-    ) -> Iterator[None]:
-        """A context with hooks on every site, in which each complete forward pass gives one view.
-
-        Args:
-            on_view: called when the last site is read.
-            choose: gives the positions of a call that count.
-            compare: called once, after the head has run, with `unembed_gap` of lens and logits, and the dtype of the logits.
-            on_error: takes errors of these hooks; forward passes of all threads are then read. None: errors are raised, and
-                only forward passes that this thread starts itself are read.
-        """
-        recorder = Recorder(
-            reading=(reading := self._places()),
-            callbacks=Callbacks(on_view, choose, compare, on_error),
-            # Made anew for each forward pass: weights may change their dtype, device or module in a loop.
-            lens=lambda: self._open_head()[1],
-            # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
-            direct=self._is_transformer_lens,
-            aside=self.aside,
-            stack=stack_side(self.module, self.paths),
-        )
-        with temporary_hooks() as handles:
-            for level, module in enumerate(self.stacks()):
-                handles += recorder.watch(module, level)
-            if self._embed is not None:
-                handles.append(recorder.watch_embedding(self._embed))
-            if self._is_transformer_lens:
-                handles.append(recorder.watch_mask(self.blocks[0]))
-            for (module, incoming), sites in reading.by_module().items():
-                handles.append(recorder.watch_sites(module, incoming, sites))
-            if compare is not None and self.head is not None:
-                handles.append(recorder.watch_head(self.head))
-            yield
-
-    def stacks(self) -> list[torch.nn.Module]:
-        """The model and the modules inside it that contain all blocks, outermost first; a caller may run each of them."""
-        modules = [self.module]
-        inner = vars(self.module).get("original_model")
-        for root in (self.module, inner):
-            names = {id(sub): name for name, sub in root.named_modules()} if isinstance(root, torch.nn.Module) else {}
-            paths = [names.get(id(block)) for block in self.blocks]
-            if root is None or None in paths:
-                continue
-            common: list[str] = []
-            for parts in zip(*(str(path).split(".")[:-1] for path in paths), strict=False):
-                if len(set(parts)) > 1:
-                    break
-                common.append(parts[0])
-            modules += [root, *(root.get_submodule(".".join(common[: i + 1])) for i in range(len(common)))]
-        return list(dict.fromkeys(modules))
-
-
-@contextmanager
-def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall], aside: Callable[[], bool]) -> Iterator[None]:
-    """A context with hooks that append each block's call, with all its arguments, to a list."""
-    given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
-
-    def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[block] = (args, kwargs)
-
-    def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
-        if not aside():
-            calls.append(record_call(block, *given.pop(block), output))
-
-    with temporary_hooks() as handles:
-        for block in blocks:
-            # Before all other hooks, which will change the arguments once more when the block is called again.
-            handles.append(on_enter(block, in_this_thread(before), first=True))
-            handles.append(on_leave(block, in_this_thread(after)))
-        yield

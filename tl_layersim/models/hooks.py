@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..core.argument_checks import typed
+from .block_call import first_tensor
 
 
 def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = False) -> RemovableHandle:
@@ -24,7 +26,7 @@ def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = Fa
         call: called with the module, its positional and its keyword arguments; a pair returned replaces these arguments.
         first: whether to run before the hooks that the module has already.
     """
-    return module.register_forward_pre_hook(Hook(module, call), with_kwargs=True, prepend=first)
+    return module.register_forward_pre_hook(call, with_kwargs=True, prepend=first)
 
 
 def on_leave(
@@ -38,7 +40,35 @@ def on_leave(
         with_kwargs: whether to call with the keyword arguments too, before the output.
         always: whether to call also after an exception in the module's forward.
     """
-    return module.register_forward_hook(Hook(module, call), with_kwargs=with_kwargs, always_call=always)
+    return module.register_forward_hook(call, with_kwargs=with_kwargs, always_call=always)
+
+
+def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], object]) -> RemovableHandle:
+    """Register a hook that reads the first tensor of a module's input or output, in forward passes of this thread.
+
+    Args:
+        module: the module.
+        incoming: whether its input is read; else its output.
+        see: takes the tensor.
+    """
+
+    def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(first_tensor((*args, *kwargs.values())))
+
+    def leave(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        see(first_tensor(output))
+
+    return on_enter(module, in_this_thread(enter)) if incoming else on_leave(module, in_this_thread(leave))
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that runs only in the current thread, because other threads may run the same modules at the same time."""
+    thread = threading.get_ident()
+
+    def call(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return call
 
 
 @contextmanager
@@ -113,117 +143,23 @@ def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
     return list(dict.fromkeys((*module.modules(), *more)))
 
 
-# Kernels run in one thread at a time, because they set the precision of float32 products for the whole process.
+# Kernels set the precision of float32 products, and some of them the kind of attention, for the whole process.
 _KERNELS = threading.RLock()
-_THREAD = threading.local()
+_thread_of_kernels: int | None = None
 
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """A context for kernels: no other thread runs kernels, and block calls made inside are not recorded as a forward pass."""
+    """A context for kernels: no other thread runs kernels meanwhile, and probes do not record block calls made inside."""
+    global _thread_of_kernels
     with _KERNELS:
-        before = in_kernel()
-        _THREAD.in_kernel = True
+        before, _thread_of_kernels = _thread_of_kernels, threading.get_ident()
         try:
             yield
         finally:
-            _THREAD.in_kernel = before
+            _thread_of_kernels = before
 
 
 def in_kernel() -> bool:
     """True while this thread runs a kernel."""
-    return getattr(_THREAD, "in_kernel", False)
-
-
-def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs only in the current thread, because other threads may run the same modules at the same time."""
-    thread = threading.get_ident()
-
-    def call(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == thread else None
-
-    return call
-
-
-def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
-    """A hook that only reads, and that lets forward passes under `torch.compile` go on.
-
-    The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
-
-    Args:
-        hook: of any arguments.
-        missed: called while such a graph is made.
-    """
-    # Its functions have no annotations.
-    compiler: Any = torch.compiler
-    run = compiler.disable(hook)
-
-    # While a graph is made, torch calls a function of a constant result, and traces all others.
-    def look() -> bool:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        # torch has no public name for these. True where a later version has other names: no hook is then traced.
-        now = InstructionTranslator.current_tx()
-        single = bool(getattr(now, "one_graph", True) or getattr(now, "error_on_graph_break", False))
-        if single:
-            missed()
-        return single
-
-    is_skipped = compiler.assume_constant_result(look)
-
-    def call(*args: Any) -> None:
-        if not (torch.compiler.is_compiling() and is_skipped()):
-            run(*args)
-
-    return call
-
-
-class Hook:
-    """A forward hook or forward pre-hook that is not copied with its module.
-
-    A deep copy of the module has no hook in place of this one. A pickled module has a hook that does nothing.
-
-    Args:
-        module: the module that the hook is registered on.
-        call: the function that torch calls.
-    """
-
-    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
-        self.module, self.call = module, call
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A function of the standard library that accepts any arguments and returns None, so that a pickled model can be
-        # loaded without this package.
-        return getattr, (nullcontext(), "__exit__")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        made = memo.get(id(self.module))
-        if isinstance(made, torch.nn.Module):
-            # `copy` keeps this list alive until the whole copy is made.
-            memo.setdefault(id(memo), []).append(_Sweeper(made))
-        return _nothing
-
-
-class _Sweeper:
-    """Removes the placeholder hooks of a copied module when the sweeper is freed.
-
-    Args:
-        module: the copy.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-    def __del__(self) -> None:
-        state = vars(self.module)
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            for number in [number for number, hook in state.get(name, {}).items() if hook is _nothing]:
-                for kind in (name, f"{name}_with_kwargs", f"{name}_always_called"):
-                    state.get(kind, {}).pop(number, None)
-
-
-def _nothing(*_: Any) -> None:
-    """Placeholder for a hook in a copy of its module, until `_Sweeper` removes it."""
+    return _thread_of_kernels == threading.get_ident()

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
+from ..architectures.unembed import rounding, tensor_of
 from ..core.errors import LayersimError
 from ..core.wording import first_line, with_article
 from ..data.batches import Batch
-from .block_call import first_tensor
 from .hooked import HookedSource
-from .hooks import in_this_thread, on_enter, on_leave, temporary_hooks
+from .hooks import on_tensor, temporary_hooks
 from .source import Source
-from .transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
-from .unembed import rounding, tensor_of
 
 PROBLEMS = (ImportError, OSError, RuntimeError, ValueError)
 
@@ -156,20 +155,18 @@ def _compared_tensors(source: HookedSource, row: Batch, ours: Tensor, theirs: Hi
 def _hidden_states(reference: HookedSource, row: Batch) -> HiddenStates:
     seen: dict[str, Tensor] = {}
 
-    def note(name: str, tensor: Any) -> None:
+    def note(name: str, tensor: Tensor) -> None:
         # A copy, because additions in place change outputs.
-        seen[name] = first_tensor(tensor).detach()[0].clone()
+        seen[name] = tensor.detach()[0].clone()
 
     blocks, head = reference.blocks, reference.model.head
     with reference.evaluating(), temporary_hooks() as handles, torch.no_grad():
-        enter = in_this_thread(lambda _m, args, kwargs: note("input of block 0", (*args, *kwargs.values())))
-        handles.append(on_enter(blocks[0], enter))
+        handles.append(on_tensor(blocks[0], True, partial(note, "input of block 0")))
         for number, block in enumerate(blocks):
-            name = f"output of block {number}"
-            handles.append(on_leave(block, in_this_thread(lambda _m, _a, output, name=name: note(name, output))))
+            handles.append(on_tensor(block, False, partial(note, f"output of block {number}")))
         if head is not None and head.norm:
             norm = reference.module.get_submodule(head.norm)
-            handles.append(on_leave(norm, in_this_thread(lambda _m, _a, output: note("normed", output))))
+            handles.append(on_tensor(norm, False, partial(note, "normed")))
         output = reference.call(row, output_hidden_states=True)
     states, logits = [state[0] for state in getattr(output, "hidden_states", None) or ()], getattr(output, "logits", None)
     if not states:

@@ -1,21 +1,39 @@
-"""Description of a Hugging Face or plain torch model, from its modules and its configuration, before it runs."""
+"""Description of a model before it runs, from its modules and its configuration."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..architectures.blocks import (
+    MODULES,
+    NORMS_BETWEEN,
+    POST_NORM,
+    PRE_NORM,
+    blocks_of_tower,
+    encoder_or_decoder,
+    find_blocks,
+    in_both_stacks,
+    is_last_stack,
+    is_post_norm,
+    layer_names,
+    locate,
+    module_sites,
+    unsupported_blocks,
+)
+from ..architectures.heads import find_head, norms_between_layers
+from ..architectures.layouts import NUMBERED_FROM_PAD
+from ..architectures.transformer_lens import basis_of, head_of
+from ..core.errors import LayersimError
 from ..data.inputs import PIXELS
-from .block_lists import in_both_stacks, is_last_stack, side_of
-from .head_layout import find_head, norms_between_layers
-from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, locate
 from .model_changes import hooks_on
 from .model_info import Model
-from .towers import blocks_of_tower
 from .weights_hash import StoredWeights
 
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
@@ -65,7 +83,7 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
     Raises:
         LayersimError: the blocks lie in both stacks of an encoder-decoder.
     """
-    side = side_of(module, blocks)
+    side = encoder_or_decoder(module, blocks)
     if side == "both":
         raise in_both_stacks(module)
     names, stream = locate(module, blocks, named)
@@ -93,7 +111,7 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
     names, main = _forward_names(module, block), _main_input(module)
     own = ("input_ids", "attention_mask")
-    if side_of(module, [block]) == "decoder" and "decoder_input_ids" in names:
+    if encoder_or_decoder(module, [block]) == "decoder" and "decoder_input_ids" in names:
         own = ("decoder_input_ids", "decoder_attention_mask")
         main = own[0]
     tower = blocks_of_tower(module, [block])
@@ -147,11 +165,82 @@ def _ids(config: Any, text: Any, name: str) -> list[int]:
 def _context(config: Any) -> int | None:
     """Number of positions for which the model was made; None where it is not known."""
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    # These models number positions from the padding index on.
-    offset = 2 if getattr(config, "model_type", None) in ("roberta", "mpnet", "xlm-roberta") else 0
+    offset = 2 if getattr(config, "model_type", None) in NUMBERED_FROM_PAD else 0
     return length - offset if length else None
 
 
 def hash_config(config: dict[str, Any]) -> str:
     """First 12 hex digits of the SHA-256 of a configuration."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
+    """The description of a model after a forward pass has tested whether its modules pass on the residual stream.
+
+    Args:
+        model: the description before.
+        module: the model.
+        paths: of its modules.
+        named: whether the user named them.
+        strangers: paths of modules whose input is not the output of the module before them, or whose output is a feature map.
+
+    Raises:
+        LayersimError: the modules are not blocks, and the user did not name them.
+    """
+    if not strangers:
+        post = is_post_norm(module, paths[0])
+        return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
+    if named:
+        return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
+    given = f"{strangers[0]} does not take the output of the module before it in its list, or gives a feature map: no blocks"
+    raise unsupported_blocks(module, given)
+
+
+def same_stream(given: Tensor, before: Tensor) -> bool:
+    """Whether the input of a module equals the output of the module before it."""
+    # NaNs are reported elsewhere.
+    return given.shape == before.shape and torch.equal(given.nan_to_num(), before.to(given).nan_to_num())
+
+
+def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
+    """The embedding of a model, and its description.
+
+    Raises:
+        LayersimError: hook points of the residual stream are missing.
+    """
+    cfg = model.cfg
+    names = layer_names(cfg.n_layers)
+    missing = [name for name in names if name not in model.hook_dict]
+    if missing:
+        raise LayersimError(
+            f"{cfg.model_name} lacks the hook point {missing[0]} of the residual stream. Pass the Hugging Face model itself."
+        )
+    plain = {
+        key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
+    }
+    described = Model(
+        name=str(cfg.model_name),
+        config_hash=hash_config(plain),
+        weights=StoredWeights(model),
+        changes=hooks_on(model),
+        source=type(model).__name__,
+        basis=basis_of(model),
+        dtype=str(cfg.dtype),
+        layers=names,
+        d_model=cfg.d_model,
+        vocabulary=cfg.d_vocab,
+        context=cfg.n_ctx,
+        tokenizer=model.tokenizer,
+        head=head_of(model),
+        calls="gradients",
+        **_bridge_data(model),
+    )
+    return model.embed, described
+
+
+def _bridge_data(model: Any) -> dict[str, Any]:
+    """Fields of `Model` for reading data: a TransformerBridge takes the inputs of its Hugging Face model, others tokens."""
+    if type(model).__name__ != "TransformerBridge":
+        return {}
+    wrapped = model.original_model
+    return data_fields(wrapped, find_blocks(wrapped, None)[0])

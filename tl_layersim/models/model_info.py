@@ -1,15 +1,14 @@
-"""Model: the description of a model before it runs, and the names of its sites."""
+"""Model: the description of a model before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..core.argument_checks import typed
+from ..architectures.unembed import Head
 from ..core.errors import without_secrets
 from .model_changes import refuse_unknown
-from .unembed import Head
 from .weights_hash import StoredWeights
 
 
@@ -46,8 +45,8 @@ class Model:
         ends: ids that its configuration names as EOS.
         changes: of the model beside its weights, see `Provenance`.
         stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
-            are left out or the stream is also read inside blocks, "none" for other sites; "unknown" until `Source.settle` has
-            run a forward pass.
+            are left out or the stream is also read inside blocks, "none" for other sites; "unknown" until a forward pass has
+            settled it.
     """
 
     name: str
@@ -94,16 +93,17 @@ class Model:
         """The description with a checksum that will be computed of the weights as they are then."""
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
-    def identity(self, argument: str) -> tuple[str, ...]:
+    def identity(self, argument: str | None) -> tuple[str, ...]:
         """What must be equal for two runs of one model.
 
         Args:
-            argument: that names the file of the run, for messages.
+            argument: that names the file of the run, for messages; None if no later call is compared with this one.
 
         Raises:
             LayersimError: the model has a change that cannot be compared with that of a later call.
         """
-        refuse_unknown(self.changes, argument)
+        if argument is not None:
+            refuse_unknown(self.changes, argument)
         return (self.name, self.config_hash, self.weights_hash, self.changes, self.source, self.basis, self.dtype)
 
     @property
@@ -145,45 +145,3 @@ class ServerOffer:
     running: tuple[str, ...]
     versions: Mapping[str, str]
     differences: tuple[str, ...]
-
-
-@typed
-def layer_names(blocks: int) -> tuple[str, ...]:
-    """TransformerLens names of the residual layers of a model with this number of blocks.
-
-    Examples:
-        >>> layer_names(2)
-        ('blocks.0.hook_resid_pre', 'blocks.0.hook_resid_post', 'blocks.1.hook_resid_post')
-    """
-    return block_sites(range(blocks))
-
-
-def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
-    """TransformerLens names of the residual layers of these blocks: the first block's input, and every block's output.
-
-    Examples:
-        >>> block_sites([1, 3])
-        ('blocks.1.hook_resid_pre', 'blocks.1.hook_resid_post', 'blocks.3.hook_resid_post')
-    """
-    return (f"blocks.{numbers[0] if numbers else 0}.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in numbers))
-
-
-def entering(name: str) -> str:
-    """Name of the input site of the block or module whose output site is `name`.
-
-    Examples:
-        >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")
-        ('blocks.3.hook_resid_pre', 'layers.1.mlp.input')
-    """
-    end = ".hook_resid_post"
-    return f"{name.removesuffix(end)}.hook_resid_pre" if name.endswith(end) else f"{name}.input"
-
-
-def module_sites(paths: Sequence[str]) -> tuple[str, ...]:
-    """Site names of these modules, from their module paths: the first module's input, and every module's output.
-
-    Examples:
-        >>> module_sites(["layers.0.mlp", "layers.1.mlp"])
-        ('layers.0.mlp.input', 'layers.0.mlp', 'layers.1.mlp')
-    """
-    return (f"{paths[0]}.input", *paths)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import first_line
 from ..data.batches import Batch
 from ..data.inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
 from .model_info import Model
-from .source import Source
+from .out_of_memory import is_out_of_memory
+from .source import CanCountPositions, Source
 
 # Masks over positions that are known only inside a forward pass, by the stack of an encoder-decoder that they mask.
 INNER_MASKS = {"encoder": "pixel_mask", "decoder": "decoder_attention_mask"}
@@ -156,7 +160,13 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
     raise LayersimError(f"The configuration of {model.name} does not give the size of `{name}`.")
 
 
-def shared_positions(sources: Sequence[Source], batch: Batch) -> int:
+def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None:
+    """Gives the number of positions of a row without token ids; None if a source does not take such rows."""
+    able = [source for source in sources if isinstance(source, CanCountPositions)]
+    return partial(_shared_positions, able) if len(able) == len(sources) else None
+
+
+def _shared_positions(sources: Sequence[CanCountPositions], batch: Batch) -> int:
     """The number of positions that rows without token ids have in every model.
 
     Args:
@@ -175,3 +185,81 @@ def shared_positions(sources: Sequence[Source], batch: Batch) -> int:
             + ". positions='mean' compares one sample of each row."
         )
     return counts[0]
+
+
+def refuse_no_weights(module: torch.nn.Module) -> None:
+    """Refuse a model whose weights were never loaded. Weights that accelerate has offloaded are loaded when they are needed."""
+    brought = [name for name, sub in module.named_modules() if hasattr(sub, "_hf_hook")]
+    for name, sub in module.named_modules():
+        if any(p.is_meta for p in sub.parameters(recurse=False)):
+            if any(holder in ("", name) or name.startswith(f"{holder}.") for holder in brought):
+                continue
+            raise LayersimError(
+                f"{type(module).__name__} has no weights: {name or 'its parameter'} is on the meta device. Load it with "
+                "from_pretrained(name), outside of torch.device('meta')."
+            )
+
+
+@contextmanager
+def refusing_failed_forward(module: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context of a forward pass, in which an exception that the inputs cause becomes the error of `no_forward`.
+
+    Args:
+        module: the model.
+        inputs: of the forward pass, by name.
+
+    Raises:
+        LayersimError: the forward pass raised an exception.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, LayersimError) or is_out_of_memory(error):
+            raise
+        raise no_forward(module, error, inputs) from error
+
+
+def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, Tensor]) -> LayersimError:
+    """The error for a model whose forward pass fails on the data.
+
+    Args:
+        module: the model.
+        error: of the forward pass.
+        inputs: of the batch, by name.
+    """
+    images = inputs.get("pixel_values")
+    if images is not None and (other := _other_size(module, images, error)) is not None:
+        return other
+    reads = [
+        p.name
+        for p in inspect.signature(type(module).forward).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
+    ]
+    parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
+    return LayersimError(
+        f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}. Give "
+        f"all inputs that the model needs by name ({', '.join(reads[:6])})"
+        + (f", or measure {' or '.join(parts)} alone." if parts else ".")
+    )
+
+
+def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> LayersimError | None:
+    """The error for images of another size than the model's configuration names; None where it names none, or theirs."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "vision_config", config)
+    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
+    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    found = tuple(images.shape[1:])
+    wanted = tuple(own if own is None else int(own) for own in (channels, *sides))
+    if len(found) == 3 and all(own in (None, given) for own, given in zip(wanted, found, strict=True)):
+        return None
+    name, last = type(module).__name__, found[-1:] == wanted[:1] != found[:1]
+    return LayersimError(
+        f"`pixel_values` has images of {' x '.join(map(str, found))}; {name} takes "
+        f"{' x '.join('any' if own is None else str(own) for own in wanted)}, channels x height x width."
+        + (
+            " Use pixel_values.movedim(-1, 1), which puts channels first."
+            if last
+            else " Give the images with tokenizer=processor."
+        )
+    )

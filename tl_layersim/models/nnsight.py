@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,29 +11,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.distributed import weight_peers
+from ..architectures.blocks import find_blocks
+from ..architectures.feature_maps import positions_of
+from ..architectures.heads import head_dtype, open_head
+from ..architectures.points import HookPoint, residual_points
+from ..architectures.unembed import Unembed, head_parts, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..core.wording import with_article
 from ..data.batches import Batch
 from .activation_checks import refuse_not_finite
 from .block_call import first_tensor
-from .feature_maps import positions_of
 from .firing_order import firing_order
-from .head_layout import head_dtype, open_head
-from .hook_point import HookPoint, residual_points
-from .hooks import eval_mode, kernels_alone
-from .layout import find_blocks, no_forward, refuse_no_weights, same_stream, settled
+from .hooks import kernels_alone
 from .model_changes import edits_of
-from .model_description import describe, processor_of
-from .model_info import Model
-from .model_inputs import device_of, forward_arguments
+from .model_description import describe, processor_of, same_stream, settled
+from .model_inputs import device_of, forward_arguments, no_forward, refuse_no_weights
 from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory
 from .point_source import PointSource, SitesRead
 from .pools import AnyKernel, PoolKernel, by_leaf, drawn
 from .site_buffer import SiteBuffer
 from .trace_steps import TraceStep, block_events, is_edited, read_step, residual_order
-from .unembed import Unembed, head_parts, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 
 T = TypeVar("T")
@@ -106,13 +103,6 @@ class NNsightSource(PointSource):
             pool=head.pool,
         )
 
-    @property
-    def model(self) -> Model:
-        return self._model
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return eval_mode(self.module)
-
     def settle(self, batch: Batch) -> None:
         row = batch.short_row
         if self._model.stream == "unknown":
@@ -171,9 +161,6 @@ class NNsightSource(PointSource):
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise no_forward(self.module, error, batch.inputs) from error
         return positions_of(shape, point.channels, point.name)
-
-    def peers(self) -> frozenset[int]:
-        return weight_peers(self.module)
 
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
         """Call a function that opens one trace, with the keyword arguments by which nnsight runs it in the right process."""

@@ -8,21 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from .block_lists import encoder_and_decoder, lists_by_stack, lists_by_stage
-from .feature_maps import channels_at, has_convolution
-from .hook_point import HookPoint
-from .hook_points import find_points, items_of, stream_sums
+from ..architectures.blocks import encoder_and_decoder, lists_by_stack, lists_by_stage
+from ..architectures.feature_maps import channels_at, has_convolution
+from ..architectures.hugging_face import find_stacks
+from ..architectures.points import HookPoint, StreamSum
+from ..architectures.resolve import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
+from ..architectures.transformer_lens import is_transformer_lens
+from ..core.distributed import weight_peers
 from .model_description import stack_fields
 from .model_info import Model
-from .module_sites import find_stacks
 from .out_of_memory import RowParts
-from .sharded_sites import refuse_sharded_sites
-from .site_map import StreamSum
-from .source import Source
-from .stack_choice import choose_stack
-from .transformer_lens import is_transformer_lens
+from .source import CanCountPositions, CanReadSites, CanReplay, CanUnembed, HasModule
 
 
 @dataclass(frozen=True)
@@ -40,20 +36,22 @@ class SitesRead:
     widths: tuple[int, ...] = ()
 
 
-class PointSource(Source):
+class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositions):
     """Source whose sites are hook points of a module.
 
     Attributes:
-        module: the model.
         paths: of its blocks, those of one stack in an encoder-decoder.
     """
 
-    module: torch.nn.Module
     paths: list[str]
     _home: list[str]  # the paths with which the source was opened
     _named: bool  # whether the user named them
     _head_paths: list[str] | None  # the modules of the head that the user named
     _model: Model
+
+    @property
+    def model(self) -> Model:
+        return self._model
 
     @abstractmethod
     def _place_blocks(self) -> None:
@@ -68,7 +66,7 @@ class PointSource(Source):
         """Why the rows of a batch must run in one forward pass; "" where they need not."""
         if self.calling:
             return "an analyzer calls blocks again with all rows of a batch"
-        if self.peers():
+        if weight_peers(self.module):
             return "processes that share the weights must run the same forward passes"
         return ""
 
@@ -79,7 +77,7 @@ class PointSource(Source):
 
     @property
     def is_settled(self) -> bool:
-        return super().is_settled and self._reading.order is not None
+        return self.model.stream != "unknown" and self._reading.order is not None
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -113,12 +111,8 @@ class PointSource(Source):
     def stream_sums(self) -> tuple[StreamSum, ...]:
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
-    @property
-    def has_two_stacks(self) -> bool:
-        return bool(encoder_and_decoder(self.module))
-
     def in_stack(self, at: Any) -> Any:
-        if not lists_by_stack(self.module) and not self.has_two_stacks:
+        if not lists_by_stack(self.module) and not encoder_and_decoder(self.module):
             return at
         paths, at = choose_stack(self.module, self._home, self._named, at)
         if paths != self.paths:
@@ -133,7 +127,6 @@ class PointSource(Source):
 
     @contextmanager
     def reading_at(self, points: tuple[HookPoint, ...]) -> Iterator[None]:
-        """A context in which forward passes read other hook points."""
         before = self._reading
         self.read_at(points)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +27,20 @@ def is_plain(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and parameter.dtype not in EIGHT_BIT_FLOATS and not packed
 
 
-def is_quantised(module: torch.nn.Module) -> bool:
-    """Whether a module's own weights are quantised.
+def quantised_among(modules: Sequence[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Those of some modules whose own weights are quantised.
 
     Args:
-        module: its submodules do not count.
+        modules: their submodules do not count.
     """
-    return PACKED in module._buffers or not all(map(is_plain, module.parameters(recurse=False)))
+    found = {module for module in modules if PACKED in module._buffers}
+    # Whether a parameter is plain depends on its class and dtype alone, of which a model has few.
+    holders: dict[tuple[type, torch.dtype], tuple[Tensor, set[torch.nn.Module]]] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault((type(parameter), parameter.dtype), (parameter, set()))[1].add(module)
+    return found.union(*(held for parameter, held in holders.values() if not is_plain(parameter)))
 
 
 def quantised_modules(module: torch.nn.Module) -> list[str]:
@@ -47,7 +54,8 @@ def quantised_modules(module: torch.nn.Module) -> list[str]:
         >>> quantised_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
         []
     """
-    return [path for path, sub in module.named_modules() if is_quantised(sub)]
+    found = quantised_among(list(module.modules()))
+    return [path for path, sub in module.named_modules() if sub in found]
 
 
 def plain_parts(value: Tensor) -> Iterator[Tensor]:

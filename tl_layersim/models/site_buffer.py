@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hook_point import Part, at_point
+from ..architectures.points import Part, at_point
 
 
 class SiteBuffer:

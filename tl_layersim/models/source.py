@@ -1,4 +1,4 @@
-"""Source: runs a model on batches and gives its residual stream to kernels."""
+"""Source: runs a model on batches and gives its residual stream to kernels; and what some sources can do beyond that."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..architectures.points import HookPoint, StreamSum
 from ..core.errors import LayersimError
+from .hooks import eval_mode
+from .model_info import Model
+from .pools import AnyKernel, run_batch
+from .view import Kernel, Reduced, View
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
-from .hook_point import HookPoint
-from .model_info import Model
-from .pools import AnyKernel, run_batch
-from .site_map import StreamSum
-from .view import Kernel, Reduced, View
 
 
 @dataclass(frozen=True)
@@ -40,165 +40,153 @@ class PartialSums:
 class Source(ABC):
     """A model that runs batches of tokens and applies kernels to its residual stream, in this process or on a server.
 
-    A new source implements `model` and `run`, and `collect` if activations may leave the process that computes them.
-
-    Attributes:
-        calling: whether an analyzer calls blocks again, so that views must carry `calls`.
-        is_remote: whether the model is on a server, to which requests are sent.
-        can_hook: whether the model's modules run in this process as they are, so that hooks can be placed on them.
-        is_single_model: whether the layers belong to one model; False for a model that is stitched together from two.
+    A new source implements `model` and `run`, and `collect` if activations may leave the process that computes them. A source
+    that can do more inherits from the classes below as well.
     """
-
-    calling: bool = False
-    is_remote: bool = False
-    can_hook: bool = False
-    is_single_model: bool = True
 
     @property
     @abstractmethod
     def model(self) -> Model:
         """The description of the model."""
 
-    @property
-    def can_differentiate(self) -> bool:
-        """Whether gradients flow through the model's blocks, which they do not in a server's sandbox."""
-        return self.model.calls == "gradients"
-
     @abstractmethod
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """Run one forward pass over the batch, and `reduce(kernels, view)` in the process that holds the activations."""
 
-    @abstractmethod
     def collect(self, batch: Batch) -> View:
-        """Run one forward pass over the batch and return the view. A source on a server refuses this."""
+        """Run one forward pass over the batch and return the view.
 
-    def unembed_gap(self, batch: Batch) -> Tensor:
-        """Run the batch's first row through the whole model and return `unembed_gap` of the lens at the last layer.
-
-        Called only if `model.head` is known.
+        Raises:
+            LayersimError: activations stay where they are computed.
         """
-        raise LayersimError(
-            f"{type(self).__name__} has the head {self.model.head} and must implement `unembed_gap`, which checks the logit "
-            "lens."
-        )
+        raise LayersimError(f"Activations of a {type(self).__name__} stay where they are computed: {self.model.name}.")
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing about the sites has to be found out by a forward pass."""
-        return self.model.stream != "unknown"
 
+class HasModule(Source):
+    """A source of a torch module, which runs in evaluation mode.
+
+    Attributes:
+        module: the model.
+    """
+
+    module: torch.nn.Module
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which the model runs without dropout; the model's previous state is restored at the end."""
+        return eval_mode(self.module)
+
+
+class CanUnembed(Source):
+    """A source whose views have the logit lens, `View.unembed`; its model has a `head`."""
+
+    @abstractmethod
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        """Run the batch's first row through the whole model and return `unembed_gap` of the lens at the last layer."""
+
+
+class CanReplay(Source):
+    """A source whose blocks can be called again; its model has `calls` other than "none".
+
+    Attributes:
+        calling: whether views must carry `calls`.
+    """
+
+    calling: bool = False
+
+
+class CanCountPositions(Source):
+    """A source that takes rows without token ids, such as images."""
+
+    @abstractmethod
     def count_positions(self, batch: Batch) -> int:
-        """Number of positions that a row without token ids has in the residual stream: the patches of an image, and [CLS].
+        """Number of positions that a row has in the residual stream: the patches of an image, and [CLS].
 
         Args:
             batch: one row.
         """
-        raise LayersimError(
-            f"{type(self).__name__} takes rows of token ids, and the data have {', '.join(batch.inputs)}. Implement "
-            "count_positions(batch)."
-        )
 
-    def settle(self, batch: Batch) -> None:  # noqa: B027 (most sources know their blocks)
-        """Run the batch's first row, to find out what is not known of the sites before a forward pass.
 
-        That is whether the modules pass on one residual stream, where `model.stream` is "unknown", and the order and the widths
-        of sites that `read_at` chose.
-        """
+class CanReadSites(Source):
+    """A source that reads hook points other than the residual layers."""
 
     @property
+    @abstractmethod
     def sites(self) -> tuple[str, ...]:
         """Names of the sites that forward passes read; the residual layers unless `read_at` chose others."""
-        return self.model.layers
 
     @property
+    @abstractmethod
     def widths(self) -> tuple[int, ...]:
         """Width of each site; empty where all are the residual stream, or where no forward pass has shown the widths yet."""
-        return ()
 
     @property
+    @abstractmethod
     def residual_points(self) -> tuple[HookPoint, ...]:
         """The hook points of the residual layers."""
-        raise self._no_hook_points(", ".join(self.model.layers[:2]))
 
+    @abstractmethod
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
         """The hook points that `at` names, see `find_points`.
 
         Raises:
-            LayersimError: the model lacks them; or this source reads the residual stream only.
+            LayersimError: the model lacks them.
         """
-        raise self._no_hook_points(f"at={at!r}")
 
-    @property
-    def has_two_stacks(self) -> bool:
-        """Whether the model has an encoder and a decoder, of which one is read."""
-        return False
-
+    @abstractmethod
     def in_stack(self, at: Any) -> Any:
         """Read the stack of an encoder-decoder that `at` names, and return `at` without its name.
 
         Args:
             at: as in `hook_points`.
         """
-        return at
 
+    @abstractmethod
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         """Read these hook points in further forward passes, in place of the residual layers."""
-        raise self._no_hook_points(", ".join(point.name for point in points[:3]))
 
+    @abstractmethod
     def reading_at(self, points: tuple[HookPoint, ...]) -> AbstractContextManager[None]:
         """A context in which forward passes read other hook points."""
-        raise self._no_hook_points(", ".join(point.name for point in points[:3]))
 
-    @property
-    def is_starting(self) -> bool:
-        """Whether further copies of the model are being loaded, with which runs become faster."""
-        return False
-
+    @abstractmethod
     def stream_sums(self) -> tuple[StreamSum, ...]:
         """The identities of the residual stream that the architecture implies for the sites that `read_at` chose."""
-        return ()
 
-    def _no_hook_points(self, given: str) -> LayersimError:
-        return LayersimError(
-            f"`at` cannot be given for a {type(self).__name__}, which reads the residual stream only: {given}."
-        )
+    @property
+    @abstractmethod
+    def is_settled(self) -> bool:
+        """Whether nothing about the sites has to be found out by a forward pass."""
 
+    @abstractmethod
+    def settle(self, batch: Batch) -> None:
+        """Run the batch's first row, to find out what is not known of the sites before a forward pass.
+
+        That is whether the modules pass on one residual stream, where `model.stream` is "unknown", and the order and the widths
+        of sites that `read_at` chose.
+        """
+
+
+class OnServer(Source):
+    """A source of a model on a server, which runs several batches in one request."""
+
+    @abstractmethod
     def stream(
         self,
         batches: Iterator[Batch],
         kernels: Mapping[str, AnyKernel],
-        start: int = 0,
-        say: Callable[[str], None] = print,
-        first_block: int | None = None,
+        start: int,
+        say: Callable[[str], None],
+        first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        """Run batches in order; a source on a server runs several in one request.
+        """See `sums_of_batches`."""
 
-        Args:
-            batches: each with at least one counted token.
-            kernels: of views, as in `run`, and of pools of rows.
-            start: number of rows of the data before these, which earlier processes or other shards run.
-            say: takes short progress messages.
-            first_block: number of rows in the first block of the data (`core.blocks`), whose boundaries no part crosses;
-                None for any parts.
-
-        Yields:
-            Sums of all leaves of the next batches, in parts whose counts are powers of two and join as in
-            `pairwise_summation.push`: the number of a part's first row is a multiple of its count.
-        """
-        for batch in batches:
-            yield [PartialSums(batch.leaf, *own) for own in self.sums(batch, kernels)]
-
+    @abstractmethod
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-        """The sums of the leaves of one batch, in the process that holds the activations.
+        """See `sums_of_leaves`."""
 
-        Args:
-            batch: of one forward pass or more.
-            kernels: of views, as in `run`, and of pools of rows.
-        """
-        return run_batch(self.run, batch, kernels)
-
+    @abstractmethod
     def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
-        """Describe the requests, memory and time that a run needs on a server; "" for a model in this process.
+        """Describe the requests, memory and time that a run needs.
 
         Args:
             passes: number of passes over the data.
@@ -207,9 +195,9 @@ class Source(ABC):
             positions: of the largest batch, padding included.
             samples: of the batch with most of them.
         """
-        return ""
 
-    def refuse_larger(self, rows: int, positions: int) -> None:  # noqa: B027 (there is no limit in this process)
+    @abstractmethod
+    def refuse_larger(self, rows: int, positions: int) -> None:
         """Refuse batches that exceed `tokens_per_request`.
 
         Args:
@@ -217,31 +205,83 @@ class Source(ABC):
             positions: of the largest batch, padding included.
         """
 
+    @abstractmethod
     def record(self) -> dict[str, Any]:
-        """Facts about the server that a result records; empty for a model in this process."""
-        return {}
+        """Facts about the server that a result records."""
 
-    def peers(self) -> frozenset[int]:
-        """Ranks of the process group that share one copy of the model, see `distributed.weight_peers`.
 
-        Empty where this process holds the whole model.
-        """
-        return frozenset()
+def sites_of(source: Source) -> tuple[str, ...]:
+    """Names of the sites that forward passes read."""
+    return source.sites if isinstance(source, CanReadSites) else source.model.layers
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which the model runs without dropout; the model's previous state is restored at the end."""
-        return nullcontext()
 
-    @contextmanager
-    def with_calls(self) -> Iterator[None]:
-        """A context in which `calling` is true. Used only if `model.calls` is not "none"."""
-        if isinstance(module := getattr(self, "module", None), torch.nn.Module):
-            refuse_inference_weights(module)
-        self.calling = True
+def widths_of(source: Source) -> tuple[int, ...]:
+    """Width of each site; empty where all are the residual stream, or where no forward pass has shown the widths yet."""
+    return source.widths if isinstance(source, CanReadSites) else ()
+
+
+def sums_of_leaves(source: Source, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
+    """The sums of the leaves of one batch, in the process that holds the activations.
+
+    Args:
+        source: the model.
+        batch: of one forward pass or more.
+        kernels: of views, as in `Source.run`, and of pools of rows.
+    """
+    return source.sums(batch, kernels) if isinstance(source, OnServer) else run_batch(source.run, batch, kernels)
+
+
+def sums_of_batches(
+    source: Source,
+    batches: Iterator[Batch],
+    kernels: Mapping[str, AnyKernel],
+    start: int,
+    say: Callable[[str], None],
+    first_block: int | None,
+) -> Iterator[list[PartialSums]]:
+    """Run batches in order.
+
+    Args:
+        source: the model.
+        batches: each with at least one counted token.
+        kernels: of views, as in `Source.run`, and of pools of rows.
+        start: number of rows of the data before these, which earlier processes or other shards run.
+        say: takes short progress messages.
+        first_block: number of rows in the first block of the data (`core.blocks`), whose boundaries no part crosses; None for
+            any parts.
+
+    Returns:
+        Sums of all leaves of the next batches, in parts whose counts are powers of two and join as in
+        `pairwise_summation.push`: the number of a part's first row is a multiple of its count.
+    """
+    if isinstance(source, OnServer):
+        return source.stream(batches, kernels, start, say, first_block)
+    return ([PartialSums(batch.leaf, *own) for own in run_batch(source.run, batch, kernels)] for batch in batches)
+
+
+@contextmanager
+def running(source: Source, calls: bool = False) -> Iterator[None]:
+    """A context in which the model runs without dropout.
+
+    Args:
+        source: the model.
+        calls: whether views carry `calls`.
+
+    Raises:
+        LayersimError: the weights can have no gradients.
+    """
+    with source.evaluating() if isinstance(source, HasModule) else nullcontext():
+        if not calls:
+            yield
+            return
+        assert isinstance(source, CanReplay)
+        if isinstance(source, HasModule):
+            refuse_inference_weights(source.module)
+        source.calling = True
         try:
             yield
         finally:
-            self.calling = False
+            source.calling = False
 
 
 def refuse_inference_weights(module: torch.nn.Module) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..architectures.heads import classes_with_head
+from ..architectures.unembed import rounding, tensor_of
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
@@ -19,11 +21,9 @@ from .activation_checks import need_stream
 from .block_call import as_positions, first_tensor
 from .cross_entropy import cross_entropy, cross_entropy_slopes
 from .hooked import HookedSource
-from .hooks import ForwardRun, eval_mode, in_this_thread, on_enter, on_leave, temporary_hooks
-from .layout import classes_with_head
+from .hooks import ForwardRun, eval_mode, on_enter, on_leave, on_tensor, temporary_hooks
 from .model_info import Model
-from .source import Source
-from .unembed import rounding, tensor_of
+from .point_source import PointSource
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
 # From the residual that the model computes at a layer to the residual that replaces it.
@@ -105,13 +105,11 @@ class SplitModel(ABC):
         model: what is known of the model.
         module: the torch module; for a model on a server its modules without weights.
         source: runs the model.
-        is_remote: whether the model is on a server.
     """
 
     model: Model
     module: nn.Module
-    source: Source
-    is_remote: bool = False
+    source: PointSource
 
     @property
     def device(self) -> torch.device:
@@ -270,12 +268,7 @@ class LocalSplitModel(SplitModel):
 
         with temporary_hooks() as handles, ForwardRun() as run:
             # Forward passes of other threads are not stopped.
-            if layer == 0:
-                before = in_this_thread(lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
-                handles.append(on_enter(self.blocks[0], before))
-            else:
-                after = in_this_thread(lambda _m, _a, output: see(first_tensor(output)))
-                handles.append(on_leave(self.blocks[layer - 1], after))
+            handles.append(on_tensor(self.blocks[max(layer, 1) - 1], layer == 0, see))
             call()
         if not seen:
             raise LayersimError(

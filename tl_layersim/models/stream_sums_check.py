@@ -8,27 +8,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..architectures.points import HookPoint
+from ..architectures.unembed import rounding
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.positions import Positions
-from .hook_point import HookPoint
-from .site_map import StreamSum
-from .source import Source
-from .unembed import rounding
+from .source import CanCountPositions, CanReadSites
 from .view import View
 
 
-def check_stream_sums(source: Source, sums: Sequence[StreamSum], batch: Batch) -> None:
+def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
     """Refuse sites whose activations do not add up to the residual stream on the batch's first row.
 
     Args:
         source: the model.
-        sums: that the architecture implies.
         batch: of the data.
 
     Raises:
         LayersimError: names the first block at which a sum is not the stream.
     """
+    sums = source.stream_sums()
     if not sums:
         return
     points = _distinct([point for one in sums for point in (one.total, *one.terms)])
@@ -38,6 +37,7 @@ def check_stream_sums(source: Source, sums: Sequence[StreamSum], batch: Batch) -
     with source.reading_at(points):
         if not row.has_positions:
             # These sites may have another number of positions than the first one of the run, which lies in another stage.
+            assert isinstance(source, CanCountPositions)
             row = row.with_positions(source.count_positions(row), Positions())
         source.settle(row)
         _, out = source.run(row, {"sums": partial(stream_gaps, groups=groups)})

@@ -8,34 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.heads import is_detr
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.input_rows import labelled_without_tokens
 from ..data.labels import NO_LABEL, as_labels
-from .head_layout import is_detr
 from .model_info import Model
-from .view import View, tokens_alone
-
-
-def targets(view: View, labels: str | Tensor) -> Tensor:
-    """The target at each position, `token`, NO_LABEL where there is none. Shipped with the kernels that call it."""
-    if isinstance(labels, Tensor):
-        assert view.row is not None
-        assert view.column is not None
-        labels = labels.long().to(view.row.device)
-        return labels[view.row] if labels.dim() == 1 else labels[view.row, view.column]
-    if labels == "data":
-        assert view.labels is not None
-        return view.labels
-    if labels == "none":
-        return torch.full_like(view.tokens, NO_LABEL)
-    if view.next_token is not None:
-        return view.next_token
-    # A source without next tokens: the next counted token, where it is the next position of the same row.
-    following = torch.full_like(view.tokens, NO_LABEL)
-    pair = (view.sequence[1:] == view.sequence[:-1]) & (view.position[1:] == view.position[:-1] + 1)
-    following[:-1] = torch.where(pair, view.tokens[1:], NO_LABEL)
-    return following
+from .view import targets, tokens_alone
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
@@ -165,9 +144,3 @@ def _refuse_mixed_rows(labels: Tensor, batch: Batch) -> None:
             "`labels` differ within a row, and "
             + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
         )
-
-
-def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tensor:
-    """`targets` at the tokens `index`, or at all tokens if `index` is None."""
-    ids = targets(view, labels)
-    return ids if index is None else ids[index]

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.blocks import POST_NORM, PRE_NORM, is_post_norm, layer_names
+from ..architectures.heads import open_head
+from ..architectures.layouts import Tower
+from ..architectures.towers import find_towers, text_starts_anew
+from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.inputs import PIXELS, refuse_integers
 from ..data.positions import Positions
-from .head_layout import open_head
 from .hooked import HookedSource
-from .layout import POST_NORM, PRE_NORM, is_post_norm
 from .model_changes import hooks_on
 from .model_description import hash_config, processor_of
-from .model_info import Model, layer_names
-from .towers import Tower, find_towers, text_starts_anew
-from .unembed import Unembed, rounding
+from .model_info import Model
 from .view import View
 from .weights_hash import StoredWeights
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..architectures.feature_maps import to_positions
+from ..architectures.points import HookPoint
 from .block_call import first_tensor, record_call
-from .feature_maps import to_positions
-from .hook_point import HookPoint
 from .site_buffer import SiteBuffer
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from ..architectures.transformer_lens import is_transformer_lens
 from ..core.argument_checks import typed
 from ..core.bounds import Seed
 from ..core.errors import LayersimError
 from ..core.wording import with_article
 from .model_changes import edits_of, hooks_on
 from .open import OpenedModel, is_nnsight
-from .transformer_lens import is_transformer_lens
 
 
 @typed

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import Unembed
 from ..data.labels import NO_LABEL
 from .block_call import BlockCall
 from .site_buffer import last_of_rows
-from .unembed import Unembed
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -200,3 +200,30 @@ def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
     rows, counted = x.new_zeros(*shape, x.shape[-1]), torch.zeros(shape, dtype=torch.bool, device=x.device)
     rows[row, position], counted[row, position] = x, True
     return rows, counted
+
+
+def targets(view: View, labels: str | Tensor) -> Tensor:
+    """The target at each position, `token`, NO_LABEL where there is none. Shipped with the kernels that call it."""
+    if isinstance(labels, Tensor):
+        assert view.row is not None
+        assert view.column is not None
+        labels = labels.long().to(view.row.device)
+        return labels[view.row] if labels.dim() == 1 else labels[view.row, view.column]
+    if labels == "data":
+        assert view.labels is not None
+        return view.labels
+    if labels == "none":
+        return torch.full_like(view.tokens, NO_LABEL)
+    if view.next_token is not None:
+        return view.next_token
+    # A source without next tokens: the next counted token, where it is the next position of the same row.
+    following = torch.full_like(view.tokens, NO_LABEL)
+    pair = (view.sequence[1:] == view.sequence[:-1]) & (view.position[1:] == view.position[:-1] + 1)
+    following[:-1] = torch.where(pair, view.tokens[1:], NO_LABEL)
+    return following
+
+
+def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tensor:
+    """`targets` at the tokens `index`, or at all tokens if `index` is None."""
+    ids = targets(view, labels)
+    return ids if index is None else ids[index]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.function_code import digest_of_code
 from .hooks import every_module
-from .quantised import is_quantised, plain_parts
+from .quantised import plain_parts, quantised_among
 
 # Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each
 # thread stay in the cache of a processor; a GPU takes more rows at a time.
@@ -177,9 +177,10 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
     Weights that were not loaded are on the meta device.
     """
-    holders = _offloaded(module)
-    for sub in every_module(module):
-        if is_quantised(sub):
+    holders, modules = _offloaded(module), every_module(module)
+    quantised = quantised_among(modules)
+    for sub in modules:
+        if sub in quantised:
             # bitsandbytes and HQQ keep scales in objects of their own, which the state dict contains.
             stored = [value for value in sub.state_dict().values() if isinstance(value, Tensor)]
             yield from ((part, False) for value in stored for part in plain_parts(value))

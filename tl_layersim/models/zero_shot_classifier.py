@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.blocks import PRE_NORM, layer_names, refuse_paths
+from ..architectures.layouts import Tower
+from ..architectures.unembed import Head, tensor_of
 from .hooked import HookedSource
-from .layout import PRE_NORM, refuse_paths
 from .model_description import processor_of
-from .model_info import layer_names
-from .towers import Tower
-from .unembed import Head, tensor_of
 
 NORMALISE, CLASSIFIER = "normalise", "classifier"
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..models.nnsight import NNsightSource
 from ..models.open import OpenedModel, is_nnsight
-from ..models.unembed import Unembed
 from .client import quiet
 from .failures import JobTooLong
 from .open import open_source

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from ..architectures.blocks import encoder_and_decoder, modules_in_place_of_blocks
+from ..architectures.transformer_lens import is_transformer_lens
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveInt
 from ..core.errors import LayersimError
@@ -15,13 +17,11 @@ from ..core.wording import with_article
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.hugging_face_check import verify_on_first_row
-from ..models.layout import modules_in_place_of_blocks
 from ..models.model_changes import refuse_edits
 from ..models.nnsight import NNsightSource
 from ..models.open import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
-from ..models.source import Source
+from ..models.source import HasModule, Source
 from ..models.split_model import LocalSplitModel, SplitModel
-from ..models.transformer_lens import is_transformer_lens
 from .source import RemoteSource
 from .split_model import RemoteSplitModel
 
@@ -99,7 +99,7 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         source = RemoteSource(model, layers, opened.unembed, opened.remote, opened.tokens_per_request)
     else:
         source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
-    if not either_stack and layers is None and source.has_two_stacks:
+    if not either_stack and layers is None and isinstance(source, HasModule) and encoder_and_decoder(source.module):
         raise LayersimError(
             f"{source.model.name} is an encoder-decoder ({source.model.source}), of which this function reads one stack. "
             "Name the blocks of one: open_model(model, layers=[...])."

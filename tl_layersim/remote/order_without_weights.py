@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.blocks import encoder_and_decoder
+from ..architectures.points import HookPoint
+from ..architectures.resolve import site_map
 from ..core.errors import LayersimError
-from ..models.block_lists import encoder_and_decoder
 from ..models.firing_order import firing_order
-from ..models.hook_point import HookPoint
-from ..models.hook_points import site_map
 from ..models.model_inputs import device_of
 
 # The order of hook points as their indices, and the width of each; no widths where no forward pass could run.

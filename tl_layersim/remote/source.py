@@ -15,16 +15,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..architectures.blocks import encoder_and_decoder
+from ..architectures.points import HookPoint
 from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, warn
 from ..core.server_addresses import shown
 from ..data.batches import Batch
-from ..models.hook_point import HookPoint
 from ..models.model_changes import edits_of
 from ..models.model_info import ServerOffer
 from ..models.model_inputs import forward_arguments, smallest_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
 from ..models.pools import AnyKernel
-from ..models.source import PartialSums
+from ..models.source import OnServer, PartialSums
 from ..models.view import Kernel, Reduced
 from .client import NdifClient, quiet
 from .failures import JobTooLong
@@ -42,7 +43,7 @@ LARGE_SUMS = 8e6
 LARGE_INPUTS = 32e6
 
 
-class RemoteSource(NNsightSource):
+class RemoteSource(NNsightSource, OnServer):
     """Source of an nnsight model on an NDIF server.
 
     Args:
@@ -57,8 +58,6 @@ class RemoteSource(NNsightSource):
         offer: what the server allows.
         schedule: how many batches a request contains.
     """
-
-    is_remote = True
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class RemoteSource(NNsightSource):
     def _ask_offer(self) -> ServerOffer:
         """The server's offer for this model, from the server's status and from a request with one row."""
         status = self.ndif.status
-        arguments = smallest_arguments(self.module, self._model, self.has_two_stacks)
+        arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
         return ServerOffer(
             server=self.ndif.name,
@@ -172,9 +171,9 @@ class RemoteSource(NNsightSource):
         self,
         batches: Iterator[Batch],
         kernels: Mapping[str, AnyKernel],
-        start: int = 0,
-        say: Callable[[str], None] = print,
-        first_block: int | None = None,
+        start: int,
+        say: Callable[[str], None],
+        first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
         self.ndif.say = say
         schedule = self.schedule

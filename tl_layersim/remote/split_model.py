@@ -25,7 +25,6 @@ class RemoteSplitModel(SplitModel):
         source: runs the model.
     """
 
-    is_remote = True
     source: NNsightSource
 
     def __init__(self, source: NNsightSource) -> None:

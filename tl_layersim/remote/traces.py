@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import push
 from ..models.block_call import first_tensor
@@ -19,7 +20,6 @@ from ..models.pools import AnyKernel, plan_batch
 from ..models.site_buffer import SiteBuffer
 from ..models.source import PartialSums
 from ..models.trace_steps import TraceStep, read_step
-from ..models.unembed import Unembed, tensor_of, unembed_gap
 from ..models.view import View, reduce
 
 # For each view `layer`, how many activations are not finite; and by kernel name what it returned, summed over batches.

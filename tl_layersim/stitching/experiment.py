@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ..data.batches import Batches, found_in
 from ..data.data import Data
 from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..models.model_inputs import shared_positions
+from ..models.model_inputs import position_counter
 from ..models.split_model import SplitModel
 from ..models.targets import answers, usual_labels
 from .activation_store import ActivationStore, StitchData
@@ -108,7 +107,7 @@ class StitchExperiment:
                 "of each."
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
-        self.batches = Batches(data, shared, labelled, partial(shared_positions, [each.source for each in models]))
+        self.batches = Batches(data, shared, labelled, position_counter([each.source for each in models]))
         held_out = None
         if eval_data is not None:
             judged = data.like(eval_data)
@@ -275,14 +274,14 @@ class StitchExperiment:
 
     def _report_traffic(self) -> None:
         """Print how many bytes and requests a stitch with a remote model needs, before any are sent."""
-        remote = [each for each in self.models if each.is_remote]
+        remote = [each for each in self.models if each.local is None]
         if not remote:
             return
         positions = [sum(b.tokens.numel() for b in part) for part in (self.data.fit, self.data.evaluation)]
         width = max(each.model.d_model or 0 for each in self.models)
         bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
         words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
-        if "sgd" in self.spec.fit and any(each.is_remote for each in self.backs):
+        if "sgd" in self.spec.fit and any(each.local is None for each in self.backs):
             mean = positions[0] / max(len(self.data.fit), 1)
             words += (
                 f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.spec.training.steps:,} steps"

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..architectures.blocks import entering
+from ..architectures.resolve import block_number
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief, counted
-from ..models.layer_numbers import block_number
-from ..models.model_info import Model, entering
+from ..models.model_info import Model
 from ..models.source import refuse_inference_weights
 from ..models.split_model import SplitModel
 from .adapter import Adapter

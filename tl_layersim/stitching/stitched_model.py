@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..architectures.blocks import entering, refuse_paths
+from ..architectures.points import HookPoint, residual_points
+from ..architectures.transformer_lens import is_transformer_lens
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.data import Data
 from ..data.inputs import TOKEN_IDS
-from ..models.hook_point import HookPoint, residual_points
 from ..models.hooked import HookedSource
-from ..models.layout import refuse_paths
 from ..models.model_changes import hooks_on
-from ..models.model_info import Model, entering
+from ..models.model_info import Model
 from ..models.split_model import LocalSplitModel
-from ..models.transformer_lens import is_transformer_lens
 from .adapter import Adapter
 
 # Arguments of generation, which depend on the cache of the model that is called.
@@ -201,8 +201,6 @@ class StitchedModel(nn.Module):
 class StitchedSource(HookedSource):
     """The source of a stitched model, whose layers are the output of the adapter and those of the back's blocks above it."""
 
-    is_single_model = False
-
     def aside(self) -> bool:
         # The front's pass is not recorded: front and back may be one model, or share blocks.
         return bool(self.module.reading_front)
@@ -220,7 +218,7 @@ class StitchedSource(HookedSource):
             )
         path_of = {id(module): path for path, module in stitched.named_modules()}
         self.paths, self._named = [path_of[id(block)] for block in self.blocks], False
-        self._embed = None
+        self.embed = None
         self._model = replace(
             back.model,
             name=f"{front.model.name} up to {front.model.layers[stitched.at[0]]}, {stitched.adapter.kind}, {back.model.name}",
@@ -235,4 +233,4 @@ class StitchedSource(HookedSource):
         self._points = residual_points(self._model.layers, self.paths)
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        raise self._no_hook_points(f"at={at!r}")
+        raise LayersimError(f"`at` is {at!r}, but a stitched model reads the residual stream only.")

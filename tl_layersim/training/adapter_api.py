@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
+from ..architectures.resolve import block_numbers
 from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat, PositiveInt, Seed
 from ..core.errors import LayersimError, in_words, warn
@@ -21,11 +22,10 @@ from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
 from ..data.data import Data
 from ..data.labels import warn_of_unused
-from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
-from ..models.layer_numbers import block_numbers
+from ..models.activation_checks import check_lens, need_stream
 from ..models.nnsight import NNsightSource
 from ..models.open import OpenedModel
-from ..models.source import refuse_inference_weights
+from ..models.source import OnServer, refuse_inference_weights
 from ..models.targets import usual_labels
 from ..remote.adapter_training import RemoteDescent, open_traced
 from .adapter_arguments import no_traced_model, refuse_untrainable
@@ -128,7 +128,7 @@ def train_adapters(
     fields = _trained(training, source, file)
     options = data.record() | found_in_data(*rows) | options
     options |= {"trained_on": digests["trained_on"], "train_rows": len(rows[0])}
-    options |= {"remote": [place]} if (place := source.record()) else {}
+    options |= {"remote": [source.record()]} if isinstance(source, OnServer) else {}
     run = record([known], training.tally(time.perf_counter() - began), options, seed)
     if not isinstance(usual, str):
         warn_of_unused(usual, run)
@@ -169,7 +169,7 @@ def _check_lens(source: NNsightSource, data: TrainingData) -> None:
     row = data.batch([0])
     source.settle(row)
     need_stream(source.model, "Aligned training")
-    refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(row)), source.model)
+    check_lens(source, row)
 
 
 def _report_traffic(training: AdapterSteps) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..architectures.unembed import rounding
 from ..core.errors import LayersimError, warn
 from ..core.storage import replacing_model
 from ..models.exit_heads import ExitHeads
 from ..models.hooks import eval_mode
 from ..models.split_model import logits_of
-from ..models.unembed import rounding
 from .residual_stream import TrainingBatch
 
 ORIGINAL = "_original_component"

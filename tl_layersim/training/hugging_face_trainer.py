@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
+from ..architectures.unembed import rounding
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
 from ..data.inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..data.labels import NO_LABEL
 from ..models.hooks import eval_mode
 from ..models.open import OpenedModel
-from ..models.unembed import rounding
 from .objectives import objective_named
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
-from ..models.unembed import Unembed
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
 # Number of logits held at once.

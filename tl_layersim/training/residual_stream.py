@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..architectures.heads import is_detr
 from ..core.errors import LayersimError
 from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
-from ..models.block_call import as_positions, first_tensor
-from ..models.head_layout import is_detr
+from ..models.block_call import as_positions
 from ..models.hooked import HookedSource
-from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
+from ..models.hooks import ForwardRun, eval_mode, every_module, on_tensor, temporary_hooks
 from ..models.model_inputs import device_of
 from ..models.open import OpenedModel
 from ..models.source import refuse_inference_weights
 from ..models.split_model import logits_of
 from ..remote.open import open_source
+from ..stitching.stitched_model import StitchedSource
 from .losses import positions_with_targets, summed_loss
 from .trainable_weights import no_known_head, refuse_offloaded
 
@@ -131,27 +133,20 @@ class ResidualStream:
         # A block that is computed again in the backward pass must not be left by an exception.
         recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
 
-        def read(layer: int) -> Callable[..., None]:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                found.setdefault(layer, as_positions(first_tensor(output)))
-                if layer == top and not (whole or recomputes):
-                    forward.stop()
+        def read(layer: int, output: Tensor) -> None:
+            found.setdefault(layer, as_positions(output))
+            if layer == top and not (whole or recomputes):
+                forward.stop()
 
-            return hook
-
-        def stop(*_: Any) -> None:
+        def stop(_: Tensor) -> None:
             if top in found and not whole:
                 forward.stop()
 
         # Forward passes of other threads go on to their end.
-        handles = [on_leave(self.blocks[layer - 1], in_this_thread(read(layer))) for layer in layers]
-        handles.append(on_enter(self._top, in_this_thread(stop)))
-        try:
-            with ForwardRun() as forward:
-                run()
-        finally:
-            for handle in handles:
-                handle.remove()
+        with temporary_hooks() as handles, ForwardRun() as forward:
+            handles += [on_tensor(self.blocks[layer - 1], False, partial(read, layer)) for layer in layers]
+            handles.append(on_tensor(self._top, True, stop))
+            run()
         if len(found) < len(set(layers)):
             raise LayersimError(
                 f"The forward pass of {self.source.model.name} did not run its blocks {sorted(set(layers) - set(found))} as "
@@ -236,13 +231,10 @@ class ResidualStream:
         def gap() -> Tensor:
             nonlocal classes
             seen: list[Tensor] = []
-            handle = on_leave(self.blocks[-1], lambda _m, _a, output: seen.append(as_positions(first_tensor(output))))
-            try:
-                with torch.no_grad(), eval_mode(self.module), self.source.settling():
-                    logits = logits_of(self.call(batch))
-                classes = logits.shape[-1]
-            finally:
-                handle.remove()
+            with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module), self.source.settling():
+                handles.append(on_tensor(self.blocks[-1], False, lambda output: seen.append(as_positions(output))))
+                logits = logits_of(self.call(batch))
+            classes = logits.shape[-1]
             # The forward pass may have shown that the modules are no blocks.
             need_stream(self.source.model, "Aligned training")
             if self.reads == "every":
@@ -318,9 +310,9 @@ def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStre
             "and a Trainer (docs/detection.md)."
         )
     source = open_source(opened, either_stack=either_stack)
-    if not (source.can_hook and source.is_single_model):
+    if not isinstance(source, HookedSource) or isinstance(source, StitchedSource):
         raise LayersimError(
             f"`model` is {source.model.source}; fine-tuning needs a single model whose modules run in this process. For an "
             "nnsight model, pass its `_model`, or use train_adapters."
         )
-    return ResidualStream(cast(HookedSource, source))
+    return ResidualStream(source)

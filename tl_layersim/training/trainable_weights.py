@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..architectures.heads import classes_with_head
 from ..core.errors import LayersimError
-from ..models.layout import classes_with_head
 from ..models.model_info import Model
 from ..models.quantised import refuse_quantised
 

@@ -148,7 +148,7 @@ def open_training_data(
         model: description of the model, with its tokenizer.
         module: the model.
         usual: the same labels, as `usual_labels` gives them.
-        count_positions: see `Source.count_positions`; None to refuse rows without token ids.
+        count_positions: see `CanCountPositions`; None to refuse rows without token ids.
     """
     if data.selection.pooled:
         raise LayersimError("`positions` is 'mean', but each target belongs to one position.")

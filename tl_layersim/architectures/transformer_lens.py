@@ -1,4 +1,4 @@
-"""Sites of TransformerLens models: hook points of HookedTransformer and TransformerBridge.
+"""TransformerLens models: their sites, the basis of their residual stream, and their head.
 
 A site means the same as in the Hugging Face model. Where the hook point of its name reads another tensor, another hook point
 or the module itself is used: `hook_normalized` of a norm with weights is before the weights, and `hook_resid_mid` of a BERT
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
-from .block_layout import NO_MID, NORMS_AFTER, PARALLEL, SEQUENTIAL, BlockLayout, BlockSum, ModuleTensor, Term
-from .block_layouts import layout_of
-from .hook_point import HookPoint
-from .module_sites import UNKNOWN, head_counts, point_at
-from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, separate_heads, site_name
+from .blocks import POST_NORM, PRE_NORM, find_blocks, head_counts, is_post_norm, layout_of
+from .heads import logit_scaling
+from .hugging_face import UNKNOWN, point_at
+from .layouts import NO_MID, NORMS_AFTER, PARALLEL, SEQUENTIAL, BlockLayout, BlockSum, ModuleTensor, Term
+from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, separate_heads, site_name
+from .unembed import Head
 
 ABSENT = "this model has no such hook point"
 TWO_STACKS = "a bridge of an encoder-decoder has other names: pass the Hugging Face model itself, before it is bridged"
@@ -198,3 +199,75 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module:
     """The Hugging Face module that a component of a bridge wraps; the module itself where it is no component."""
     inner = module._modules.get("_original_component")
     return module if inner is None else inner
+
+
+def is_transformer_lens(model: Any) -> bool:
+    """Whether a model is a HookedTransformer or a TransformerBridge, without importing TransformerLens."""
+    return any(
+        cls.__module__.split(".")[0] == "transformer_lens" and cls.__name__ in ("HookedTransformer", "TransformerBridge")
+        for cls in type(model).__mro__
+    )
+
+
+def right_padding(model: Any) -> int | None:
+    """The id with which a TransformerLens model pads texts on the right, and to which no token before it attends.
+
+    TransformerLens builds no mask for such padding. None for other models, among them those that pad on the left, which build
+    one, and those that attend to later tokens.
+    """
+    if not is_transformer_lens(model) or getattr(model.cfg, "attention_dir", "") != "causal":
+        return None
+    # Bridges of encoders, encoder-decoders and models of diffusion may be called causal too.
+    wrapped, adapter = getattr(model, "original_model", None), getattr(model, "adapter", None)
+    generates = getattr(wrapped, "can_generate", lambda: True)() and getattr(adapter, "supports_causal_loss", True)
+    if not generates or getattr(getattr(wrapped, "config", None), "is_encoder_decoder", False):
+        return None
+    pad: int | None = model.tokenizer.pad_token_id if getattr(model.tokenizer, "padding_side", "") == "right" else None
+    return pad
+
+
+def head_of(model: Any) -> Head | None:
+    """The final norm and the unembedding; scale and soft-cap of a bridge are those of its Hugging Face model."""
+    names = {name for name, _ in model.named_children()}
+    if "unembed" not in names:
+        return None
+    scale, soft_cap = logit_scaling(getattr(getattr(model, "original_model", None), "config", None))
+    own = getattr(model.cfg, "output_logits_soft_cap", None)
+    # HookedTransformer writes -1 for none.
+    soft_cap = soft_cap or (own if own and own > 0 else None)
+    return Head("ln_final" if "ln_final" in names else "", ("unembed",), "every", scale, soft_cap)
+
+
+def stream_processing(model: Any) -> tuple[str, str] | None:
+    """How weight processing has changed the residual stream, and the call that loads the model without; None where it has not.
+
+    Folded norms leave the residual stream as it is.
+    """
+    if type(model).__name__ == "TransformerBridge":
+        without = "TransformerBridge.boot_transformers(name), without enable_compatibility_mode()"
+        return ("in compatibility mode", without) if model.compatibility_mode else None
+    return (
+        ("with centred writing weights", "HookedTransformer.from_pretrained_no_processing(name)") if _centred(model) else None
+    )
+
+
+def norms_are_folded(model: Any) -> bool:
+    """Whether the weights of the norms, the final one too, were folded into the weights after them."""
+    return str(model.cfg.normalization_type).endswith("Pre")
+
+
+def _centred(model: Any) -> bool:
+    """Whether what a HookedTransformer writes to the residual stream has mean zero over `d_model`."""
+    scale = model.W_E.abs().mean()
+    return bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale)
+
+
+def basis_of(model: Any) -> str:
+    """The basis of the residual stream, which weight processing changes."""
+    if type(model).__name__ == "TransformerBridge":
+        wrapped = model.original_model
+        if is_post_norm(wrapped, find_blocks(wrapped, None)[0]):
+            return POST_NORM
+        return "TransformerBridge, compatibility mode" if model.compatibility_mode else PRE_NORM
+    folded = "layer norms folded" if norms_are_folded(model) else "layer norms not folded"
+    return f"HookedTransformer, {folded}, writing weights {'centred' if _centred(model) else 'not centred'}"

@@ -1,21 +1,23 @@
-"""Final norm and unembedding of a Hugging Face or plain torch model, by module path."""
+"""Heads of a model by the tables of architectures: the final norm, the modules from there to the logits, and calls of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import types
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .call_without_hooks import Quiet
-from .head_layouts import known_head
-from .layout import existing_paths, is_post_norm
+from ..core.errors import LayersimError
+from ..core.wording import with_article
+from .blocks import existing_paths, final_norm, is_post_norm, layout_of, nearest_config
+from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
 from .unembed import Head, Unembed, head_parts, plain_linear
 
-# Names of the unembedding in models without get_output_embeddings.
-HEADS = ("lm_head", "embed_out", "unembed", "output")
-# The class head of a DETR, which reads every object query.
-OF_QUERIES = "class_labels_classifier"
+OF_BOXES = "bbox_predictor"
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
@@ -40,26 +42,32 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     norm = _norm_beside(module, blocks, names)
     # The 350M OPT projects the residual back to the width of its embedding.
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
-    before = [project] if project in names else [norm] if norm and norms_between_layers(module) else []
+    before = [project] if project in names else []
     parts, reads = _classifier(module, blocks, names)
     return _scaled(Head(norm, (*before, *parts), reads), module) if parts else None
 
 
 def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
     """The head that the table of heads has for the model; None where it has none."""
-    layout = known_head(module)
+    classes, config = {cls.__name__ for cls in type(module).__mro__}, getattr(module, "config", None)
+    layout = next((row for row in HEADS_BY_CLASS if classes.intersection(row.classes) and row.when(config)), None)
     if layout is None:
         return None
     base: Any = getattr(module, "base_model_prefix", "")
     norm = _norm_beside(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
-    return Head(norm, layout.parts, layout.reads, pool=None if layout.pool is None else layout.pool(module.config))
+    parts = tuple(norm if part == "{norm}" else part for part in layout.parts)
+    return Head(norm, parts, layout.reads, pool=None if layout.pool is None else layout.pool(config))
 
 
 def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
     """Path of the norm beside the list of blocks; "" where there is none."""
-    if is_post_norm(module, blocks[0]) and not is_detr(getattr(module, "config", None)):
+    layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
+    if is_post_norm(module, blocks[0]) if layout is None else "ln_final" in layout.lacks:
         # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
         return ""
+    known = None if layout is None else final_norm(module, blocks[0], layout)
+    if known is not None:
+        return known
     norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
     # The final norm is registered last.
     return norms[-1] if norms else ""
@@ -98,8 +106,6 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
         # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
         top = path.split(".")[0]
         return [path if blocks[0].startswith(f"{top}.") else top], "every"
-    if is_detr(getattr(module, "config", None)):
-        return [OF_QUERIES] if OF_QUERIES in names else [], "every"
     if "TokenClassification" in type(module).__name__:
         return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:
@@ -139,7 +145,7 @@ def logit_scaling(config: Any) -> tuple[float, float | None]:
 
 def _input_scale(config: Any) -> float:
     """Factor by which a T5 multiplies what its head reads, where the head shares the weights of the embedding."""
-    tied = getattr(config, "model_type", None) in ("umt5", "switch_transformers") and config.tie_word_embeddings
+    tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
     return float(config.d_model**-0.5) if getattr(config, "scale_decoder_outputs", False) or tied else 1.0
 
 
@@ -173,3 +179,119 @@ def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Une
         norm_dtype=None if norm is None else head_dtype([norm]),
         pool=head.pool,
     )
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Calls a module of the model without hooks and without dropout, because the logit lens is not part of a forward pass.
+
+    The module itself is not changed, because other threads may be running it.
+    """
+
+    module: torch.nn.Module
+
+    def __call__(self, x: Tensor) -> Any:
+        return _shadow(self.module, {})(x)
+
+
+def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    """A module with the same parameters and buffers, in evaluation mode and without hooks, submodules included."""
+    if id(module) in made:
+        return made[id(module)]
+    shadow = made[id(module)] = object.__new__(type(module))
+    state = dict(vars(module))
+    for name, value in state.items():
+        # accelerate and others store on the instance a `forward` that is bound to the module itself.
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            state[name] = types.MethodType(value.__func__, shadow)
+        elif isinstance(value, functools.partial) and any(part is module for part in value.args):
+            args = [shadow if part is module else part for part in value.args]
+            state[name] = functools.partial(value.func, *args, **value.keywords)
+    inside = {name: None if sub is None else _shadow(sub, made) for name, sub in module._modules.items()}
+    state |= {"_modules": inside, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict(), "training": False}
+    # Into the instance's dict: the components of a TransformerBridge pass attributes on to the modules that they wrap.
+    vars(shadow).update(state)
+    return shadow
+
+
+@dataclass(frozen=True)
+class DetectionHeads:
+    """Class logits and boxes at every layer, by the decoder's norm, the class head and the box head of the model.
+
+    At layers below the last these are the model's own `auxiliary_outputs`, at the last layer its own outputs.
+
+    Attributes:
+        classes: from the output of a decoder layer to class logits, the last of which is "no object".
+        boxes: from the same to boxes before the sigmoid.
+        norms_twice: whether the model applies the norm twice to the output of the last layer, see `norms_between_layers`.
+    """
+
+    classes: Unembed
+    boxes: Unembed
+    norms_twice: bool
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Class logits and boxes, both float64 on the CPU.
+
+        Args:
+            x: `layer query d_model`, outputs of all decoder layers.
+
+        Returns:
+            `layer query class`; and `layer query 4`, centre x, centre y, width and height as fractions of the image.
+        """
+        if self.norms_twice:
+            x = torch.cat([x[:-1], self.classes.normed(x[-1:]).to(x)])
+        return self.classes(x).cpu().double(), self.boxes(x).sigmoid().cpu().double()
+
+
+def detection_heads(module: torch.nn.Module, unembed: Unembed | None) -> DetectionHeads:
+    """The detection heads of a DETR.
+
+    Args:
+        module: the model.
+        unembed: its class head.
+
+    Raises:
+        LayersimError: the model is another detector, or no detector.
+    """
+    config = getattr(module, "config", None)
+    if not is_detr(config):
+        kind = str(getattr(config, "model_type", ""))
+        reason = (
+            "its boxes are offsets from reference points outside a layer's output, or each layer has heads of its own"
+            if "detr" in kind
+            else "its heads do not predict classes and boxes of object queries"
+        )
+        raise LayersimError(f"`model` is {with_article(type(module).__name__)}, which is no DETR: {reason}.")
+    if unembed is None:
+        raise LayersimError(
+            f"`model` is {with_article(type(module).__name__)} without a class head and a box head; load "
+            "DetrForObjectDetection."
+        )
+    classes = replace(unembed, parts=unembed.parts[-1:])
+    boxes = replace(classes, parts=(Quiet(module.get_submodule(OF_BOXES)),), linear=None)
+    return DetectionHeads(classes, boxes, norms_between_layers(module))
+
+
+def classes_with_head(name: str) -> str:
+    """Names of the transformers classes that load a model of this class with a head, for a message.
+
+    Examples:
+        >>> classes_with_head("BertModel")
+        'AutoModelForMaskedLM or AutoModelForSequenceClassification'
+        >>> classes_with_head("LlamaModel")
+        'AutoModelForCausalLM'
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    stem = name.removesuffix("Model")
+    # Encoders first: most of them also have a causal class, for which no trained weights exist.
+    if stem and f"{stem}ForMaskedLM" in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        return "AutoModelForMaskedLM or AutoModelForSequenceClassification"
+    if stem and f"{stem}ForObjectDetection" in auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES.values():
+        return "AutoModelForObjectDetection"
+    if stem and f"{stem}ForImageClassification" in str(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()):
+        return "AutoModelForImageClassification"
+    if stem and {f"{stem}ForCausalLM", f"{stem}LMHeadModel"} & set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return "AutoModelForCausalLM"
+    return "AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSequenceClassification, as it was trained"

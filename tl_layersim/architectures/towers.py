@@ -1,13 +1,9 @@
-"""The two towers of a CLIP: their modules from the residual stream to the space that both share, and the position of a text.
-
-A new kind of model is one entry in the table `TOWERS_BY_TYPE`.
-"""
+"""The two towers of a CLIP: the modules between the residual stream and the space that both share, the position of a text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,47 +12,8 @@ from ..core.errors import LayersimError
 from ..core.wording import brief, with_article
 from ..data.positions import PositionRule
 from ..data.text_rows import DEFAULT_SEQ_LEN
-from .unembed import Head
-
-
-@dataclass(frozen=True)
-class Tower:
-    """One tower of a model of images and texts, by module path.
-
-    Attributes:
-        name: "vision" or "text".
-        path: of the tower in the model.
-        blocks: path of the list of blocks in the tower.
-        head: final norm and projection, as paths in the model; the norm is "" where the blocks end in one.
-        end_of_text: whether a text is read at its end-of-text token; else a row is read at its first position, [CLS].
-    """
-
-    name: Literal["vision", "text"]
-    path: str
-    blocks: str
-    head: Head
-    end_of_text: bool = False
-
-
-def _vision() -> Tower:
-    head = Head("vision_model.post_layernorm", ("visual_projection",), reads="first")
-    return Tower("vision", "vision_model", "encoder.layers", head)
-
-
-def _text(blocks: str, norm: str, *parts: str, end_of_text: bool = False) -> Tower:
-    return Tower("text", "text_model", blocks, Head(norm, (*parts, "text_projection"), reads="first"), end_of_text)
-
-
-_CLIP_TOWERS = (_vision(), _text("encoder.layers", "text_model.final_layer_norm", end_of_text=True))
-# Vision and text tower, by the `model_type` of the configuration.
-TOWERS_BY_TYPE = {
-    "clip": _CLIP_TOWERS,
-    "metaclip_2": _CLIP_TOWERS,
-    # A BERT, whose blocks end in a norm.
-    "chinese_clip": (_vision(), _text("encoder.layer", "")),
-    "altclip": (_vision(), _text("roberta.encoder.layers", "text_model.pre_LN", "text_model.transformation")),
-}
-CLASSES = "CLIPModel, MetaClip2Model, ChineseCLIPModel or AltCLIPModel of transformers"
+from .blocks import has_both_towers
+from .layouts import CLASSES, TOWERS_BY_TYPE, Tower
 
 
 def find_towers(model: Any) -> tuple[Tower, Tower]:
@@ -79,46 +36,6 @@ def find_towers(model: Any) -> tuple[Tower, Tower]:
             f"{CLASSES}."
         )
     raise LayersimError(f"`clip` is {brief(model)}; it must be {CLASSES}.")
-
-
-def has_both_towers(module: torch.nn.Module) -> bool:
-    """Whether a model has a vision and a text tower, as CLIP and SigLIP have."""
-    return hasattr(module, "vision_model") and hasattr(module, "text_model")
-
-
-def blocks_of_tower(module: torch.nn.Module, paths: list[str]) -> tuple[str, list[int]] | None:
-    """The name of the tower in which modules are blocks, and their numbers; None for any other modules.
-
-    Args:
-        module: the model.
-        paths: of its modules.
-
-    Raises:
-        LayersimError: the modules lie in both towers.
-    """
-    if not has_both_towers(module):
-        return None
-    inside = [name for name in ("vision", "text") if any(path.startswith(f"{name}_model.") for path in paths)]
-    if len(inside) == 2:
-        raise two_towers(module, "`layers` with modules of both towers")
-    parents = {path.rpartition(".")[0] for path in paths}
-    numbers = [path.rpartition(".")[2] for path in paths]
-    if not inside or len(parents) > 1 or not all(number.isdecimal() for number in numbers):
-        return None
-    return inside[0], [int(number) for number in numbers]
-
-
-def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
-    """The error for a model of two towers of which one is to be read.
-
-    Args:
-        module: the model.
-        given: what leaves the tower open.
-    """
-    return LayersimError(
-        f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads "
-        f"one: {given}. Pass model.vision_model or model.text_model, or use tower_similarity(clip, pairs)."
-    )
 
 
 def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: str) -> None:

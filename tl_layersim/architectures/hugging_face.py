@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from .block_layout import BlockLayout, ModuleTensor, Term, into, out_of
-from .block_layouts import layout_of
-from .block_lists import blocks_in, is_last_stack, lists_by_stack
-from .hook_point import HookPoint, Part
-from .layout import find_blocks, locate, nearest_config
-from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, fused_parts, separate_heads, site_name
+from .blocks import (
+    blocks_in,
+    final_norm,
+    find_blocks,
+    head_counts,
+    is_last_stack,
+    layout_of,
+    lists_by_stack,
+    locate,
+    nearest_config,
+)
+from .layouts import TOWER_MODULES, BlockLayout, ModuleTensor, Term, input_of, output_of
+from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, separate_heads, site_name
 
-# Lists of blocks of models with two towers, and how the names of their sites begin.
-TOWERS = {"text_model.encoder.layers": "text.", "vision_model.encoder.layers": "vision."}
 UNKNOWN = "its blocks are of an architecture whose hook points are not in the table: name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"
 
@@ -61,7 +65,8 @@ def _several_stacks(module: torch.nn.Module) -> dict[str, str]:
 def _towers(module: torch.nn.Module) -> dict[str, str]:
     """Paths of the lists of blocks of CLIP's towers, each with the prefix of its names."""
     lists = [path for path, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
-    return {path: prefix for end, prefix in TOWERS.items() for path in lists if path == end or path.endswith(f".{end}")}
+    ends = {f".{child}.encoder.layers": f"{tower}." for tower, child in TOWER_MODULES.items()}
+    return {path: prefix for end, prefix in ends.items() for path in lists if f".{path}".endswith(end)}
 
 
 def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockStack]:
@@ -87,22 +92,6 @@ def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | Non
     return found[0] if found and all(layout is found[0] for layout in found) else None
 
 
-def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[int, int]:
-    """Numbers of heads and of key-value heads in a configuration; zero where it has none.
-
-    Args:
-        config: of a Hugging Face model.
-        attribute: with the number of heads.
-    """
-    heads = getattr(config, attribute, None)
-    if not isinstance(heads, int):
-        return 0, 0
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return heads, 1
-    fewer = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
-    return heads, fewer or heads
-
-
 def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
     """The sites of a Hugging Face or plain torch model.
 
@@ -119,13 +108,15 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
             sites += _residual_sites(module, stack)
             lacks |= dict.fromkeys(SITE_NAMES, UNKNOWN)
             continue
-        heads = head_counts(nearest_config(module, stack.blocks[0]), layout.head_count)
+        config = nearest_config(module, stack.blocks[0])
+        heads = head_counts(config, layout.head_count)
+        fused = layout.fused(config) if callable(layout.fused) else layout.fused
         lacks |= dict.fromkeys(SITE_NAMES, "its blocks have none") | {"ln_final": NO_NORM} | dict(layout.lacks)
         for number, path in zip(stack.numbers, stack.blocks, strict=True):
-            sites += _block_sites(stack, number, path, layout, heads)
+            sites += _block_sites(stack, number, path, layout, fused, heads)
             sums += _block_sums(stack, number, path, layout)
         ends = is_last_stack(module, list(stack.blocks)) or stack.prefix == "encoder."
-        final = _final_norm(module, stack.blocks[0], layout) if ends and "ln_final" not in layout.lacks else None
+        final = final_norm(module, stack.blocks[0], layout) if ends else None
         if final is not None:
             sites.append(Site(HookPoint(site_name("ln_final", 0, stack.prefix), final), "ln_final"))
     have = {site.family for site in sites}
@@ -148,8 +139,10 @@ def _residual_sites(module: torch.nn.Module, stack: BlockStack) -> list[Site]:
             site
             for number, path in pairs
             for site in (
-                Site(_point("resid_pre", stack, number, path, into("")), "resid_pre", number, first=path == stack.blocks[0]),
-                Site(_point("resid_post", stack, number, path, out_of("")), "resid_post", number),
+                Site(
+                    _point("resid_pre", stack, number, path, input_of("")), "resid_pre", number, first=path == stack.blocks[0]
+                ),
+                Site(_point("resid_post", stack, number, path, output_of("")), "resid_post", number),
             )
         ]
     names, _ = locate(module, list(stack.blocks), True)
@@ -159,7 +152,7 @@ def _residual_sites(module: torch.nn.Module, stack: BlockStack) -> list[Site]:
 
 def _tensors(layout: BlockLayout) -> dict[str, ModuleTensor]:
     """The tensors of all families of a block, in the order in which they are computed."""
-    tensors = {"resid_pre": into(""), "resid_post": out_of(""), **layout.tensors}
+    tensors = {"resid_pre": input_of(""), "resid_post": output_of(""), **layout.tensors}
     return {family: tensors[family] for family in SITE_NAMES if family in tensors}
 
 
@@ -168,15 +161,17 @@ def _point(family: str, stack: BlockStack, number: int, path: str, tensor: Modul
     return HookPoint(site_name(family, number, stack.prefix), module, tensor.incoming, part)
 
 
-def _block_sites(stack: BlockStack, number: int, path: str, layout: BlockLayout, heads: tuple[int, int]) -> Iterator[Site]:
+def _block_sites(
+    stack: BlockStack, number: int, path: str, layout: BlockLayout, fused: str, heads: tuple[int, int]
+) -> Iterator[Site]:
     for family, tensor in _tensors(layout).items():
         part: Part | None = None
         each: tuple[Part, ...] = ()
         if family in HEAD_FAMILIES:
-            fused = layout.fused if family != "z" else ""
-            if fused and not heads[0]:
+            is_fused = bool(fused) and family != "z"
+            if is_fused and not heads[0]:
                 continue
-            part, each = fused_parts(fused, family, *heads) if fused else (None, separate_heads(heads[family in "kv"]))
+            part, each = fused_parts(fused, family, *heads) if is_fused else (None, separate_heads(heads[family in "kv"]))
         first = family == "resid_pre" and path == stack.blocks[0]
         yield Site(_point(family, stack, number, path, tensor, part), family, number, each, first)
 
@@ -192,21 +187,6 @@ def _block_sums(stack: BlockStack, number: int, path: str, layout: BlockLayout) 
 
     for total, terms in layout.sums:
         yield StreamSum(point(total), tuple(point(term) for term in terms), number)
-
-
-def _final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str | None:
-    """Path of the norm after the last block: beside the list of blocks, or above."""
-    names = dict(module.named_modules())
-    parts = block.split(".")[:-2]
-    while True:
-        for name in layout.final:
-            path = ".".join([*parts, name])
-            # A BEiT that averages patches has no norm here, and a module of this name that changes nothing.
-            if path in names and not isinstance(names[path], torch.nn.Identity):
-                return path
-        if not parts:
-            return None
-        parts.pop()
 
 
 def point_at(module: torch.nn.Module, name: str) -> HookPoint | None:

@@ -1,7 +1,4 @@
-"""Resolution of `at=`: families, names, patterns and functions of names become hook points of a model.
-
-A new family is one entry in `SITE_NAMES` and in the layouts that have it; a new layout is one entry in `LAYOUTS`.
-"""
+"""Resolution of `at=`: numbers of blocks, families, names, patterns and functions of names become hook points of a model."""
 
 from __future__ import annotations
 
@@ -9,17 +6,18 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.distributed import is_available
 
+from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .hook_point import HookPoint
-from .layer_numbers import block_number
-from .module_sites import module_site_map
-from .site_map import HEAD_FAMILIES, Site, SiteMap, StreamSum
-from .transformer_lens import is_transformer_lens
-from .transformer_lens_sites import transformer_lens_site_map
+from .blocks import blocks_in, encoder_or_decoder, has_encoder_positions, lists_by_stack, lists_by_stage, stack_of
+from .hugging_face import find_stacks, module_site_map
+from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum
+from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
 At = str | int | Callable[[str], bool]
 _HEAD = re.compile(r"(.+)\[(\d+)\]$")
@@ -226,3 +224,184 @@ def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str],
             else f"its families are {', '.join(known.families())}, and lsim.sites(model) lists its names."
         )
     )
+
+
+_BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)\.")
+
+
+def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
+    """Index of a block among the blocks that are read.
+
+    Args:
+        layer: number of the block, negative from the end, or the name of its output.
+        names: names of the outputs of the blocks that are read.
+        argument: name of the argument, for the message.
+
+    Raises:
+        LayersimError: there is no such block.
+
+    Examples:
+        >>> names = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+        >>> block_number(-1, names, "at"), block_number("blocks.0.hook_resid_post", names, "at")
+        (1, 0)
+    """
+    if isinstance(layer, str) and layer in names:
+        return names.index(layer)
+    # Blocks that `open_model(layers=...)` chose keep the numbers of their names.
+    own = [int(found[1]) if (found := _BLOCK.match(name)) else place for place, name in enumerate(names)]
+    if isinstance(layer, int) and not isinstance(layer, bool):
+        if layer in own:
+            return own.index(layer)
+        if -len(names) <= layer < 0:
+            return layer % len(names)
+    raise LayersimError(
+        f"`{argument}` names block {layer!r}; blocks are {own[0]} to {own[-1]}, negative from the end, or names such as "
+        f"{names[0]}."
+    )
+
+
+def block_numbers(layers: int | str | Sequence[int | str], names: Sequence[str], argument: str) -> tuple[int, ...]:
+    """Indices of one block or several, in the order given; arguments as in `block_number`.
+
+    Raises:
+        LayersimError: no block is given, one is given twice, or there is no such block.
+    """
+    given = [layers] if isinstance(layers, int | str) else list(layers)
+    numbers = tuple(block_number(layer, names, argument) for layer in given)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise LayersimError(f"`{argument}` is {given}; it must name one block or more, each once.")
+    return numbers
+
+
+def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any) -> tuple[list[str], Any]:
+    """Paths of the blocks of the stack whose sites `at` names, and `at` with families named without it.
+
+    A family without the name of a stack belongs to the stack of `home`.
+
+    Args:
+        module: an encoder-decoder, or a model of stages.
+        home: paths of the blocks that are read where `at` names no stack.
+        named: whether the user named these blocks, so that no other stack can be read.
+        at: as in `find_points`.
+
+    Raises:
+        LayersimError: `at` names sites of both stacks, of a stack other than that of `layers`, or sites that are computed from
+            the encoder inside the decoder; or no site.
+    """
+    items = items_of(at)
+    others = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
+    if not others:
+        return home, at
+    lists = lists_by_stack(module)
+    blocks = find_stacks(module, None) if lists else home
+    modules = [point.module for point in find_points(module, blocks, others)]
+    crossing = [path for path in modules if has_encoder_positions(path)]
+    if crossing:
+        raise LayersimError(
+            f"`at` names {crossing[0]}, which attends from the decoder to the encoder and has the encoder's positions. Use "
+            "'encoder.ln_final' or 'decoder.cross_attn_out'."
+        )
+    if lists_by_stage(module):
+        return _choose_stage(module, home, named, at, modules)
+    read = encoder_or_decoder(module, home)
+    side = encoder_or_decoder(module, [*modules, *home] if len(others) < len(items) else modules) or read
+    if side == "both" or (named and side != read):
+        raise LayersimError(
+            (
+                f"`at` is {brief(at)}, sites of both encoder and decoder, which have positions of their own"
+                if side == "both"
+                else f"`at` is {brief(at)}, sites of the {side}, and `layers` names blocks of the {read}"
+            )
+            + ". Read one stack in a call, such as at='encoder.attn_out'."
+        )
+    paths = home if side == read else blocks_in(module, lists[side])
+    return paths, [_without_prefix(lists, item) for item in items]
+
+
+def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any, modules: list[str]) -> tuple[list[str], Any]:
+    """`choose_stack` of a model of stages, of which several can be read in one call."""
+    items = items_of(at)
+    lists, read = lists_by_stage(module), stack_of(module, home)
+    families = any(isinstance(item, int) or item in SITE_NAMES for item in items)
+    reached = {name for name, path in lists.items() if any(one.startswith(f"{path}.") for one in modules)}
+    reached |= {read} if families else set()
+    if named and reached - {read}:
+        raise LayersimError(
+            f"`at` is {brief(at)}, sites of {' and '.join(sorted(reached - {read}))}, and `layers` names blocks of "
+            f"{read or 'no stage'}; leave out layers=."
+        )
+    if len(reached) > 1:
+        # Each stage has a number of positions of its own, so families keep the names of their stages.
+        return home, [f"{read}.{item}" if item in SITE_NAMES else item for item in items]
+    stage = next(iter(reached), read)
+    paths = home if stage == read else blocks_in(module, lists[stage])
+    return paths, [_without_prefix(lists, item) for item in items]
+
+
+def _without_prefix(stacks: Iterable[str], item: Any) -> Any:
+    """A family without the name of its stack; any other item unchanged."""
+    stack, _, family = item.rpartition(".") if isinstance(item, str) else ("", "", "")
+    return family if stack in stacks and family in SITE_NAMES else item
+
+
+def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -> None:
+    """Refuse hook points whose activations are divided among processes: those between sharded matrices of one module.
+
+    Queries, keys, values, the outputs of heads and the hidden activations of an MLP are computed in parts. The outputs of
+    attention, MLPs and blocks are added over the processes, so that each holds them whole.
+
+    Args:
+        module: the model.
+        points: the hook points that are to be read.
+
+    Raises:
+        LayersimError: names the hook points.
+    """
+    peers = weight_peers(module)
+    if not peers:
+        return
+    places = _sharded_axes(module)
+    parted = [point.name for point in points if _is_parted(module, point, places)]
+    if parted:
+        more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
+        raise LayersimError(
+            f"`at` names {', '.join(parted[:3])}{more}, whose activations tensor parallelism divides among ranks "
+            f"{sorted(peers)}. The outputs of attention, MLPs and blocks are whole on each rank."
+        )
+
+
+def _sharded_axes(module: torch.nn.Module) -> dict[str, int]:
+    """By the path of each module whose own weight is sharded by tensor parallelism, the axis that is divided."""
+    gathered: set[int] = set()
+    if is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        # FSDP gathers weights before a module runs, so that activations are whole.
+        fully = [sub for sub in module.modules() if isinstance(sub, FSDPModule)]
+        gathered = {
+            id(p) for sub in fully for p in sub.parameters() if getattr(getattr(p, "device_mesh", None), "ndim", 1) == 1
+        }
+    axes: dict[str, int] = {}
+    for path, sub in module.named_modules():
+        for parameter in sub.parameters(recurse=False):
+            if id(parameter) in gathered:
+                continue
+            dims = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]
+            if dims and parameter.dim() > 1:
+                axes[path] = dims[-1]
+    return axes
+
+
+def _is_parted(module: torch.nn.Module, point: HookPoint, axes: dict[str, int]) -> bool:
+    """Whether a hook point lies between a matrix with divided outputs and one with divided inputs."""
+    names = point.module.split(".")
+    if not any(name.isdecimal() for name in names[:-1]):
+        # Embedding, final norm and head, whose outputs are gathered; or a block itself.
+        return False
+    if point.module in axes:
+        return (axes[point.module] == 0) != point.incoming
+    parent = ".".join(names[:-1])
+    beside = any(path.rpartition(".")[0] == parent for path in axes)
+    # A block that holds the matrices of its MLP itself, as that of OPT, has norms and attention beside them.
+    of_block = names[-2].isdecimal()
+    return beside and not (of_block and next(module.get_submodule(point.module).parameters(), None) is not None)
