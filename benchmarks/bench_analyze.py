@@ -49,9 +49,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 from turns import CLOCKS, Times, product_flops, ratios, spread, take_turns
 
 import tl_layersim as lsim
+from tl_layersim.activations.pools import PoolKernel
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
-from tl_layersim.models.pools import PoolKernel
 
 MINIBATCH = 256
 # Models with random weights, of the sizes that these configurations have by default.

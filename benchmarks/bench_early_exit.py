@@ -24,10 +24,10 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.early_exit import frequent_tokens
-from tl_layersim.early_exit.api import EarlyExit
 from tl_layersim.early_exit.costs import ExitCosts, plan_for
+from tl_layersim.early_exit.early_exit import EarlyExit
+from tl_layersim.early_exit.exit_results import Generated
 from tl_layersim.early_exit.measured_costs import seconds_of
-from tl_layersim.early_exit.results import Generated
 
 THRESHOLDS = (0.5, 0.7, 0.9, 0.97)
 

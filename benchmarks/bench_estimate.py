@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import tl_layersim as lsim
-from tl_layersim.analysis import workload
 from tl_layersim.analyzers import Analyzer
+from tl_layersim.costs import workload
 
 ROWS, LENGTH = 4, 128
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}

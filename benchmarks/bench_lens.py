@@ -24,13 +24,13 @@ from bench_analyze import Models, load, machine, with_peak
 from torch import Tensor
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
+from tl_layersim.activations.view import reduce
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
-from tl_layersim.models import View
-from tl_layersim.models.chunked_logit_lens import read_lens, saturation_layers
-from tl_layersim.models.view import reduce
+from tl_layersim.lens.statistics import read_lens, saturation_layers
 from tl_layersim.remote.open import open_source
 
 MEMORY_MB = 128

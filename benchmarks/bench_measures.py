@@ -15,9 +15,9 @@ import time
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
+from tl_layersim.activations.view import reduce
 from tl_layersim.core import Sums
-from tl_layersim.models import View
-from tl_layersim.models.view import reduce
 
 
 def view_of(sites: int, samples: int, width: int) -> View:

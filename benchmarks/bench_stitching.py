@@ -31,8 +31,7 @@ from tl_layersim.data.batches import Batch, Batches
 from tl_layersim.remote.open import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
 from tl_layersim.stitching.adapters import adapter_kind
-from tl_layersim.stitching.fitting import BackLoss, Trained, descend, least_squares, start_of
-from tl_layersim.stitching.progress import Progress
+from tl_layersim.stitching.fitting import BackLoss, Progress, Trained, descend, least_squares, start_of
 
 ROWS, LENGTH = 4, 128
 PATIENCE = 12

@@ -25,11 +25,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tl_layersim as lsim
-from tl_layersim.analysis import report_assembly
-from tl_layersim.core import Sums, blocks
-from tl_layersim.core.blocks import DataBlock
+from tl_layersim.core import Sums
+from tl_layersim.core import sums as blocks
 from tl_layersim.core.jackknife import standard_error
-from tl_layersim.core.sum_tree import SumTree
+from tl_layersim.core.sums import DataBlock, SumTree
+from tl_layersim.engine import reports as report_assembly
 
 FIELDS = {
     "cosine": ("values", "std", "to_last", "adjacent", "norm_ratio"),

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tl_layersim as lsim
-from tl_layersim.models import ExitHeads
+from tl_layersim.lens import ExitHeads
 
 ARMS = {
     "standard": {"objective": "standard"},

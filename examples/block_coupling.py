@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tl_layersim as lsim
-from tl_layersim.analysis import plot_adjacency
+from tl_layersim.many import plot_adjacency
 
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import CLIPConfig, CLIPModel
 
 import tl_layersim as lsim
-from tl_layersim.analysis import tower_similarity, zero_shot
+from tl_layersim.vision import tower_similarity, zero_shot
 
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)

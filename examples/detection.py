@@ -14,7 +14,7 @@ import plotly.express as px
 import torch
 from transformers import DetrConfig, DetrForObjectDetection
 
-from tl_layersim.analysis import detection_by_layer
+from tl_layersim.vision import detection_by_layer
 
 SIZE, CLASSES, BATCH, STEPS = 24, 3, 32, 1000
 COLOURS = torch.eye(CLASSES)

@@ -31,7 +31,7 @@ def own_block(x: Tensor, rest: Tensor, layer: int) -> Tensor:
 
 def own_calls(residual: Tensor):
     """Calls of such blocks for one row of residuals `layer token d_model`."""
-    from tl_layersim.models.block_call import BlockCall
+    from tl_layersim.activations.block_call import BlockCall
 
     calls = []
     for layer in range(len(residual) - 1):

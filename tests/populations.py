@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from tl_layersim import CKA
-from tl_layersim.analysis.replicates import blocks_of, replicated
+from tl_layersim.activations import View
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.analyzers._permutation_null import CalibratedMatrix
 from tl_layersim.core import Result, Sums
-from tl_layersim.core.blocks import MOST_BLOCKS, DataBlock
-from tl_layersim.core.sums import POOL, with_pools
-from tl_layersim.models import View
+from tl_layersim.core.sums import MOST_BLOCKS, POOL, DataBlock, with_pools
+from tl_layersim.engine.reports import blocks_of, replicated
 
 from .views import sites_run
 

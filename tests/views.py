@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
 from tl_layersim.analyzers import Analyzer, Run
 from tl_layersim.core import Provenance, Sums
-from tl_layersim.models import View
 
 from . import oracles
 from .own_blocks import own_calls
@@ -105,7 +105,7 @@ def sites_run(names: tuple[str, ...], first: Sums | None = None) -> Run:
 
 def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:
     """What an analyzer makes of given batches: both passes, the sums, the result."""
-    from tl_layersim.models.view import reduce
+    from tl_layersim.activations.view import reduce
 
     def total(kernel) -> Sums:
         sums = Sums()

@@ -13,26 +13,24 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from .analysis.api import opened_analysis
-from .analysis.engine import TITLES, Analysis
-from .analysis.merging import FirstStage, differing_entries, merged_first, merged_report
-from .analysis.report_assembly import refuse_empty
-from .analysis.shard_files import FIRST, MAIN, DataCounts, ShardPart, digest_of, read_part
-from .analysis.shard_run import ShardRun
-from .analysis.shards import count_data
-from .analysis.site_plan import DEFAULT, AtArgument
-from .analysis.validation import AnalyzersArgument, choose_analyzers
-from .core.argument_checks import typed
-from .core.bounds import PositiveInt
-from .core.data_pass_progress import Tally
+from .core.arguments import PositiveInt, typed
 from .core.distributed import rank_and_size
 from .core.errors import LayersimError
 from .core.results import Report
 from .core.resumable_file import plain
+from .core.sums import Tally
 from .core.wording import brief, with_article
-from .data import kept_rows
+from .data import data as data_module
 from .data.data import Data
-from .models.open import OpenedModel
+from .engine.analyze import opened_analysis
+from .engine.arguments import AnalyzersArgument, choose_analyzers
+from .engine.merge import FirstStage, differing_entries, merged_first, merged_report
+from .engine.plan import DEFAULT, AtArgument
+from .engine.reports import refuse_empty
+from .engine.run import TITLES, Analysis
+from .engine.shard_run import ShardRun
+from .engine.shards import FIRST, MAIN, DataCounts, ShardPart, count_data, digest_of, read_part
+from .sources.open import OpenedModel
 
 # Small shards: little is lost with a worker, and all workers end at about the same time.
 SHARDS_PER_WORKER = 6
@@ -71,7 +69,7 @@ class ModelCopy:
         import ray
 
         # Every shard reads the rows of all data.
-        kept_rows.MOST_KEPT = sys.maxsize
+        data_module.MOST_KEPT = sys.maxsize
         analysis = opened_analysis(_loaded(self._load_model), *ray.get(self._how[0]))
         analysis.check()
         return analysis

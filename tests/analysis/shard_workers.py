@@ -35,7 +35,7 @@ def settings() -> tuple[Any, Any, list[Any], dict[str, Any]]:
 def measure(number: int, folder: Path, arguments: tuple[Any, Any, list[Any], dict[str, Any]], told: int | None) -> None:
     """One shard, as a child process; it tells of each of its forward passes where it is to be killed."""
     import tl_layersim as lsim
-    from tl_layersim.models.hooked import HookedSource
+    from tl_layersim.sources.hooked import HookedSource
 
     model, data, analyzers, options = arguments
     run = HookedSource.run
@@ -67,7 +67,7 @@ def fork(number: int, folder: Path, arguments: Any, told: int | None = None) -> 
 
 def kill_one(number: int, folder: Path, arguments: Any, draw: random.Random) -> dict[str, Any]:
     """Start a shard, kill it before one of its batches or in the middle of it, and say what its file holds."""
-    from tl_layersim.analysis.shard_files import read_part
+    from tl_layersim.engine.shards import read_part
 
     reading, told = os.pipe()
     child = fork(number, folder, arguments, told)

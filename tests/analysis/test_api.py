@@ -12,7 +12,7 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
-from tl_layersim.models.hooked import HookedSource
+from tl_layersim.sources.hooked import HookedSource
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..views import provenance, worst
@@ -104,7 +104,7 @@ def test_a_users_precision_setting_is_kept_and_not_used(setting):
     script = (
         "import torch, tl_layersim as lsim\n"
         "from tests.tiny_models import random_tokens, tiny_llama\n"
-        "from tl_layersim.models.view import View, reduce\n"
+        "from tl_layersim.activations.view import View, reduce\n"
         f"{say}\n"
         "mkldnn = torch.backends.mkldnn.matmul\n"
         "before, seen = mkldnn.fp32_precision, []\n"

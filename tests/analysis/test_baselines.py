@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import untrained
+from tl_layersim.sources import untrained
 
 from .. import oracles
 from ..options import called

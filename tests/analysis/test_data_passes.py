@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.data import batches, kept_rows
+from tl_layersim.data import batches
+from tl_layersim.data import data as kept_rows
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..views import worst

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import detection_by_layer
-from tl_layersim.analysis.box_matching import DetectionWeights, generalised_iou, match
 from tl_layersim.data.annotations import Objects
+from tl_layersim.vision import detection_by_layer
+from tl_layersim.vision.detection import DetectionWeights, generalised_iou, match
 
 from ..detectors import CLASSES, LAYERS, QUERIES, annotation, outputs_by_layer, scenes, tiny_detr
 

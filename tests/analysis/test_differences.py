@@ -16,10 +16,10 @@ from scipy import stats
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.analysis.relative_depth import at_depths, depths
 from tl_layersim.core import LayerMatrix, Report, axes
 from tl_layersim.core.p_values import adjusted, is_symmetric
-from tl_layersim.reporting.differences import difference_figure
+from tl_layersim.many.relative_depth import at_depths, depths
+from tl_layersim.reporting.comparisons import difference_figure
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance

@@ -14,7 +14,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import resumable_file
-from tl_layersim.models.hooked import HookedSource
+from tl_layersim.sources.hooked import HookedSource
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -67,7 +67,7 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
             import time
             import tl_layersim as lsim
             from tl_layersim.core import resumable_file as checkpoint
-            from tl_layersim.models.hooked import HookedSource
+            from tl_layersim.sources.hooked import HookedSource
             from tests.tiny_models import random_tokens, tiny_llama
             checkpoint.SECONDS_BETWEEN_SAVES = 0.0
             run = HookedSource.run

@@ -9,13 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tl_layersim as lsim
-from tl_layersim.analysis.long_run_notice import LongRunNotice, rows_in_data
-from tl_layersim.analysis.operation_meter import OperationMeter
-from tl_layersim.core.blocks import DataBlock
-from tl_layersim.core.data_pass_progress import Tally
-from tl_layersim.core.sum_tree import SumTree
-from tl_layersim.core.sums import Sums
-from tl_layersim.models.chunked_logit_lens import GROUP_SIZE
+from tl_layersim.core.sums import DataBlock, Sums, SumTree, Tally
+from tl_layersim.costs.workload import OperationMeter
+from tl_layersim.engine.memory import LongRunNotice, rows_in_data
+from tl_layersim.lens.statistics import GROUP_SIZE
 
 from ..input_models import image_vit
 from ..tiny_models import tiny_gpt2, tiny_llama
@@ -31,7 +28,7 @@ SETS = {
 
 @pytest.fixture(autouse=True)
 def short_calibration(monkeypatch):
-    monkeypatch.setattr("tl_layersim.analysis.workload.CALIBRATION", 0.0)
+    monkeypatch.setattr("tl_layersim.costs.workload.CALIBRATION", 0.0)
 
 
 def config_of(model):

@@ -10,9 +10,9 @@ import torch
 import xarray
 
 import tl_layersim as lsim
-from tl_layersim.analysis.exponential_fits import fit_exponential
 from tl_layersim.core import LayerCurve
-from tl_layersim.reporting.scatter import fit_figure
+from tl_layersim.many.exponential_fits import fit_exponential
+from tl_layersim.reporting.comparisons import fit_figure
 
 from ..views import from_views, provenance, residuals, view
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim.models import ExitHeads
+from tl_layersim.lens import ExitHeads
 
 from ..head_models import IMAGE, MODERN
 

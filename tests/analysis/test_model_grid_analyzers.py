@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers.base import Analyzer, Run
+from tl_layersim.activations.view import Kernel, View
+from tl_layersim.analyzers.analyzer import Analyzer, Run
 from tl_layersim.core import LayerMatrix, Sums
-from tl_layersim.models.view import Kernel, View
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import View
+from tl_layersim.activations import View
 
 from .. import oracles
 from ..options import called

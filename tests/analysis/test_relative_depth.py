@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tl_layersim.analysis.relative_depth import at_depths, sites_along
 from tl_layersim.core import LayerMatrix
+from tl_layersim.many.relative_depth import at_depths, sites_along
 
 from ..views import provenance
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import detection_by_layer, tower_similarity
+from tl_layersim.vision import detection_by_layer, tower_similarity
 
 from .. import oracles
 from ..clip_models import clip_of, pairs

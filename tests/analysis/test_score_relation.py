@@ -11,7 +11,7 @@ from scipy.stats import t as student
 from statsmodels.api import OLS
 
 import tl_layersim as lsim
-from tl_layersim.analysis import plot_adjacency
+from tl_layersim.many import plot_adjacency
 
 from ..views import from_views, residuals, view
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.analysis import engine, shards
 from tl_layersim.core import storage
-from tl_layersim.models.hooked import HookedSource
+from tl_layersim.engine import run as engine
+from tl_layersim.engine import shards
+from tl_layersim.sources.hooked import HookedSource
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
@@ -145,7 +146,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
         return run(self, batch, kernels)
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
-    monkeypatch.setattr("tl_layersim.analysis.shard_run.count_data", lambda batches: counted.append(1) or count(batches))
+    monkeypatch.setattr("tl_layersim.engine.shard_run.count_data", lambda batches: counted.append(1) or count(batches))
     with pytest.raises(KeyboardInterrupt) as caught:
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call)
     # Three of its batches, not those of the other shard before them.
@@ -185,7 +186,7 @@ def test_data_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch
             yield from self.rows
             self.rows = self.rows[::-1]
 
-    monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 0)
+    monkeypatch.setattr("tl_layersim.data.data.MOST_KEPT", 0)
     with pytest.raises(lsim.LayersimError, match=r"`data`.*\b40\b.*\b40\b"):
         lsim.analyze(tiny_llama(), lsim.Data(Changing(), batch_size=2), "cka", shard=(0, 2), save_to=tmp_path / "part")
 

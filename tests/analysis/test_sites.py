@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.hooked import HookedSource
+from tl_layersim.sources.hooked import HookedSource
 
 from ..models.helpers import nnsight
 from ..options import called
@@ -105,7 +105,7 @@ def test_some_blocks_named_with_layers():
 def test_a_stitched_model_is_read_at_its_residual_stream_alone():
     model, tokens = tiny_llama(), random_tokens(8)
     stitched = lsim.stitch(model, model, tokens, at=(0, 0), adapter="identity").model
-    with pytest.raises(lsim.LayersimError, match="`at` is 'attn_out'.*stitched"):
+    with pytest.raises(lsim.LayersimError, match=r"`at` is 'attn_out'.*stitched"):
         lsim.analyze(stitched, tokens, lsim.CKA(), at="attn_out")
     assert lsim.analyze(stitched, tokens, lsim.CKA(), at="resid_post")["cka"].values.isfinite().all()
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import SweepError
-from tl_layersim.analysis.sweep_folder import data_digest
+from tl_layersim.many import SweepError
+from tl_layersim.many.sweep import data_digest
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 import tl_layersim as lsim
-from tl_layersim.analysis import tower_similarity
+from tl_layersim.vision import tower_similarity
 
 from ..clip_models import KINDS, clip_of, features, pairs
 from ..oracles.cka import oracle_cka

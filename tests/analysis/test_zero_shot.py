@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 import tl_layersim as lsim
-from tl_layersim.analysis import zero_shot, zero_shot_classifier
+from tl_layersim.vision import zero_shot, zero_shot_classifier
 
 from ..clip_models import END, KINDS, PAD, clip_of, features, pairs
 from ..options import called

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tl_layersim.activations.view import reduce
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
-from tl_layersim.models import Model
-from tl_layersim.models.view import reduce
+from tl_layersim.sources import Model
 
 from ..tiny_models import tiny_llama
 from ..views import layer_run, view

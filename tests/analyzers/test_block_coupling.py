@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
+from tl_layersim.activations.block_call import BlockCall
 from tl_layersim.architectures import layer_names
-from tl_layersim.models import View
-from tl_layersim.models.block_call import BlockCall
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama

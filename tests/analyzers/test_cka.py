@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations.view import reduce
 from tl_layersim.core import Sums
-from tl_layersim.models.view import reduce
 
 from .. import oracles
 from ..tiny_models import hidden_states, random_tokens, tiny_llama

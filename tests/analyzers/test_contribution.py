@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
 from tl_layersim.analyzers._contribution_kernel import sublayer_sites
 from tl_layersim.core import LayersimError, LayersimWarning
-from tl_layersim.models import View
 
 from .. import oracles
 from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama

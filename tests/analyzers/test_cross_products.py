@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._covariances import Covariances, are_defined
+from tl_layersim.activations.view import reduce
+from tl_layersim.analyzers._cross_product_analyzer import Covariances, are_defined
 from tl_layersim.core import Sums
 from tl_layersim.core.wording import duration_in_words
-from tl_layersim.models.view import reduce
 
 from .. import oracles
 from ..options import called

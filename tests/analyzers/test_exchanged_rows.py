@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
+from tl_layersim.activations.pools import samples_of
 from tl_layersim.analyzers._draws import draw_grid, draw_minibatches, draw_permutations, pool_key
 from tl_layersim.core import Sums
 from tl_layersim.core.sums import POOL, with_pools
-from tl_layersim.models import View
-from tl_layersim.models.pools import samples_of
 
 from .. import oracles
 from ..options import called

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
+from tl_layersim.activations.view import reduce
 from tl_layersim.architectures.unembed import Unembed
-from tl_layersim.models import View
-from tl_layersim.models.view import reduce
 
 from .. import oracles
 from ..models.helpers import read_logits

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Unembed
-from tl_layersim.models import ExitHeads
+from tl_layersim.lens import ExitHeads
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
@@ -60,7 +60,7 @@ def test_lenses_of_one_run_do_not_take_the_logits_of_other_heads():
     data = residuals(tokens=25)
     first, second = random_heads(seed=1), random_heads(seed=2)
     one = view(data)
-    from tl_layersim.models.view import reduce
+    from tl_layersim.activations.view import reduce
 
     for heads in (first, None, second, first):
         analyzer = lsim.Saturation(heads=heads)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._dissimilarities import average_ranks, dissimilarities
+from tl_layersim.activations.view import reduce
+from tl_layersim.analyzers._pair_kernels import average_ranks, dissimilarities
 from tl_layersim.analyzers.rsa import centred_dissimilarities
 from tl_layersim.core import Sums
-from tl_layersim.models.view import reduce
 
 from .. import oracles
 from ..oracles.rsa import apart

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations.sizes import activation_sizes
 from tl_layersim.jacobians.replay import reproduces
-from tl_layersim.models.activation_sizes import activation_sizes
-from tl_layersim.training.objectives.cosine_regularised import CosineRegularisedObjective
+from tl_layersim.training.objectives.built_in import CosineRegularisedObjective
 
 from .. import oracles
 from ..views import from_views, residuals, view, view_for

@@ -9,7 +9,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.analyzers.text_options import with_options
-from tl_layersim.models import ExitHeads
+from tl_layersim.lens import ExitHeads
 
 OPTIONS = [(name, field.name) for name, cls in sorted(find_analyzers().items()) for field in fields(cls)]
 

@@ -15,12 +15,20 @@ ORDER = (
     "core",
     "data",
     "architectures",
-    "models",
-    "remote",
+    "activations",
+    "sources",
+    "lens",
     "jacobians",
     "analyzers",
-    "analysis",
+    "split",
+    "remote",
+    "engine",
     "ray",
+    "user_loops",
+    "many",
+    "prompts",
+    "costs",
+    "vision",
     "stitching",
     "early_exit",
     "training",
@@ -60,7 +68,7 @@ def files() -> list[Path]:
 
 
 def dotted(path: Path) -> str:
-    """The dotted name of a module: `models/view.py` is `models.view`."""
+    """The dotted name of a module: `activations/view.py` is `models.view`."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -146,19 +154,6 @@ def private_imports() -> list[str]:
     for item in imports():
         foreign = package_of(item.module) != package_of(item.target)
         if item.name.startswith("_") or (foreign and "._" in item.target):
-            found.add(str(item))
-    return sorted(found)
-
-
-def unlisted_imports() -> list[str]:
-    """Modules that another package imports, and that their own package does not list in its docstring as importable."""
-    found = set()
-    for item in imports():
-        package, _, module = item.target.partition(".")
-        if package == package_of(item.module) or package not in ORDER or package_of(item.module) not in ORDER:
-            continue
-        text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
-        if module and f"`{module.partition('.')[0]}`" not in text:
             found.add(str(item))
     return sorted(found)
 

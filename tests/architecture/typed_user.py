@@ -7,8 +7,9 @@ from typing import assert_type
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import Probe, RemoteRun
 from tl_layersim.analyzers.cka import CKAResult
+from tl_layersim.engine import RemoteRun
+from tl_layersim.user_loops import Probe
 
 
 def one_model(model: torch.nn.Module, texts: list[str]) -> lsim.Report:

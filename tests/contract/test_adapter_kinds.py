@@ -19,7 +19,7 @@ import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching import adapters
 from tl_layersim.stitching.adapters import AdapterKind, adapter_kind, find_adapter_kinds
-from tl_layersim.stitching.closed_form import cross_moments, own_moments, solve
+from tl_layersim.stitching.fitting import cross_moments, own_moments, solve
 
 from ..stitching.helpers import gpt2_of_kind, rows
 from ..tiny_models import tiny_gpt2, tiny_llama
@@ -234,7 +234,7 @@ NEW_KIND = '''
 
 from torch import Tensor
 
-from .base import AdapterKind
+from .kind import AdapterKind
 
 
 class LinearRMS(AdapterKind):

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from nnsight.intervention.serialization import dumps
 
 import tl_layersim as lsim
+from tl_layersim.activations.view import reduce
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import Sums
 from tl_layersim.core.fields import declarations
 from tl_layersim.core.intervals import aligned, bounds_of, total_of, with_and_without_blocks
-from tl_layersim.models.view import reduce
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_llama

@@ -10,8 +10,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.core.fields import declarations
-from tl_layersim.core.result_kinds import below
+from tl_layersim.core.fields import below, declarations
 
 from ..views import from_views, residuals, view_for
 

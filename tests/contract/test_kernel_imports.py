@@ -29,7 +29,7 @@ def test_kernels_import_torch_alone():
     paths = [path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.rglob("*.py")) if has_kernels(path)]
     names = [".".join(path.with_suffix("").parts) for path in paths]
     assert {"tl_layersim.analyzers._cosine_kernel", "tl_layersim.analyzers._hsic"} <= set(names)
-    assert len(names) > 15
+    assert len(names) > 12
     command = [sys.executable, "-c", SCRIPT, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.architectures import layer_names
 from tl_layersim.cli import main
 from tl_layersim.early_exit import frequent_tokens
-from tl_layersim.models import eval_mode
+from tl_layersim.sources import eval_mode
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 

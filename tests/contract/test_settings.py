@@ -9,8 +9,8 @@ from typing import get_args, get_type_hints
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.analysis.logistic_probe import LogisticProbe
 from tl_layersim.analyzers import find_analyzers
+from tl_layersim.engine.linear_probes import LogisticProbe
 
 # Limits that may be infinite, for none.
 LIMITS = ("clip", "max_memory_gb")

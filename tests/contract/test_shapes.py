@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tl_layersim as lsim
-from tl_layersim.models import ExitHeads
+from tl_layersim.lens import ExitHeads
 
 from ..tiny_models import random_tokens, tiny_llama
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.hooks import eval_mode
+from tl_layersim.sources.hooks import eval_mode
 from tl_layersim.training import objectives
 from tl_layersim.training.objectives import find_objectives, objective_named
-from tl_layersim.training.objectives.base import Objective
+from tl_layersim.training.objectives.objective import Objective
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
@@ -175,7 +175,7 @@ def test_an_unknown_objective_is_refused_with_the_list_of_those_that_exist():
 NEW_FILE = '''
 """The mean square of the last layer's normed residual, beside its loss."""
 
-from .base import Objective
+from .objective import Objective
 
 
 class SmallObjective(Objective):

@@ -14,11 +14,8 @@ from scipy.stats import norm
 from torch import Tensor
 
 from tl_layersim.analyzers._hsic import centred, grams
-from tl_layersim.core.blocks import DataBlock
-from tl_layersim.core.histogram_quantiles import quantiles_from_histogram
-from tl_layersim.core.jackknife import degrees_of_freedom, leave_one_out, standard_error, t_interval
-from tl_layersim.core.sum_tree import SumTree
-from tl_layersim.core.sums import Sums
+from tl_layersim.core.jackknife import degrees_of_freedom, leave_one_out, quantiles_from_histogram, standard_error, t_interval
+from tl_layersim.core.sums import DataBlock, Sums, SumTree
 
 BINS = 400
 WIDTH = 8

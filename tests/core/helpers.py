@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import saved_runs
-from tl_layersim.analysis.checkpoint import tallies_of
 from tl_layersim.core import LayerCurve, storage
 from tl_layersim.core.resumable_file import ResumableFile
+from tl_layersim.engine import submitted_runs as saved_runs
+from tl_layersim.engine.shards import tallies_of
 from tl_layersim.stitching.experiment import StitchRun, _read_training
-from tl_layersim.stitching.progress import Progress
-from tl_layersim.training.state import open_training_file, state_of
+from tl_layersim.stitching.fitting import Progress
+from tl_layersim.training.settings import open_training_file, state_of
 
 from ..views import provenance
 

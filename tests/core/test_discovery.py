@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from tl_layersim.core.discovery import discovered
+from tl_layersim.core.functions import discovered
 
 
 class Base(ABC):

@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
 from tl_layersim.core import resumable_file, storage
-from tl_layersim.models import View
 from tl_layersim.training import train_adapters
 
 from ..commands.helpers import run

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis.shard_files import read_part
 from tl_layersim.core import storage
+from tl_layersim.engine.shards import read_part
 
 from ..tiny_models import random_tokens, tiny_llama
 from .test_malformed_files import mutated

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tl_layersim.core.histogram_quantiles import quantiles_from_histogram
+from tl_layersim.core.jackknife import quantiles_from_histogram
 
 
 @pytest.mark.parametrize("bins", [10, 2000])

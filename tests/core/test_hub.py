@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from markdown_it import MarkdownIt
 
 import tl_layersim as lsim
-from tl_layersim.core.hub import card, is_hub_address
+from tl_layersim.core.report_exports import card, is_hub_address
 
 from ..tiny_models import random_tokens, tiny_llama
 from .small_hub import TOKEN, SmallHub

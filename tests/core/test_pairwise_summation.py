@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_layersim.core.pairwise_summation import fold, next_size, push
+from tl_layersim.core.sums import fold, next_size, push
 
 
 def join(a: str, b: str) -> str:

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_layersim.core import Sums
-from tl_layersim.core.blocks import MOST_BLOCKS, DataBlock, first_block_size, rows_in_block
-from tl_layersim.core.pairwise_summation import next_size
-from tl_layersim.core.sum_tree import SumTree, most_nodes
+from tl_layersim.core.sums import MOST_BLOCKS, DataBlock, SumTree, first_block_size, most_nodes, next_size, rows_in_block
 
 
 def part(start: int, count: int) -> DataBlock:

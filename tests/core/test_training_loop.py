@@ -10,8 +10,7 @@ import torch
 from tl_layersim.core import resumable_file
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.core.resumable_file import ResumableFile
-from tl_layersim.core.shuffle import Shuffle
-from tl_layersim.core.training_loop import TrainingSteps, run_steps
+from tl_layersim.core.training_loop import Shuffle, TrainingSteps, run_steps
 
 
 class Summing(TrainingSteps):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.data.batches import Batches
+from tl_layersim.data.batches import Batches, fingerprint, new_digest
 from tl_layersim.data.data import Data
-from tl_layersim.data.digest import fingerprint, new_digest
-from tl_layersim.models.model_info import Model
+from tl_layersim.sources.model import Model
 
 INPUTS = {"token_type_ids": 0, "position_ids": None, "pixel_values": None, "inputs_embeds": None, "decoder_input_ids": None}
 
@@ -341,7 +340,7 @@ def test_pairs_that_cannot_be_joined_are_refused():
 
 
 def test_the_cache_counts_the_memory_of_all_inputs(monkeypatch):
-    monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 6000)
+    monkeypatch.setattr("tl_layersim.data.data.MOST_KEPT", 6000)
     images = torch.randn(4, 3, 8, 8)
     kept = Batches(Data(iter(images), batch_size=1), model("pixel_values"), count_positions=lambda batch: 2)
     with pytest.raises(lsim.LayersimError, match=r"`data`.*a test.*list\(data\)"):

@@ -196,7 +196,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
-    from tl_layersim.models import named_model
+    from tl_layersim.sources import named_model
 
     (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
     (tmp_path / "zeros").write_bytes(b"\0" * 64)

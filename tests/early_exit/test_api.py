@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.early_exit import EarlyExit
 
 from ..real_models.files import optional_real
 from ..tiny_models import VOCABULARY, family, random_tokens, tiny_gpt2

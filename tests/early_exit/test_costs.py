@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.early_exit.api import EarlyExit
 from tl_layersim.early_exit.costs import ExitCosts, evenly_spread, exited_fractions, plan_for
+from tl_layersim.early_exit.early_exit import EarlyExit
 
 from ..tiny_models import VOCABULARY, tiny_llama
 

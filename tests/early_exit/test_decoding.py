@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.early_exit import EarlyExit
 
 from ..tiny_models import random_tokens, tiny_tokenizer
 from .helpers import deep, naive_generate, ragged

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.early_exit import EarlyExit
 
 from ..tiny_models import random_tokens, tiny_gpt2
 from .helpers import RULES, classifier, deep, layers_of, naive_exit, ragged

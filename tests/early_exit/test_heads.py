@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.early_exit.api import EarlyExit
-from tl_layersim.models import ExitHeads
+from tl_layersim.early_exit.early_exit import EarlyExit
+from tl_layersim.lens import ExitHeads
 
 from ..tiny_models import VOCABULARY, random_tokens
 from .helpers import HEAD, RULES, classifier, deep, layers_of, naive_exit, naive_generate, ragged

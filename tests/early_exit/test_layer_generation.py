@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.early_exit import layer_generation
-from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.layer_generation import generate_from_layers, layer_groups
 from tl_layersim.early_exit.truncate import truncate
 

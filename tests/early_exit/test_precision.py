@@ -97,7 +97,7 @@ def test_generation_exits_where_float64_exits(sharp):
 def test_a_probability_a_hair_below_the_threshold_does_not_exit(top, rule):
     """Two logits, a known distance apart: both rules decide as exact arithmetic does, 1e-9 of 1 - p from the threshold."""
     from tl_layersim.early_exit.rules import exit_rule
-    from tl_layersim.early_exit.rules.base import CheckedTokens
+    from tl_layersim.early_exit.rules.exit_rule import CheckedTokens
 
     gap = np.float64(np.float32(top + 11.5)) - np.float64(np.float32(top))
     p = 1 / (1 + np.exp(-gap))

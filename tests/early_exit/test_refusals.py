@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimTypeError
-from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.truncate import truncate
 
 from ..tiny_models import VOCABULARY, random_tokens, tiny_llama

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tl_layersim.activations.block_call import BlockCall, Widened, again, record_call
 from tl_layersim.architectures.blocks import find_blocks
-from tl_layersim.models.block_call import BlockCall, Widened, again, record_call
 
 from ..tiny_models import random_tokens
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations.view import reduce
 from tl_layersim.core import Sums
 from tl_layersim.jacobians.supported_blocks import TOO_COARSE
-from tl_layersim.models.view import reduce
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, layer_run, residuals, view

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import tl_layersim as lsim
+from tl_layersim.activations.block_call import Widened
 from tl_layersim.jacobians.jacobian import Jacobian
-from tl_layersim.models.block_call import Widened
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -96,7 +96,7 @@ def test_under_inference_mode():
 
 
 def test_the_end_of_memory_is_no_reason_to_take_more(monkeypatch):
-    from tl_layersim.models.block_call import FewTokens
+    from tl_layersim.activations.block_call import FewTokens
 
     def block(self, n):
         raise torch.OutOfMemoryError("no memory")

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.block_call import BlockCall
+from tl_layersim.activations.block_call import BlockCall
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import calls_of, naive

@@ -7,8 +7,8 @@ import torch
 import transformers
 
 import tl_layersim as lsim
+from tl_layersim.activations.block_call import BlockCall
 from tl_layersim.jacobians.jacobian import Jacobian
-from tl_layersim.models.block_call import BlockCall
 
 from ..tiny_models import VOCABULARY, random_tokens
 

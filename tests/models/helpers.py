@@ -10,9 +10,9 @@ import torch
 import transformers
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
 from tl_layersim.architectures.unembed import Unembed
-from tl_layersim.models import View
-from tl_layersim.models.chunked_logit_lens import read_lens
+from tl_layersim.lens.statistics import read_lens
 
 from ..options import called
 from ..tiny_models import hidden_states, tiny_tokenizer

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_layersim as lsim
+from tl_layersim.activations import View
+from tl_layersim.activations.view import targets
 from tl_layersim.architectures.unembed import Unembed
 from tl_layersim.data.labels import NO_LABEL
-from tl_layersim.models import View
-from tl_layersim.models.chunked_logit_lens import read_lens, saturation_layers
-from tl_layersim.models.view import targets
+from tl_layersim.lens.statistics import read_lens, saturation_layers
 
 from ..views import from_views, residuals, view, worst
 from .helpers import LENSES, read_logits

@@ -8,8 +8,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Head, Pool
 from tl_layersim.core import storage
-from tl_layersim.models import ExitHeads
-from tl_layersim.models.model_info import Model
+from tl_layersim.lens import ExitHeads
+from tl_layersim.sources.model import Model
 
 from ..core.helpers import FILES
 

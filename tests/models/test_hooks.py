@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_layersim.models.hooks import ForwardRun, on_enter, on_leave, temporary_hooks
+from tl_layersim.sources.hooks import ForwardRun, on_enter, on_leave, temporary_hooks
 
 
 def test_a_stop_ends_its_own_run_and_no_other():

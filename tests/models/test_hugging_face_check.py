@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim.models import hugging_face_check as check
+from tl_layersim.sources import checks as check
 
 from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import bridge, build, hooked_transformer, nnsight

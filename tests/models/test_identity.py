@@ -12,11 +12,10 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
-from tl_layersim.models import untrained
-from tl_layersim.models.model_changes import hooks_on
-from tl_layersim.models.nnsight import NNsightSource
-from tl_layersim.models.weights_hash import WORDS, digest_of_tensor, hash_weights
 from tl_layersim.remote.open import open_source
+from tl_layersim.sources import untrained
+from tl_layersim.sources.identity import WORDS, digest_of_tensor, hash_weights, hooks_on
+from tl_layersim.sources.nnsight import NNsightSource
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
@@ -267,7 +266,7 @@ def test_no_untrained_twin_of_a_changed_model(make, monkeypatch):
     model = make()
     with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
         untrained(model)
-    monkeypatch.setattr("tl_layersim.analysis.api.open_source", None)
+    monkeypatch.setattr("tl_layersim.engine.analyze.open_source", None)
     for run in (functools.partial(lsim.analyze, model), functools.partial(lsim.compare, tiny_llama(), model)):
         with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
             run(TOKENS, "cka", baseline="untrained")
@@ -311,7 +310,7 @@ def test_the_digest_of_a_tensor_follows_every_element(dtype, count):
 
 def test_the_checksum_is_computed_once_for_a_run_and_not_without_need(monkeypatch):
     counted = []
-    monkeypatch.setattr("tl_layersim.models.weights_hash.digest_of_tensor", lambda x: counted.append(1) or b"0")
+    monkeypatch.setattr("tl_layersim.sources.identity.digest_of_tensor", lambda x: counted.append(1) or b"0")
     model = tiny_llama()
     lsim.sites(model)
     NNsightSource(nnsight_of(model), None, None, False)

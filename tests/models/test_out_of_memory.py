@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import tower_similarity
-from tl_layersim.models import out_of_memory
-from tl_layersim.models.hooked import HookedSource
+from tl_layersim.sources import out_of_memory
+from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.vision import tower_similarity
 
 from ..clip_models import clip_of
 from ..clip_models import pairs as clip_pairs
@@ -321,7 +321,7 @@ def test_analyzers_that_call_blocks_again_need_all_rows(wrap):
 
 
 def test_processes_that_share_weights_stay_together(monkeypatch):
-    monkeypatch.setattr("tl_layersim.models.point_source.weight_peers", lambda module: frozenset({0, 1}))
+    monkeypatch.setattr("tl_layersim.sources.source.weight_peers", lambda module: frozenset({0, 1}))
     model = tiny_llama()
     seen = limited(model.model.layers[1], 2)
     source = HookedSource(model)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.quantised import quantised_modules
-from tl_layersim.models.weights_hash import hash_weights
+from tl_layersim.sources.identity import hash_weights, quantised_modules
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama

@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.architectures.points import residual_points
 from tl_layersim.data.batches import Batch
-from tl_layersim.models.site_reader import SiteReader, whole_tensor
+from tl_layersim.sources.hooked import SiteReader, whole_tensor
 
 POINTS = residual_points(("in", "a", "b"), ("parts.0", "parts.1"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import submitted_run
+from tl_layersim.engine import submitted_runs as submitted_run
 
 from ..options import called
 from .client import equal, furthest, load, rows

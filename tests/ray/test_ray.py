@@ -78,7 +78,7 @@ def killed(folder: str, address: str, most: int) -> None:
     """A run whose process is killed when it has written so many parts."""
     import ray
 
-    from tl_layersim.analysis.shard_files import ShardPart
+    from tl_layersim.engine.shards import ShardPart
 
     save = ShardPart.save
 

@@ -33,7 +33,7 @@ def test_a_generator_compares_models_on_a_server_where_its_rows_fit(small, monke
     listed = called(lsim.compare, *models, list(random_tokens(4)), cka, remote=small.url, batch_size=2)
     generated = called(lsim.compare, *models, (row for row in random_tokens(4)), cka, remote=small.url, batch_size=2)
     assert listed.values.equal(generated.values)
-    monkeypatch.setattr("tl_layersim.data.kept_rows.MOST_KEPT", 0)
+    monkeypatch.setattr("tl_layersim.data.data.MOST_KEPT", 0)
     with pytest.raises(lsim.LayersimError, match="can be read only once, and a comparison with a model on a server needs"):
         called(lsim.compare, *models, (row for row in random_tokens(4)), cka, remote=small.url)
 

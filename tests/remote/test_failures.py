@@ -8,8 +8,8 @@ import time
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.remote import client as job_backend
 from tl_layersim.remote import client as ndif
-from tl_layersim.remote import job_backend
 
 from ..ndif.client import equal, rows
 from ..ndif.server import free_ports

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import validation
-from tl_layersim.models import ExitHeads
+from tl_layersim.engine import arguments as validation
+from tl_layersim.lens import ExitHeads
 
 from ..ndif.client import furthest, rows
 from .helpers import local

@@ -66,7 +66,7 @@ def test_a_job_that_was_too_long_is_sent_in_halves(small, sent, waited, tmp_path
 
 
 def test_a_job_that_the_server_has_lost_is_sent_again(small, sent, waited, monkeypatch):
-    from tl_layersim.analysis import submitted_run as jobs
+    from tl_layersim.engine import submitted_runs as jobs
 
     monkeypatch.setattr(jobs, "FORGOTTEN", 0.5)
     monkeypatch.setattr(jobs, "PAUSE", 0.1)
@@ -76,7 +76,7 @@ def test_a_job_that_the_server_has_lost_is_sent_again(small, sent, waited, monke
 
 @pytest.mark.parametrize("codes", [{"bad_words": [502, 200, 503]}, {"bad_results": [503, 403]}])
 def test_a_bad_answer_is_not_the_jobs_failure(small, sent, waited, codes, monkeypatch):
-    from tl_layersim.analysis import submitted_run as jobs
+    from tl_layersim.engine import submitted_runs as jobs
 
     monkeypatch.setattr(jobs, "PAUSE", 0.05)
     run = sent()
@@ -86,7 +86,7 @@ def test_a_bad_answer_is_not_the_jobs_failure(small, sent, waited, codes, monkey
 
 
 def test_a_job_that_fails_and_fails_is_given_up(small, sent, monkeypatch):
-    from tl_layersim.analysis import submitted_run as jobs
+    from tl_layersim.engine import submitted_runs as jobs
 
     monkeypatch.setattr(jobs, "PAUSE", 0.01)
     small.set(faults=["", *["evicted"] * 20])
@@ -95,7 +95,7 @@ def test_a_job_that_fails_and_fails_is_given_up(small, sent, monkeypatch):
 
 
 def test_a_server_that_is_away_has_not_lost_the_job(small, sent, waited, tmp_path, monkeypatch):
-    from tl_layersim.analysis import submitted_run as jobs
+    from tl_layersim.engine import submitted_runs as jobs
 
     monkeypatch.setattr(jobs, "PAUSE", 0.05)
     monkeypatch.setattr(jobs, "FORGOTTEN", 0.2)

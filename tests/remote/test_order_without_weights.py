@@ -8,8 +8,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.architectures.resolve import find_points, site_map
-from tl_layersim.models.firing_order import firing_order
 from tl_layersim.remote.order_without_weights import order_without_weights, widths_without_weights
+from tl_layersim.sources.hooked import firing_order
 
 from ..models.helpers import LAYOUTS, build
 from ..tiny_models import random_tokens

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis.cross_model_statistics import exchanges
 from tl_layersim.data.batches import Batches
+from tl_layersim.engine.cross_model_statistics import exchanges
 from tl_layersim.remote.open import open_source
 
 from ..ndif.client import rows

@@ -30,7 +30,7 @@ def result_classes() -> list[type[lsim.Result]]:
     """Every class of results of this package."""
     for name in lsim.__all__:
         getattr(lsim, name)
-    importlib.import_module("tl_layersim.training.layer_evaluation_results")
+    importlib.import_module("tl_layersim.training.layer_evaluation")
     found, waiting = [], [lsim.Result]
     while waiting:
         cls = waiting.pop()

@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, LayerMatrix
 from tl_layersim.core.findings import with_margin
 from tl_layersim.core.wording import number_text
-from tl_layersim.reporting.findings import finding, side_by_side
+from tl_layersim.reporting.html import finding, side_by_side
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance

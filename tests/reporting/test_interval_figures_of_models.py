@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.analysis import plot_adjacency
+from tl_layersim.many import plot_adjacency
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import bands

@@ -12,7 +12,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
-from tl_layersim.reporting.panels import panels
+from tl_layersim.reporting.figures import panels
 from tl_layersim.reporting.style import styled
 
 from ..tiny_models import random_tokens, tiny_llama

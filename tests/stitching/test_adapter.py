@@ -9,7 +9,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching.adapters import adapter_kind
-from tl_layersim.stitching.closed_form import cross_moments, own_moments, solve
+from tl_layersim.stitching.fitting import cross_moments, own_moments, solve
 
 
 def moments(kind: str, h: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:

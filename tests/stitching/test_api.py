@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tl_layersim as lsim
 from tl_layersim.remote.open import open_split_model
-from tl_layersim.stitching.intervals import over_batches
+from tl_layersim.stitching.stitch_results import over_batches
 
 from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import next_token_loss, rotated, rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import Source
+from tl_layersim.sources import Source
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import QUICK, gpt2_of_kind, rows
@@ -18,7 +18,7 @@ class TestRefusals:
     @staticmethod
     def losses(monkeypatch, values):
         """Let the back return these losses, with its true gradients."""
-        from tl_layersim.models.split_model import LocalSplitModel
+        from tl_layersim.split import LocalSplitModel
 
         plain, losses = LocalSplitModel.loss_and_gradient, iter(values)
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))

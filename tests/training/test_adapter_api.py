@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.remote import adapter_training as far_training
 from tl_layersim.remote.adapter_training import RemoteDescent
-from tl_layersim.training.adapter_api import train_adapters
+from tl_layersim.training.train_adapters import train_adapters
 
 from ..ndif.client import rows
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import ExitHeads
+from tl_layersim.lens import ExitHeads
 from tl_layersim.training.fine_tuning_steps import FineTuning
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models import ExitHeads
+from tl_layersim.lens import ExitHeads
 from tl_layersim.training.losses import layer_weights
 from tl_layersim.training.objectives import objective_named
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
@@ -76,7 +76,7 @@ class TestObjectives:
     def test_no_gradient_of_the_divergence_reaches_the_last_layer(self):
         """With the paper's term alone at work on the last head, its weights do not move."""
         model, tokens = tiny_llama().double(), random_tokens(2, 8)
-        from tl_layersim.training.objectives.multi_head import MultiHeadObjective
+        from tl_layersim.training.objectives.built_in import MultiHeadObjective
 
         objective = MultiHeadObjective(open_residual_stream(model), lsim.AlignedTraining(objective="multi-head", kl=1.0))
         last = torch.randn(5, 32).double().requires_grad_()

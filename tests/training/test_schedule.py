@@ -11,7 +11,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.training.losses import layer_weights
-from tl_layersim.training.objectives.base import Objective
+from tl_layersim.training.objectives.objective import Objective
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
 from ..tiny_models import random_tokens, tiny_llama

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..activations.view import View, row_ends
 from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupling, pick_method
-from ..models.view import View, row_ends
 from ._prompt_rows import sums_by_row
 
 # Number of ranges of prompt lengths: 1, 2 to 3, 4 to 7, ...

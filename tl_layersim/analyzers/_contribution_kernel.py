@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..models.view import View
+from ..activations.view import View
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")
 CHUNK = 256

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..activations.sizes import norms, unit_vectors
+from ..activations.view import View
 from ..core.errors import LayersimError
-from ..models.vector_norms import norms, unit_vectors
-from ..models.view import View
 from ._hsic import beyond_rounding
 
 

@@ -15,8 +15,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..models.pools import SAMPLES_OF_ROW, Draws, Samples
-from ..models.view import View, row_ends
+from ..activations.pools import SAMPLES_OF_ROW, Draws, Samples
+from ..activations.view import View, row_ends
 from ._draws import draw_grid, draw_permutations, pool_key
 from .probe_kernels import held_out
 

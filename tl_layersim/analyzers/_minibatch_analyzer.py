@@ -1,4 +1,4 @@
-"""Base class of measures within minibatches: options, kernels, cross-model statistics and checks of CKA, RSA and MutualKNN."""
+"""Base class of CKA, RSA and mutual nearest neighbours: options, kernels, statistics of two models, and checks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,39 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
+from ..activations.pools import AnyKernel, PoolKernel, pool_rows
+from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn
+from ..core.results import LayerMatrix
 from ..core.sums import Sums
 from ..core.wording import amount
-from ..models.model_info import Model
-from ..models.pools import AnyKernel, PoolKernel, pool_rows
-from ._minibatch_pairs import (
-    Matrix,
-    Relate,
-    draw_pool,
-    pair_statistics,
-    pool_sums,
-    products_of_pairs,
-    relations_of_pairs,
-)
+from ..sources.model import Model
+from ._draws import samples
+from ._pair_kernels import Matrix, Relate, draw_pool, pair_statistics, pool_sums, products_of_pairs, relations_of_pairs
 from ._permutation_null import CalibratedMatrix, check_null_memory, is_one_model, null_fields
-from ._sample_vectors import samples
-from .base import Analyzer, Exchange, Run
+from .analyzer import Analyzer, Exchange, Run
+
+
+def arccos_distance(result: LayerMatrix) -> float:
+    """Root of the summed squared angles arccos(similarity) of equal layers, over outputs of blocks, or other sites.
+
+    Args:
+        result: of two models, whose values are similarities; those outside [-1, 1] are clipped.
+
+    Raises:
+        LayersimError: the models have different numbers of sites.
+    """
+    # The input of the first block is not the output of one.
+    rows, columns = (
+        len(names) - names[0].endswith((".hook_resid_pre", ".input")) for names in (result.layers, result.column_layers)
+    )
+    if rows != columns or result.values.shape[0] != result.values.shape[1]:
+        raise LayersimError(
+            f"The arccos distance is defined for models of equal depth; these have {rows} and {columns} blocks, or other sites."
+        )
+    equal: Tensor = result.values.diagonal()[-rows:]
+    return float(equal.clamp(-1, 1).arccos().square().sum().sqrt())
+
 
 # The input of the first block.
 EMBEDDING = "blocks.0.hook_resid_pre"

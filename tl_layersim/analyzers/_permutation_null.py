@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.histogram_quantiles import QUANTILES
+from ..core.arguments import typed
+from ..core.jackknife import QUANTILES
 from ..core.results import LayerMatrix, axes
-from ..models.model_info import Model
-from ._memory_limit import need_memory
+from ..sources.model import Model
+from .analyzer import need_memory
 
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05

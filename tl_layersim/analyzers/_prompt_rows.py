@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..activations.view import View
 from ..core.errors import LayersimError
 from ..core.sums import Sums
-from ..models.view import View
 
 # Rows of the data that can be counted.
 COUNTED_ROWS = 2**19

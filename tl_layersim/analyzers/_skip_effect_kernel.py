@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..activations.block_call import BlockCall, again
+from ..activations.sizes import norms
+from ..activations.view import View, row_ends
 from ..jacobians.replay import reproduces
-from ..models.block_call import BlockCall, again
-from ..models.chunked_logit_lens import head_input, read_positions
-from ..models.vector_norms import norms
-from ..models.view import View, row_ends
+from ..lens.statistics import head_input, read_positions
 
 
 @dataclass(frozen=True)

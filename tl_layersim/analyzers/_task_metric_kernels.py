@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..activations.view import View, with_labels
 from ..architectures.unembed import LayerHeads
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL, label_key
-from ..models.chunked_logit_lens import bad_logits, head_input, logits_of_layers, read_lens, read_positions
-from ..models.view import View, with_labels
-from ._memory_limit import need_memory
+from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
+from .analyzer import need_memory
 
 
 def need_memory_for_sums(layers: int, size: int, max_memory_gb: float) -> None:

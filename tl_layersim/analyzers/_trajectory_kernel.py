@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..models.vector_norms import norms, unit_vectors
-from ..models.view import View
+from ..activations.sizes import norms, unit_vectors
+from ..activations.view import View
 from ._prompt_rows import sums_by_row
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat, Seed
+from ..activations.view import Kernel
+from ..core.arguments import PositiveFloat, Seed, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
@@ -20,12 +20,10 @@ from ..core.wording import brief
 from ..data.batches import Batch
 from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
-from ..models.model_info import Model
-from ..models.view import Kernel
+from ..sources.model import Model
 from ._block_coupling_kernel import block_coupling_kernel
-from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
-from .base import Analyzer, Run, SiteNeed, need_tokens
+from .analyzer import AUBRY, Analyzer, Run, SiteNeed, need_tokens
 
 
 @typed

@@ -11,17 +11,22 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Fraction
+from ..core.arguments import Fraction, typed
 from ..core.errors import warn
 from ..core.results import axes
 from ..core.sums import Sums
-from ..models.model_info import Model
-from ._arccos_distance import arccos_distance
-from ._covariances import Covariances, are_defined, check_defined, cost_in_words, seconds_of_pairs
-from ._cross_product_analyzer import CrossProductAnalyzer
+from ..sources.model import Model
+from ._cross_product_analyzer import (
+    Covariances,
+    CrossProductAnalyzer,
+    are_defined,
+    check_defined,
+    cost_in_words,
+    seconds_of_pairs,
+)
+from ._minibatch_analyzer import arccos_distance
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
-from .base import Run, need_tokens
+from .analyzer import Run, need_tokens
 
 # Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
 SMALLEST_EIGENVALUE = 1e-12

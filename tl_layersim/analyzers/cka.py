@@ -12,22 +12,18 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
+from ..activations.pools import AnyKernel
+from ..activations.view import Kernel
+from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import axes
 from ..core.sums import Sums
-from ..models.model_info import Model
-from ..models.pools import AnyKernel
-from ..models.view import Kernel
-from ._arccos_distance import arccos_distance
-from ._exact_hsic import exact_hsic, exact_kernel, means_kernel
-from ._hsic import centred, grams, tuples_of_rows, without_rows
-from ._memory_limit import need_memory
-from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
-from ._sample_vectors import samples
-from .base import Exchange, Run, Weight, need_tokens
+from ..sources.model import Model
+from ._draws import samples
+from ._hsic import centred, exact_hsic, exact_kernel, grams, means_kernel, tuples_of_rows, without_rows
+from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix, arccos_distance
+from ._pair_kernels import Matrix, PairRelation, Relate, relation_of_pairs
+from .analyzer import Exchange, Run, Weight, need_memory, need_tokens
 
 
 @typed

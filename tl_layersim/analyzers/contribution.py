@@ -10,16 +10,15 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
+from ..activations.view import Kernel
+from ..core.arguments import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..jacobians.supported_blocks import refuse_post_norm
-from ..models.model_info import Model
-from ..models.view import Kernel
-from ._citations import CSORDAS
+from ..sources.model import Model
 from ._contribution_kernel import contribution_kernel, stack_and_block, sublayer_sites
-from .base import Analyzer, Run, need_tokens
+from .analyzer import CSORDAS, Analyzer, Run, need_tokens
 
 
 @typed

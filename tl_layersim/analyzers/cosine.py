@@ -12,17 +12,16 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Bins
+from ..activations.view import Kernel
+from ..core.arguments import Bins, typed
 from ..core.errors import LayersimError, warn
-from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
+from ..core.jackknife import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, axes
 from ..core.sums import Sums
 from ..core.wording import brief
-from ..models.model_info import Model
-from ..models.view import Kernel
+from ..sources.model import Model
 from ._cosine_kernel import cosine_kernel, mean_kernel
-from .base import Analyzer, Run, SiteNeed, Weight, need_tokens
+from .analyzer import Analyzer, Run, SiteNeed, Weight, need_tokens
 
 
 @typed

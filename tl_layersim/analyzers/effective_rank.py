@@ -11,19 +11,17 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit, PositiveInt
+from ..activations.view import Kernel, View
+from ..core.arguments import Limit, PositiveInt, typed
 from ..core.errors import LayersimError, warn
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import number_text
-from ..models.model_info import Model
-from ..models.view import Kernel, View
-from ._memory_limit import need_memory
+from ..sources.model import Model
+from ._draws import samples
 from ._ridge import samples_differ
-from ._sample_vectors import samples
-from .base import Analyzer, Run, Weight, need_tokens
+from .analyzer import Analyzer, Run, Weight, need_memory, need_tokens
 
 
 @typed

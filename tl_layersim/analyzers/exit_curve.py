@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..activations.pools import samples_of
+from ..activations.view import Kernel, View, with_labels
 from ..architectures.unembed import LayerHeads
-from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat, Probability
+from ..core.arguments import PositiveFloat, Probability, typed
 from ..core.errors import LayersimError
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
@@ -22,15 +23,12 @@ from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
-from ..models.activation_checks import refuse_bad_logits
-from ..models.chunked_logit_lens import RANKED, bad_logits, read_lens, read_positions
-from ..models.exit_heads import ExitHeads, as_heads, plain_heads
-from ..models.model_info import Model
-from ..models.pools import samples_of
-from ..models.targets import check_batch_labels
-from ..models.view import Kernel, View, with_labels
-from ._citations import JIANG
-from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
+from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
+from ..lens.targets import check_batch_labels
+from ..sources.checks import refuse_bad_logits
+from ..sources.model import Model
+from .analyzer import JIANG, Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding
 from .probe_kernels import held_out
 

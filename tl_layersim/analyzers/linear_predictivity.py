@@ -11,22 +11,27 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import NonNegativeInt, OpenFraction, PositiveFloat
+from ..activations.pools import Draws
+from ..activations.view import Kernel
+from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat, typed
 from ..core.errors import LayersimError
 from ..core.results import axes
 from ..core.sums import Sums
 from ..data.batches import Batch
-from ..models.model_info import Model
-from ..models.pools import Draws
-from ..models.view import Kernel
-from ._covariances import Covariances, are_defined, check_defined, check_sums_fit, cost_in_words, seconds_of_pairs
-from ._cross_product_analyzer import CrossProductAnalyzer
+from ..sources.model import Model
+from ._cross_product_analyzer import (
+    Covariances,
+    CrossProductAnalyzer,
+    are_defined,
+    check_defined,
+    check_sums_fit,
+    cost_in_words,
+    seconds_of_pairs,
+)
 from ._cross_products import draw_exchanged_split, split_cross_product_kernel
-from ._few_samples import warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
-from ._ridge import ridge_weights
-from .base import Run, Weight, need_whole_rows
+from ._ridge import ridge_weights, warn_of_few_rows, warn_of_few_samples
+from .analyzer import Run, Weight, need_whole_rows
 
 
 @typed

@@ -12,21 +12,18 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
+from ..activations.view import Kernel, View, targets, tokens_alone
+from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
-from ..models.model_info import Model
-from ..models.targets import check_batch_labels
-from ..models.view import Kernel, View, targets, tokens_alone
-from ._few_samples import warn_of_few_rows, warn_of_few_samples
-from ._memory_limit import need_memory
-from ._ridge import ridge_probe, samples_differ
-from .base import Analyzer, Run, need_whole_rows
+from ..lens.targets import check_batch_labels
+from ..sources.model import Model
+from ._ridge import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
+from .analyzer import Analyzer, Run, need_memory, need_whole_rows
 from .probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
 
 # Weights `site width class` and offsets `site class`, over all classes.

@@ -10,14 +10,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit, PermutationCount, PositiveInt, Seed
+from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
 from ..core.results import axes
 from ..core.sums import Sums
-from ._dissimilarities import dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
-from .base import Run, Weight
+from ._pair_kernels import Matrix, PairRelation, Relate, dissimilarities, relation_of_pairs
+from .analyzer import Run, Weight
 
 
 @typed

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit
+from ..activations.view import Kernel, View, row_ends, targets
+from ..core.arguments import Limit, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
@@ -20,13 +20,11 @@ from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..data.positions import PositionRule
-from ..models.activation_checks import need_stream
-from ..models.model_info import Model
-from ..models.targets import check_batch_labels
-from ..models.view import Kernel, View, row_ends, targets
-from ._memory_limit import need_memory
-from ._sample_vectors import samples
-from .base import Analyzer, Run, need_head
+from ..lens.targets import check_batch_labels
+from ..sources.checks import need_stream
+from ..sources.model import Model
+from ._draws import samples
+from .analyzer import Analyzer, Run, need_head, need_memory
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
 COUNTED_IDS = 2**19

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..activations.pools import mixed
+from ..activations.view import View, targets
 from ..data.labels import NO_LABEL
-from ..models.pools import mixed
-from ..models.view import View, targets
 
 # Multiples of the golden ratio, as fractions of 2^32: they are evenly spread over 0 to 1, and have no period.
 GOLDEN = 2654435769

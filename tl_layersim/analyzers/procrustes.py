@@ -10,16 +10,22 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
+from ..core.arguments import typed
 from ..core.errors import warn
 from ..core.results import axes
 from ..core.sums import Sums
-from ..models.model_info import Model
-from ._arccos_distance import arccos_distance
-from ._covariances import Covariances, are_defined, check_defined, cost_in_words, seconds_of_pairs
-from ._cross_product_analyzer import CrossProductAnalyzer
+from ..sources.model import Model
+from ._cross_product_analyzer import (
+    Covariances,
+    CrossProductAnalyzer,
+    are_defined,
+    check_defined,
+    cost_in_words,
+    seconds_of_pairs,
+)
+from ._minibatch_analyzer import arccos_distance
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
-from .base import Run, Weight, need_tokens
+from .analyzer import Run, Weight, need_tokens
 
 
 @typed

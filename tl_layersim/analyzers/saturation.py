@@ -12,21 +12,20 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
-from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat
+from ..core.arguments import PositiveFloat, typed
 from ..core.errors import warn
 from ..core.findings import with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
-from ..models.activation_checks import refuse_bad_logits
-from ..models.chunked_logit_lens import read_vectors, saturation_layers
-from ..models.exit_heads import ExitHeads, as_heads, plain_heads
-from ..models.model_info import Model
-from ..models.view import Kernel, View
+from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..lens.statistics import read_vectors, saturation_layers
+from ..sources.checks import refuse_bad_logits
+from ..sources.model import Model
 from ._cosine_kernel import mean_kernel
 from ._hsic import beyond_rounding
-from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
+from .analyzer import Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding
 
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."

@@ -11,18 +11,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import NonNegativeInt, PositiveFloat
+from ..activations.view import Kernel
+from ..core.arguments import NonNegativeInt, PositiveFloat, typed
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
-from ..models.model_info import Model
-from ..models.view import Kernel
-from ._citations import CSORDAS
+from ..sources.model import Model
 from ._skip_effect_kernel import skip_effect_kernel
-from .base import Analyzer, Run, SiteNeed
+from .analyzer import CSORDAS, Analyzer, Run, SiteNeed
 
 
 @typed

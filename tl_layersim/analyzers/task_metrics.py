@@ -14,21 +14,19 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit, PositiveFloat
+from ..activations.view import Kernel
+from ..core.arguments import Limit, PositiveFloat, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
-from ..data.labels import as_labels, label_source, warn_of_unused
-from ..data.tensors import number_tensor
-from ..models.activation_checks import refuse_bad_logits
-from ..models.exit_heads import ExitHeads, as_heads, plain_heads
-from ..models.model_info import Model
-from ..models.targets import check_batch_labels, gives_classes
-from ..models.view import Kernel
+from ..data.labels import as_labels, label_source, number_tensor, warn_of_unused
+from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..lens.targets import check_batch_labels, gives_classes
+from ..sources.checks import refuse_bad_logits
+from ..sources.model import Model
 from ._task_metric_kernels import confusion_kernel, need_memory_for_sums, scores_kernel
-from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
+from .analyzer import Analyzer, Run, SiteNeed, need_head, need_tokens
 
 
 @typed

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..core.errors import LayersimError
-from .base import Analyzer
+from .analyzer import Analyzer
 
 
 def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> dict[str, Analyzer]:

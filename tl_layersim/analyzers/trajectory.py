@@ -11,20 +11,18 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..activations.view import Kernel
 from ..architectures.points import site_name
-from ..core.argument_checks import typed
-from ..core.bounds import TwoOrMore
+from ..core.arguments import TwoOrMore, typed
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
-from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
+from ..core.jackknife import QUANTILES, quantiles_from_histogram
 from ..core.results import Result, axes
 from ..core.sums import Sums
-from ..models.model_info import Model
-from ..models.view import Kernel
-from ._citations import AUBRY
+from ..sources.model import Model
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
 from ._trajectory_kernel import DECADES, trajectory_kernel
-from .base import Analyzer, Run, SiteNeed, Weight, need_head, need_tokens
+from .analyzer import AUBRY, Analyzer, Run, SiteNeed, Weight, need_head, need_tokens
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.argument_checks import typed
+from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .layouts import BLOCKS, CROSS_ATTENTION, LAYOUTS, OF_ENCODER, OTHER_POST_NORM, TOWER_MODULES, BlockLayout

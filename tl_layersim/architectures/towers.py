@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import brief, with_article
 from ..data.positions import PositionRule
-from ..data.text_rows import DEFAULT_SEQ_LEN
+from ..data.texts import DEFAULT_SEQ_LEN
 from .blocks import has_both_towers
 from .layouts import CLASSES, TOWERS_BY_TYPE, Tower
 

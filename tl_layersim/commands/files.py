@@ -155,8 +155,8 @@ def list_analyzers(call: CommandCall) -> None:
     tl-layersim analyzers
     tl-layersim analyzers cka
     """
-    from ..analysis.validation import choose_analyzers
     from ..analyzers import find_analyzers
+    from ..engine.arguments import choose_analyzers
 
     if call.options["analyzer"] is None:
         installed = sorted(find_analyzers().items())
@@ -178,7 +178,7 @@ def list_sites(call: CommandCall) -> None:
     tl-layersim sites gpt2 | grep attn_out
     """
     from .. import demo_model, sites
-    from ..models.named_model import load_without_weights
+    from ..sources.named_model import load_without_weights
 
     name, trusted = call.options["model"], call.options["trust_remote_code"]
     table = sites(demo_model(aligned=name == ALIGNED) if is_demo(name) else load_without_weights(name, trusted, "model"))

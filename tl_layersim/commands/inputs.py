@@ -14,7 +14,7 @@ from .values import names_of
 
 if TYPE_CHECKING:
     from ..data.data import Data
-    from ..models.open import OpenedModel
+    from ..sources.open import OpenedModel
 
 # Models that ship with the package, by the names that commands take.
 DEMO, ALIGNED = "demo", "demo-aligned"
@@ -43,7 +43,7 @@ def named_model(
         LayersimError: the model cannot be loaded, or an option has no effect on a server.
     """
     from ..demo import demo_model
-    from ..models.named_model import load_for_server, load_model
+    from ..sources.named_model import load_for_server, load_model
 
     if remote or server:
         if device or (dtype and server != "local"):
@@ -165,8 +165,8 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
     Raises:
         LayersimError: there is no such analyzer or option.
     """
-    from ..analysis.validation import choose_analyzers
     from ..analyzers.text_options import with_options
+    from ..engine.arguments import choose_analyzers
 
     chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])
     in_file = options_of(call).get("option", [])

@@ -257,7 +257,7 @@ def estimate_cost(call: CommandCall) -> None:
     tl-layersim estimate gpt2 --time --device cuda
     """
     from .. import demo_model, estimate, open_model
-    from ..models.named_model import refuse_missing_device
+    from ..sources.named_model import refuse_missing_device
 
     analyzers, model = chosen_analyzers(call), call.options["model"]
     if call.options["time"]:

@@ -46,7 +46,7 @@ def shard_files(texts: Sequence[str], argument: str = "first") -> list[Path]:
         texts: folders, patterns and files.
         argument: that holds them, for messages.
     """
-    from ..analysis.shards import listed
+    from ..engine.shards import listed
 
     return [file for text in texts for file in listed(text, argument) if file.suffix != ".yaml"]
 

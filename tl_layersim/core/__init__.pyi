@@ -2,9 +2,9 @@
 
 from .errors import LayersimError as LayersimError
 from .errors import LayersimWarning as LayersimWarning
+from .fields import Provenance as Provenance
 from .fields import axes as axes
-from .histogram_quantiles import quantiles_from_histogram as quantiles_from_histogram
-from .provenance import Provenance as Provenance
+from .jackknife import quantiles_from_histogram as quantiles_from_histogram
 from .results import LayerCurve as LayerCurve
 from .results import LayerMatrix as LayerMatrix
 from .results import Picture as Picture

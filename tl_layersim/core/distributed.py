@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .blocks import DataBlock
 from .errors import LayersimError
-from .sum_tree import SumTree
-from .sums import Sums
+from .sums import DataBlock, Sums, SumTree
 
 
 @dataclass(frozen=True)

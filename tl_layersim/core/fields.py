@@ -1,12 +1,17 @@
-"""Declarations of the tensor fields of results: their axes, label, unit and bounds, and how reports show them."""
+"""What a result declares: its fields, its pictures, its kind in files and its provenance."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
+
+from .arguments import typed
+from .errors import without_secrets
 
 Better = Literal["", "higher", "lower"]
 Scale = Literal["", "log", "free"]
@@ -117,3 +122,123 @@ def _of_class(cls: Any) -> Mapping[str, Declaration]:
         )
         for name, own in found.items()
     }
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that a report shows for a result.
+
+    Attributes:
+        field: the tensor field that it shows.
+        title: of the figure.
+        meaning: a sentence that explains the figure and names its source.
+    """
+
+    field: str
+    title: str
+    meaning: str
+
+
+PACKAGE = __name__.partition(".")[0]
+# Later packages whose modules define results.
+DEFINE_RESULTS = ("analysis", "stitching", "training")
+
+
+def kind_of(cls: type[Any]) -> str:
+    """The name of a result class in files: its own `file_kind`, or module and name for a class without."""
+    return str(vars(cls).get("file_kind") or f"{cls.__module__}:{cls.__qualname__}")
+
+
+def class_of(kind: str, base: type[Any]) -> type[Any] | None:
+    """The result class of a kind; None if no imported module defines it. A class is never imported because a file names it.
+
+    Args:
+        kind: as `kind_of` returns it.
+        base: the base class of all results.
+    """
+    found = _imported(kind, base)
+    if found is None:
+        _import_all()
+        found = _imported(kind, base)
+    return found
+
+
+def _imported(kind: str, base: type[Any]) -> type[Any] | None:
+    found = [cls for cls in below(base) if kind_of(cls) == kind]
+    # A cell of a notebook that ran twice defines a class twice; the last one counts. Classes of this package come first.
+    own = [cls for cls in found if cls.__module__.startswith(f"{PACKAGE}.")]
+    return next(iter([*own, *found[::-1]]), None)
+
+
+def _import_all() -> None:
+    """Import every module that may define a result: of this package, and the analyzers that installed packages declare."""
+    importlib.import_module(f"{PACKAGE}.analyzers").find_analyzers()
+    for name in DEFINE_RESULTS:
+        package = importlib.import_module(f"{PACKAGE}.{name}")
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(info.name)
+
+
+def below(cls: type[Any]) -> Iterator[type[Any]]:
+    """All imported subclasses, direct and indirect."""
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from below(sub)
+
+
+# Fields that describe a model; those of several models are joined.
+OF_MODELS = ("model", "config_hash", "weights_hash", "changes", "source", "basis", "dtype")
+JOINT = " | "
+
+
+@typed
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """The model, data, options and versions that a result was computed with. Several models are written as "first | second".
+
+    Attributes:
+        model: name or path of the model as it was loaded.
+        config_hash: first 12 hex digits of the SHA-256 of the model's configuration.
+        weights_hash: checksum of all bytes of the model's parameters and buffers, and of the classes and settings of its
+            modules, 12 hex digits; empty if the weights are in another process, or divided over processes.
+        changes: hooks that others registered on the model's modules, forward methods that were replaced, and edits of nnsight:
+            where, the function's name, and a digest of code and captured values; empty if there are none.
+        source: class of the model, such as `HookedTransformer` or `TransformersModel (remote='local')`.
+        basis: basis of the residual stream (raw weights, folded norms, ...). The final norm is never applied.
+        dtype: of the model's activations.
+        data: SHA-256 of the tokens and their attention mask, row by row.
+        tokens: number of counted positions.
+        sequences: number of rows of tokens.
+        batches: number of forward passes.
+        seed: of random draws, None without any.
+        options: of the analyzer and of the data (`seq_len`, `pack`, `skip_first`, `batch_size`, ...).
+        versions: of the packages that the numbers depend on.
+        seconds: wall time of the whole run.
+        warnings: that were given when the result was computed.
+    """
+
+    model: str
+    config_hash: str
+    weights_hash: str
+    source: str
+    basis: str
+    dtype: str
+    data: str
+    tokens: int
+    sequences: int
+    batches: int
+    seed: int | None
+    options: dict[str, Any]
+    versions: dict[str, str]
+    seconds: float
+    warnings: tuple[str, ...] = ()
+    changes: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", without_secrets(self.model))
+
+    def swapped(self) -> Provenance:
+        """The record of the same run with its two models in the other order."""
+        parts = {name: getattr(self, name).split(JOINT) for name in OF_MODELS}
+        swapped: dict[str, Any] = {name: JOINT.join(own[len(own) // 2 :] + own[: len(own) // 2]) for name, own in parts.items()}
+        return replace(self, **swapped)

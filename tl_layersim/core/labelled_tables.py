@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .argument_checks import typed
+from .arguments import typed
 from .errors import LayersimError, warn
 from .findings import in_depth_order
 from .report_tables import merged_labels, numbers_of

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .label_table import label_table
-from .provenance import JOINT
-from .report_tables import joined_tables
+from .fields import JOINT
+from .report_tables import joined_tables, label_table
 
 if TYPE_CHECKING:
     import pandas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -15,12 +16,44 @@ from .errors import LayersimError
 from .fields import declarations
 from .findings import depth_key, in_depth_order, site_in_words
 from .intervals import field_named, headline_intervals, headline_texts, margin_text
-from .label_table import COLUMNS, label_table
 from .storage import replacing
 
 if TYPE_CHECKING:
     import pandas
     from torch import Tensor
+
+# Axes whose labels are the blocks of the (first) model.
+BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
+# Names of columns, for axes whose labels are sites.
+COLUMNS = {
+    "residual": "layer",
+    "row": "row_layer",
+    "column": "column_layer",
+    "row_block": "row_layer",
+    "column_block": "column_layer",
+}
+
+
+def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
+    """A table with one line for each entry of a tensor, in the order of its memory, and a column for each axis.
+
+    Args:
+        labels: along each axis, in order.
+    """
+    import pandas
+
+    table = pandas.DataFrame(
+        list(itertools.product(*labels.values())),
+        columns=[COLUMNS.get(axis, axis) for axis in labels],
+        index=None if labels else [0],
+    )
+    for axis, own in labels.items():
+        if axis in (*COLUMNS, *BLOCK_AXES):
+            # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
+            name = COLUMNS.get(axis, axis)
+            table[name] = pandas.Categorical(table[name], categories=list(own), ordered=True)
+    return table
+
 
 # Columns of labels that come first, and the columns of numbers.
 SITE_COLUMNS = ("layer", "row_layer", "column_layer")

@@ -13,12 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from .errors import LayersimError
-from .field_types import refuse_other_types
-from .hub import downloaded, is_hub_address
+from .fields import Provenance, class_of, kind_of
 from .intervals import with_replicates
-from .provenance import Provenance
-from .result_kinds import class_of, kind_of
-from .storage import by_first_name, read, reading
+from .report_exports import downloaded, is_hub_address
+from .storage import by_first_name, read, reading, refuse_other_types
 
 # Results of a kind that a result holds: without each block of the data, and of untrained models.
 ALIKE = ("replicates", "untrained")

@@ -13,20 +13,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .argument_checks import typed
-from .bounds import OpenFraction
+from .arguments import OpenFraction, typed
 from .errors import LayersimError
-from .fields import Declaration, axes, declarations
+from .fields import Declaration, Picture, Provenance, axes, declarations
 from .findings import in_depth_order, site_in_words
 from .intervals import field_named, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
-from .label_table import BLOCK_AXES, label_table
 from .labelled_tables import result_table
 from .notebook_display import report_as_html, result_as_html
-from .picture import Picture
-from .provenance import Provenance
 from .report_exports import ReportExports
-from .report_tables import field_table, latex, markdown, numbers_of
+from .report_tables import BLOCK_AXES, field_table, label_table, latex, markdown, numbers_of
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
 from .wording import headed

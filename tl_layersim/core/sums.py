@@ -1,10 +1,18 @@
-"""Sums over batches: named tensors with `+`, the only state of a run."""
+"""Sums over batches, the only state of a run: their addition in one order, their blocks, and the progress of a pass.
+
+A request to a server may sum one batch or sixty-four, an interrupted run continues in the middle, and the shards of a run begin
+at any batch. Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are
+therefore added as in a binary counter: the first to the second, the third to the fourth, then these two sums, and so on.
+
+The functions of pairwise summation are serialised by value and run on servers too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -102,3 +110,288 @@ def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
 def _widen(value: Tensor) -> Tensor:
     is_integer = not value.is_floating_point()
     return value.detach().cpu().to(torch.int64 if is_integer else torch.float64)
+
+
+# So many blocks are held at most. Then neighbours are added, and half of them remain.
+MOST_BLOCKS = 32
+
+
+@dataclass(frozen=True)
+class DataBlock:
+    """Sums of consecutive rows.
+
+    Attributes:
+        rows: number of the rows; the last block of the data may count rows that are not there.
+        tokens: number of their counted positions.
+        sums: by analyzer.
+    """
+
+    rows: int
+    tokens: int
+    sums: Mapping[str, Sums]
+
+    def __add__(self, other: DataBlock) -> DataBlock:
+        sums = {name: own + other.sums[name] for name, own in self.sums.items()}
+        return DataBlock(self.rows + other.rows, self.tokens + other.tokens, sums)
+
+
+def rows_in_block(index: int, first: int) -> int:
+    """The number of rows in a block when the row of this number comes; it doubles whenever there are `MOST_BLOCKS`.
+
+    Args:
+        index: number of the row.
+        first: number of rows in a block at the start.
+
+    Examples:
+        >>> [rows_in_block(index, 1) for index in (0, 31, 32, 63, 64, 128)]
+        [1, 1, 2, 2, 4, 8]
+    """
+    size = first
+    while index >= MOST_BLOCKS * size:
+        size *= 2
+    return size
+
+
+def first_block_size(rows: int | None) -> int:
+    """The number of rows in a block of data with so many rows: a power of two that gives 16 to 32 blocks.
+
+    Args:
+        rows: number of rows in the data; None if it is not known, so that blocks begin with one row.
+
+    Examples:
+        >>> [first_block_size(rows) for rows in (None, 10, 16, 31, 32, 1000)]
+        [1, 1, 1, 1, 2, 32]
+    """
+    size = 1
+    while rows is not None and 2 * size * (MOST_BLOCKS // 2) <= rows:
+        size *= 2
+    return size
+
+
+Term = TypeVar("Term")
+
+
+def push(
+    stack: list[tuple[int, Term]],
+    count: int,
+    value: Term,
+    add: Callable[[Term, Term], Term],
+    start: int = 0,
+    most: int | None = None,
+) -> None:
+    """Put the sum of the next terms onto a stack, and add neighbouring sums that have one parent in the tree over all terms.
+
+    Args:
+        stack: number of terms and sum of each group so far, changed in place.
+        count: number of terms in `value`, a power of two.
+        value: their sum.
+        add: adds two sums.
+        start: number of terms before those on the stack; `count` divides the number of the first term in `value`.
+        most: number of terms in a group at most, a power of two; None for any number.
+
+    Examples:
+        >>> stack = []
+        >>> for term in "abcde":
+        ...     push(stack, 1, term, lambda a, b: f"({a}{b})")
+        >>> stack
+        [(4, '((ab)(cd))'), (1, 'e')]
+        >>> later = []
+        >>> for term in "defgh":
+        ...     push(later, 1, term, lambda a, b: f"({a}{b})", start=3)
+        >>> later
+        [(1, 'd'), (4, '((ef)(gh))')]
+    """
+    stack.append((count, value))
+    end = start + sum(number for number, _ in stack)
+    while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
+        number, right = stack[-1]
+        if end % (2 * number) or (most is not None and 2 * number > most):
+            return
+        stack.pop()
+        stack[-1] = (2 * number, add(stack[-1][1], right))
+
+
+def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Term:
+    """The sum of all groups on a stack, added from its end.
+
+    Args:
+        stack: as `push` leaves it; not empty.
+        add: adds two sums.
+
+    Examples:
+        >>> fold([(4, "x"), (2, "y"), (1, "z")], lambda a, b: f"({a}{b})")
+        '(x(yz))'
+    """
+    total = stack[-1][1]
+    for _, value in reversed(stack[:-1]):
+        total = add(value, total)
+    return total
+
+
+def next_size(index: int, most: int) -> int:
+    """The number of terms that a request may sum without changing the order of additions: a power of two.
+
+    Args:
+        index: number of the request's first term; the result divides it.
+        most: upper limit.
+
+    Examples:
+        >>> [next_size(index, 8) for index in (0, 1, 2, 4, 6, 8)]
+        [8, 1, 2, 4, 2, 8]
+    """
+    size = 1
+    while size * 2 <= most and index % (size * 2) == 0:
+        size *= 2
+    return size
+
+
+def most_nodes(leaves: int, intervals: bool) -> int:
+    """The number of nodes that a run holds at most, the sums of a leaf that is to be added included.
+
+    Args:
+        leaves: number of leaves, the groups of rows whose sums are added.
+        intervals: whether blocks are kept, at first of one leaf each. Runs on servers and shards count the rows beforehand,
+            begin with larger blocks, and hold no more.
+
+    Examples:
+        >>> [most_nodes(leaves, False) for leaves in (1, 2, 3, 4, 1000)]
+        [1, 2, 2, 3, 10]
+        >>> [most_nodes(leaves, True) for leaves in (1, 2, 31, 32, 1000)]
+        [1, 2, 31, 32, 36]
+    """
+    if not intervals:
+        return leaves.bit_length()
+    size = rows_in_block(leaves - 1, 1)
+    whole, rest = divmod(leaves - 1, size)
+    # Of the last block half the size, before blocks doubled.
+    before = MOST_BLOCKS - 1 + (size // 2).bit_length() if size > 1 else 0
+    return max(whole + (rest + 1).bit_length(), before)
+
+
+@dataclass(frozen=True)
+class SumTree:
+    """Sums of consecutive rows as nodes of a binary tree over all rows of the data (`pairwise_summation`).
+
+    A node holds the sums of `2 ** k` rows, of which the first has a number that `2 ** k` divides. Two nodes below one parent
+    are added as soon as both are there. The sums of all data therefore depend on the number of rows alone: trees over parts
+    of the data, joined in order, equal the tree of a single run to the last bit.
+
+    Attributes:
+        size: number of rows in a block whose sums are kept for intervals, a power of two. It doubles whenever there are
+            `MOST_BLOCKS` blocks. None to keep no blocks: nodes are added as far as possible.
+        start: number of rows of the data before these.
+        nodes: in the order of the data.
+
+    Examples:
+        >>> def rows(*values, start=0):
+        ...     tree = SumTree(start=start)
+        ...     for value in values:
+        ...         tree = tree.add(DataBlock(1, 10, {"a": Sums({"x": torch.tensor(value)})}))
+        ...     return tree
+        >>> import torch
+        >>> from tl_layersim.core import Sums
+        >>> [node.rows for node in rows(1, 2, 3, 4, 5).nodes], [node.rows for node in rows(4, 5, start=3).nodes]
+        ([4, 1], [1, 1])
+        >>> rows(1, 2, 3).join(rows(4, 5, start=3)).total().sums["a"]["x"]
+        tensor(15)
+    """
+
+    size: int | None = None
+    start: int = 0
+    nodes: tuple[DataBlock, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows whose sums it holds."""
+        return sum(node.rows for node in self.nodes)
+
+    @property
+    def end(self) -> int:
+        """Number of rows of the data up to and including these."""
+        return self.start + self.rows
+
+    def add(self, more: DataBlock) -> SumTree:
+        """The tree with the sums of the next rows.
+
+        Args:
+            more: sums of one row, or of a power of two of rows that were added in pairs and whose first has a number that
+                this power divides; of one block at most.
+        """
+        stack = [(node.rows, node) for node in self.nodes]
+        push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
+        tree = replace(self, nodes=tuple(node for _, node in stack))
+        if self.size is None or self.start or self.rows + more.rows < MOST_BLOCKS * self.size:
+            return tree
+        return tree.coarser(2 * self.size)
+
+    def join(self, later: SumTree) -> SumTree:
+        """The tree of these rows and of those that follow.
+
+        Args:
+            later: its first row follows the last of this tree; with or without blocks as this one.
+
+        Raises:
+            ValueError: it begins elsewhere.
+        """
+        if later.start != self.end or (self.size is None) != (later.size is None):
+            raise ValueError(f"a tree that ends at row {self.end} cannot be joined with one that begins at {later.start}")
+        tree = self if self.size is None or later.size is None else self.coarser(max(self.size, later.size))
+        for node in later.nodes:
+            tree = tree.add(node)
+        return tree
+
+    def coarser(self, size: int) -> SumTree:
+        """The tree with blocks of a multiple of the size, a power of two; itself if its blocks are no smaller."""
+        if self.size is None or self.size >= size:
+            return self
+        tree = SumTree(size, self.start)
+        for node in self.nodes:
+            stack = [(own.rows, own) for own in tree.nodes]
+            push(stack, node.rows, node, DataBlock.__add__, self.start, size)
+            tree = replace(tree, nodes=tuple(own for _, own in stack))
+        return tree
+
+    def blocks(self) -> tuple[DataBlock, ...]:
+        """All blocks in the order of the data, the last one included where it is not complete; the tree begins at row 0."""
+        whole = [node for node in self.nodes if node.rows == self.size]
+        rest = [(node.rows, node) for node in self.nodes[len(whole) :]]
+        return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
+
+    def total(self) -> DataBlock:
+        """The sums of all its rows; a block without sums if there is none."""
+        stack: list[tuple[int, DataBlock]] = []
+        for node in self.nodes:
+            push(stack, node.rows, node, DataBlock.__add__, self.start)
+        return fold(stack, DataBlock.__add__) if stack else DataBlock(0, 0, {})
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The progress of one pass over the data, and the sums of its batches.
+
+    Attributes:
+        batches: number of batches read, those of other ranks and shards included.
+        sequences: rows in them.
+        tokens: counted positions in them.
+        digest: SHA-256 of their rows.
+        seconds: wall time.
+        done: whether the data ended.
+        tree: the sums of the batches on which the model of this process ran.
+    """
+
+    batches: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    digest: str = ""
+    seconds: float = 0.0
+    done: bool = False
+    tree: SumTree = SumTree()
+
+    def sums(self, names: Iterable[str]) -> dict[str, Sums]:
+        """The sums of all rows, by name of the kernel.
+
+        Args:
+            names: of the kernels.
+        """
+        total = self.tree.total().sums
+        return {name: total.get(name, Sums()) for name in names}

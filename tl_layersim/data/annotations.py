@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .columns import is_image
-from .inputs import PIXELS
+from .inputs import PIXELS, is_image
 from .labels import LABELS
 
 CLASSES, BOXES = "class_labels", "boxes"

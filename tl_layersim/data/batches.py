@@ -1,7 +1,8 @@
-"""Batches: rows of tokens from any accepted data, padded on the right, with masks and labels."""
+"""Batches: rows of tokens from any accepted data, padded on the right, with masks and labels; and their digest."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,18 +14,47 @@ from torch import Tensor
 
 from ..core.errors import LayersimError, in_words
 from .chat import Chat, ChatEncoder
-from .data import Data
-from .inputs import TOKEN_IDS, collated
-from .kept_rows import MOST_KEPT, KeptRows
+from .data import MOST_KEPT, Data, KeptRows, Notes
+from .inputs import TOKEN_IDS, collated, cut_to_longest, decoder_alone, reads_decoder
 from .labels import NO_LABEL
-from .model_properties import ModelInputs
-from .notes import Notes
-from .other_stack import cut_to_longest, decoder_alone, reads_decoder
 from .positions import Positions
 from .readers import Reader, refuse_path
-from .row import Row
-from .text_encoding import Encoded, Text
-from .text_rows import TextRows, row_too_long
+from .rows import ModelInputs, Row
+from .texts import Encoded, Text, TextRows, row_too_long
+
+
+def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
+    """Add a batch's rows, without padding, to a running hash: equal data gives equal digests in any batch size.
+
+    Args:
+        digest: the hash.
+        batch: the rows.
+        marked: whether the data marks the counted positions, which then are a part of it.
+    """
+    for number in range(len(batch.tokens)):
+        digest.update(row_bytes(batch, number))
+        if marked:
+            digest.update(batch.counted[number][batch.attention[number]].numpy().tobytes() + b"|")
+
+
+def row_bytes(batch: Batch, number: int) -> bytes:
+    """A row of a batch without padding, all of its inputs included, as bytes."""
+    attention = batch.attention[number]
+    length = int(attention.nonzero()[-1]) + 1
+    found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
+    inputs = cut_to_longest({name: values[number : number + 1] for name, values in batch.inputs.items()})
+    for name, values in sorted(inputs.items()):
+        row = values[0, :length] if name in batch.positional else values[0]
+        # NumPy has no bfloat16.
+        plain = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + plain + b"|"
+    return found
+
+
+def new_digest() -> Any:
+    """An empty hash for `fingerprint`."""
+    return hashlib.sha256()
+
 
 TEXTS_AT_ONCE = 64
 # Rows whose mean number of counted positions decides how many rows a pool needs.

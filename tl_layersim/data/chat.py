@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief, first_line
-from .columns import ATTACH, as_plain, innermost
 from .data import Data
-from .model_properties import ModelInputs
-from .text_encoding import tokenizer_of
+from .inputs import ATTACH, as_plain, innermost
+from .rows import ModelInputs
+from .texts import tokenizer_of
 
 # How a template marks the tokens of the assistant.
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

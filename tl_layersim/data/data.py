@@ -1,4 +1,4 @@
-"""`Data`: data of any accepted kind with the options of reading, taken by every function that reads data."""
+"""`Data`: data of any accepted kind with the options of reading, and its rows, which are tokenised once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,110 @@ from typing import Any
 
 import torch
 
-from ..core.argument_checks import typed
-from ..core.bounds import NonNegativeInt, PositiveInt, RowCount, TwoOrMore
-from ..core.errors import LayersimError
+from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
+from ..core.errors import LOG, LayersimError, warn
 from ..core.wording import brief
-from .kept_rows import KeptRows
+from .masks import RunsAtEnds
 from .positions import PositionRule, Positions
+from .rows import Row
+
+
+@dataclass
+class Notes:
+    """Counts of rows that a pass over the data treated specially, for the provenance.
+
+    Attributes:
+        own_bos: rows of texts that began with a BOS of their own, so that none was added.
+        masked: rows of tokens without a mask, whose mask was derived from the padding id.
+        texts: texts.
+        cut: texts that were cut to one row.
+        warned: warnings of earlier passes, which are not repeated.
+        unread: whether columns that are not read were named.
+        runs: of one token id at the ends of rows of tokens without a mask.
+    """
+
+    own_bos: int = 0
+    masked: int = 0
+    texts: int = 0
+    cut: int = 0
+    warned: set[str] = field(default_factory=set)
+    unread: bool = False
+    runs: RunsAtEnds = field(default_factory=RunsAtEnds)
+
+    def begin(self) -> None:
+        """Begin to count anew, for another pass over the data."""
+        self.own_bos = self.masked = self.texts = self.cut = 0
+        self.runs = RunsAtEnds()
+
+    def repeat(self, earlier: Notes) -> None:
+        """Take the counts of an earlier pass whose rows were kept, and repeat its warnings.
+
+        Args:
+            earlier: the counts of that pass.
+        """
+        self.own_bos, self.masked, self.texts, self.cut = earlier.own_bos, earlier.masked, earlier.texts, earlier.cut
+        for text in sorted(earlier.warned):
+            self.once(text)
+
+    def name_unread(self, names: list[str]) -> None:
+        """Name the columns that are not read, once."""
+        if names and not self.unread:
+            self.unread = True
+            LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
+
+    def once(self, text: str) -> None:
+        """Warn, unless the text is empty or the same warning was given before."""
+        if text and text not in self.warned:
+            self.warned.add(text)
+            warn(text)
+
+
+# Most memory of the rows that are kept. Larger data is read and tokenised again in each pass.
+MOST_KEPT = 256_000_000
+# Memory of a row beside its tensors' numbers.
+ROW_BYTES = 1000
+
+
+@dataclass
+class KeptRows:
+    """Rows that one pass over the data has tokenised, kept for later passes as long as they are within `MOST_KEPT` bytes.
+
+    Attributes:
+        tokenizer: that made the tokens, None for rows of ids.
+        processor: that made the other inputs. Both are held here, so that no other object gets their `id`.
+        rows: so far.
+        size: bytes of the rows that were read so far.
+        notes: counts of the pass; None until all rows of the data are kept.
+    """
+
+    tokenizer: Any
+    processor: Any
+    rows: list[Row] = field(default_factory=list)
+    size: int = 0
+    notes: Notes | None = None
+
+    def add(self, row: Row) -> None:
+        """Keep one more row; above `MOST_KEPT` drop all."""
+        self.size += ROW_BYTES + row.nbytes
+        if self.fits:
+            self.rows.append(row)
+        else:
+            self.rows.clear()
+
+    def finish(self, notes: Notes) -> None:
+        """End the pass, which has read all rows.
+
+        Args:
+            notes: of the pass.
+        """
+        if self.fits:
+            self.notes = notes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rows that were read so far are within `MOST_KEPT` bytes."""
+        return self.size <= MOST_KEPT
+
 
 # The name of a column, or the names of two columns of texts that form pairs.
 Column = str | tuple[str, str]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .columns import is_floats, is_image, is_images, is_text
 from .inputs import (
     EMBEDDINGS,
     PIXELS,
@@ -19,16 +18,19 @@ from .inputs import (
     accepted,
     as_values,
     by_row,
+    is_floats,
+    is_image,
+    is_images,
+    is_text,
     main_column,
     main_rows,
     positional,
     refuse_integers,
+    without_padding,
 )
 from .labels import LABELS, whole_numbers
-from .missing_mask import as_mask
-from .model_properties import ModelInputs
-from .other_stack import without_padding
-from .row import NOTHING, Row
+from .masks import as_mask
+from .rows import NOTHING, ModelInputs, Row
 
 MASK = "attention_mask"
 

@@ -1,6 +1,9 @@
-"""Inputs of a row besides its tokens: which columns hold them, their values for each row, and their batches.
+"""Inputs besides tokens: which columns hold them, what columns hold, and inputs of the stack that is not read.
 
 An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
+
+Inputs of the stack that is not read have positions of their own: each row holds them without padding, and batches pad
+ them on the right with their own mask.
 """
 
 from __future__ import annotations
@@ -8,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .model_properties import ModelInputs
-from .other_stack import padded_apart
-from .tensors import number_tensor
+from ..core.wording import brief
+from .labels import LABELS, is_missing, number_tensor
+from .masks import as_mask, mask_of
+from .rows import ModelInputs
 
 if TYPE_CHECKING:
-    from .row import Row
+    from .rows import Row
 
 TOKEN_IDS = "input_ids"
 EMBEDDINGS = "inputs_embeds"
@@ -181,3 +186,198 @@ def refuse_integers(name: str, values: Tensor) -> None:
             f"`{name}` is {values.dtype} of shape {tuple(values.shape)}; it "
             "must be floating-point numbers, as the model's processor gives them."
         )
+
+
+TOKENS = ("input_ids", "tokens")
+# Lists in lists beyond this depth contain themselves.
+DEEPEST = 16
+# Further outputs of tokenizers.
+OF_TOKENS = ("token_type_ids", "position_ids")
+ATTACH = "with lsim.attach(model, analyzers) as probe: "
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is an image, or a list of images: of PIL, or arrays of bytes."""
+    if isinstance(value, list):
+        return bool(value) and all(is_image(x) and not isinstance(x, list) for x in value)
+    if isinstance(value, np.ndarray | Tensor):
+        return value.dtype in (np.uint8, torch.uint8) and value.ndim in (2, 3)
+    return any(cls.__module__.split(".")[0] == "PIL" for cls in type(value).__mro__)
+
+
+def is_images(value: Any) -> bool:
+    """Whether a value is one array of several images: whole numbers whose first axis is the rows."""
+    return isinstance(value, np.ndarray | Tensor) and value.ndim == 4 and "int" in str(value.dtype)
+
+
+def is_floats(value: Any) -> bool:
+    """Whether a value is a table of floating-point numbers."""
+    value = innermost(value)
+    return isinstance(value, float) or (isinstance(value, Tensor | np.ndarray) and "float" in str(value.dtype))
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text, or a list of texts of which some may be missing."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return any(isinstance(x, str) for x in value) and all(isinstance(x, str) or is_missing(x) for x in value)
+
+
+def readable(text: str | None, number: int) -> str:
+    """Return the text of a row; refuse a missing text, or one that cannot be written as UTF-8.
+
+    Raises:
+        LayersimError: the text is missing, or cannot be written as UTF-8.
+    """
+    if text is None:
+        raise LayersimError(f"`data` has no text in row {number}. Leave such rows out: data.filter(...), table.dropna().")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LayersimError(
+            f"`data` has a lone surrogate in row {number}, which no tokenizer reads: "
+            f"{text[max(0, error.start - 20) : error.end + 20]!r}. Use text.encode('utf-8', 'replace').decode()."
+        ) from error
+    return text
+
+
+def as_plain(value: Any) -> Any:
+    """A sequence (a tuple, an array of texts, a column of a table) as a list; any other value unchanged."""
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":
+        return value
+    if isinstance(value, np.ndarray) or type(value).__name__ == "Series":
+        return value.tolist()
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | list) else value
+
+
+def innermost(value: Any) -> Any:
+    """The first item of lists in lists that is not None; any other value unchanged."""
+    for _ in range(DEEPEST):
+        value = as_plain(value)
+        if not isinstance(value, list):
+            break
+        value = next((item for item in value if item is not None), None)
+    return value
+
+
+def find_column(data: Mapping[str, Any]) -> str | None:
+    """The column of texts or tokens, None where several may be meant."""
+    known = [name for name in (*TOKENS, "text") if name in data]
+    texts = [name for name in data if is_text(data[name])]
+    empty = [name for name in data if is_missing(data[name]) and name not in LABELS]
+    candidates = known or texts or empty
+    return candidates[0] if known or len(candidates) == 1 else None
+
+
+def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
+    """The error for a mapping whose column of tokens, of texts or of the model's main input is not clear."""
+    splits = [name for name in data if hasattr(data[name], "column_names")]
+    named = [name for name in data if isinstance(name, str) and name not in LABELS]
+    likely = [name for name in named if is_text(data[name]) or _is_ids(data[name])]
+    if model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
+        likely = [name for name in data if name not in LABELS and is_floats(data[name])] or likely
+    do = f" Name it: column={likely[0]!r}." if likely else ""
+    do = f" Pass one split: data[{splits[0]!r}]." if splits else do
+    other = "" if model.main_input == TOKEN_IDS else f" or of `{model.main_input}`"
+    return LayersimError(
+        f"`data` has no unambiguous column of texts or token ids{other} among {brief(list(data))}"
+        + (f", and `column` is {column!r}" if column else "")
+        + f".{do}"
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    """Whether a value is rows of whole numbers, or one row."""
+    value = innermost(value)
+    return isinstance(value, int) or (isinstance(value, Tensor | np.ndarray) and "int" in str(value.dtype))
+
+
+# Inputs with one value for each position of a stack, by the name of its mask.
+ENCODER = {"attention_mask": ("input_ids", "inputs_embeds")}
+DECODER = {"decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds")}
+DECODER_IDS = "decoder_input_ids"
+
+
+def reads_decoder(model: ModelInputs) -> bool:
+    """Whether the rows of the data are those of a decoder beside an encoder."""
+    return model.token_input == DECODER_IDS
+
+
+def padded_apart(model: ModelInputs) -> tuple[str, ...]:
+    """Names of the inputs that have one value for each position of the stack that is not read."""
+    other = ENCODER if reads_decoder(model) else DECODER
+    return tuple(name for mask, names in other.items() for name in (mask, *names))
+
+
+def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
+    """The inputs of a row, with those of the other stack cut to the positions that it attends to, and with their mask.
+
+    Without a mask, the encoder's padding ids are left out, as those of tokens are. All positions of a decoder count.
+
+    Args:
+        inputs: of one row.
+        model: the model.
+
+    Raises:
+        LayersimError: the mask does not fit, or leaves no position.
+    """
+    found = dict(inputs)
+    for mask, names in (ENCODER if reads_decoder(model) else DECODER).items():
+        own = [name for name in names if name in inputs]
+        if not own:
+            continue
+        length = len(inputs[own[0]])
+        attended = torch.ones(length, dtype=torch.bool)
+        if mask in inputs:
+            attended = as_mask(inputs[mask])
+        elif own[0] == "input_ids" and (derived := mask_of(inputs[own[0]][None], model)) is not None:
+            attended = derived[0]
+        if attended.shape != (length,) or not bool(attended.any()):
+            raise LayersimError(
+                f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones for `{own[0]}` of {length} "
+                "positions; it must have a value for each position, and ones for tokens."
+            )
+        places = attended.nonzero()[:, 0]
+        span = slice(int(places[0]), int(places[-1]) + 1)
+        found |= {name: inputs[name][span] for name in own} | {mask: attended[span].long()}
+    return found
+
+
+def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
+    """`mask_of` the tokens of a decoder, of which the first starts the row, and is often the padding id too.
+
+    Raises:
+        LayersimError: padding precedes other tokens.
+    """
+    after = mask_of(rows[:, 1:], model)
+    if after is None:
+        return None
+    if bool((~after[:, 0] & after.any(1)).any()):
+        raise LayersimError(
+            f"`{model.mask_input}` is missing, but {int((~after[:, 0] & after.any(1)).sum())} of {len(rows)} rows of "
+            f"`{model.token_input}` start with padding."
+        )
+    return torch.cat([torch.ones_like(after[:, :1]), after], 1)
+
+
+def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of some rows of a batch, with those of the other stack cut to the longest of these rows.
+
+    Args:
+        inputs: `row ...`; masks among them belong to the other stack.
+    """
+    found = dict(inputs)
+    for mask, names in (ENCODER | DECODER).items():
+        own = [name for name in names if name in inputs]
+        if mask in inputs and own and inputs[mask].shape == inputs[own[0]].shape[:2]:
+            width = int(inputs[mask].any(0).nonzero()[-1]) + 1
+            found |= {name: inputs[name][:, :width] for name in (mask, *own)}
+    return found
+
+
+def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
+    """The error for data without the tokens of the decoder that is read, or without the encoder's inputs."""
+    return LayersimError(
+        f"`data` needs the inputs of both stacks to read the decoder of {model.name}, such as `input_ids` and "
+        f"`decoder_input_ids`, and holds {given}. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
+    )

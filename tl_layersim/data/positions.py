@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.function_code import describe_function
+from ..core.functions import describe_function
 from ..core.wording import brief
-from .tensors import number_tensor
+from .labels import number_tensor
 
 PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
 SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")

@@ -15,29 +15,36 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import brief, with_article
 from .chat import Chat, chats_in, is_chat
-from .columns import (
+from .data import Column, Notes
+from .input_rows import image_column, processed, rows_without_tokens
+from .inputs import (
     OF_TOKENS,
+    PIXELS,
+    ROW_AXES,
+    TOKEN_IDS,
     TOKENS,
+    Level,
+    accepted,
     as_plain,
+    decoder_alone,
+    decoder_mask,
     find_column,
     is_floats,
     is_image,
     is_images,
     is_text,
+    main_column,
+    positional,
+    reads_decoder,
+    rows_of,
     unclear_columns,
+    without_padding,
 )
-from .data import Column
-from .input_rows import image_column, processed, rows_without_tokens
-from .inputs import PIXELS, ROW_AXES, TOKEN_IDS, Level, accepted, main_column, positional, rows_of
-from .labels import LABELS, labels_in, whole_numbers
-from .missing_mask import as_mask, mask_of, masked_warning
-from .model_properties import ModelInputs
-from .notes import Notes
-from .other_stack import decoder_alone, decoder_mask, reads_decoder, without_padding
+from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
+from .masks import as_mask, mask_of, masked_warning
 from .positions import as_marks
-from .row import NOTHING, Row
-from .tensors import is_missing, number_tensor
-from .text_encoding import Text
+from .rows import NOTHING, ModelInputs, Row
+from .texts import Text
 
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids or other inputs of the model by name, a datasets.Dataset or "

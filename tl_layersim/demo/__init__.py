@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from typing import Any, Literal
 
-from ..core.argument_checks import typed
+from ..core.arguments import typed
 
 
 @typed

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 import tl_layersim as lsim
-from tl_layersim.demo import demo_images
+
+from . import demo_images
 
 
 def new_model(seed: int) -> ViTForImageClassification:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..core.argument_checks import typed
-from ..core.bounds import NonNegativeFloat, PositiveInt
+from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError, warn
 from .arguments import shortlist_ids
 from .measured_costs import timed_costs

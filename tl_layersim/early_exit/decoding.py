@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.block_call import first_tensor
-from ..models.hooks import ForwardRun, on_leave
-from ..models.split_model import LocalSplitModel
+from ..activations.block_call import first_tensor
+from ..sources.hooks import ForwardRun, on_leave
+from ..split import LocalSplitModel
 from .cache import ColumnCache, Columns, grown
 from .supported_models import not_reached
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
-from ..models.split_model import LocalSplitModel, logits_of
+from ..split import LocalSplitModel, logits_of
+from .checks import ExitLens
 from .decoding import Decoding
-from .exit_lens import ExitLens
 from .full_sequence import FullSequence, Rows
 from .supported_models import no_cache, reads_pixels, synthetic_inputs
 

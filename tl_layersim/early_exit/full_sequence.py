@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.block_call import first_tensor
-from ..models.hooks import ForwardRun, on_leave
-from ..models.split_model import LocalSplitModel
+from ..activations.block_call import first_tensor
+from ..sources.hooks import ForwardRun, on_leave
+from ..split import LocalSplitModel
+from .checks import ExitCheck, ExitLens
 from .decoding import Counts, entered
-from .exit_check import ExitCheck
-from .exit_lens import ExitLens
-from .rules.base import ExitRule
+from .rules.exit_rule import ExitRule
 from .supported_models import no_cache, not_reached
 
 

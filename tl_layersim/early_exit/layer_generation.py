@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..analysis.validation import with_tokenizer
-from .api import EarlyExit
+from ..engine.arguments import with_tokenizer
+from .arguments import prompt_rows
+from .checks import ExitCheck, ExitLens
 from .decoding import Decoding
-from .exit_check import ExitCheck
-from .exit_lens import ExitLens
-from .generation_loop import GenerationLoop
-from .prompts import prompt_rows
-from .sampling import StopCriteria, TokenSampler, end_ids
+from .early_exit import EarlyExit
+from .generation import GenerationLoop, StopCriteria, TokenSampler, end_ids
 
 # Bytes of keys and values that the rows of layers which are generated from together may take. On one layer they may take more.
 KEYS_AND_VALUES_BYTES = 2**28

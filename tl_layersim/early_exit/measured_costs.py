@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
-from ..models.split_model import LocalSplitModel
+from ..split import LocalSplitModel
+from .checks import ExitCheck, ExitLens
 from .decoding import Decoding
-from .exit_check import ExitCheck
-from .exit_lens import ExitLens
-from .rules.base import ExitRule
+from .rules.exit_rule import ExitRule
 from .supported_models import synthetic_inputs
 
 Clock = Callable[[], float]

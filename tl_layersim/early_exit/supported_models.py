@@ -13,12 +13,12 @@ from ..architectures.heads import classes_with_head
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
-from ..models.activation_checks import need_stream
-from ..models.hooked import HookedSource
-from ..models.hooks import on_leave
-from ..models.open import OpenedModel, is_nnsight
-from ..models.split_model import LocalSplitModel
 from ..remote.open import open_source
+from ..sources.checks import need_stream
+from ..sources.hooked import HookedSource
+from ..sources.hooks import on_leave
+from ..sources.open import OpenedModel, is_nnsight
+from ..split import LocalSplitModel
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:

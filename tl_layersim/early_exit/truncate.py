@@ -11,15 +11,14 @@ import torch
 
 from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
 from ..architectures.unembed import rounding
-from ..core.argument_checks import typed
-from ..core.bounds import PositiveInt
+from ..core.arguments import PositiveInt, typed
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.storage import replacing_model
-from ..models.open import OpenedModel
-from ..models.quantised import refuse_quantised
-from ..models.split_model import logits_of
-from .exit_lens import ExitLens
+from ..sources.identity import refuse_quantised
+from ..sources.open import OpenedModel
+from ..split import logits_of
+from .checks import ExitLens
 from .full_model_check import classified_positions, relative_gap
 from .full_sequence import FullSequence, Rows
 from .supported_models import not_hugging_face, open_for_early_exit, synthetic_inputs

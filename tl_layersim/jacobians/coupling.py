@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.block_call import BlockCall
+from ..activations.block_call import BlockCall
 from .jacobian import Jacobian, computing_dtype
 from .singular_vectors import krylov, top_of
 

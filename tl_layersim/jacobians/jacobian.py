@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.block_call import BlockCall, FewTokens, Widened
+from ..activations.block_call import BlockCall, FewTokens, Widened
 from .replay import is_remote, lengthening, plain_attention, reproduces
 from .single_token_products import TokenProducts, TokenReplayMismatch
 from .whole_row_products import RowProducts

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from ..models.block_call import BlockCall
-from ..models.vector_norms import norms
+from ..activations.block_call import BlockCall
+from ..activations.sizes import norms
 
 # Largest relative difference between a block's output and its replay, by dtype of the model. Models in float64 compute
 # norms, rotations and softmax in float32.

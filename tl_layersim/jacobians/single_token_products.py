@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..models.block_call import FewTokens
+from ..activations.block_call import FewTokens
 from .replay import adds_input, lengthening, plain_attention
 
 # Largest difference between the single-token replay and the block's output in the full sequence, relative to the norm of the

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..models.model_changes import refuse_edits
-from ..models.model_info import Model
+from ..sources.identity import refuse_edits
+from ..sources.model import Model
 
 # Largest relative error of finite differences.
 TOO_COARSE = 0.1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..models.block_call import BlockCall, whole_block
+from ..activations.block_call import BlockCall, whole_block
 from .replay import adds_input, lengthening, plain_attention, reproduces
 
 # Step of finite differences relative to the residual's norm, for float32 and float64, and for half precision: rounding and

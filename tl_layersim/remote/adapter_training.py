@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations.block_call import first_tensor
 from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
-from ..models.block_call import first_tensor
-from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
-from ..models.nnsight import NNsightSource
-from ..models.open import OpenedModel, is_nnsight
+from ..lens.statistics import cross_entropy, cross_entropy_slopes
+from ..sources.nnsight import NNsightSource
+from ..sources.open import OpenedModel, is_nnsight
 from .client import quiet
 from .failures import JobTooLong
 from .open import open_source
-from .request_sizes import SECONDS_PER_REQUEST
+from .requests import SECONDS_PER_REQUEST
 from .shipped_source import ShippedSource
 from .source import RemoteSource
 from .traces import remote_lens

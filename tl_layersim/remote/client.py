@@ -1,20 +1,233 @@
-"""Client of an NDIF server: sends one request, repeats it after transient failures, and reads the server's status."""
+"""Client of an NDIF server: its jobs, and requests that are repeated after failures."""
 
 from __future__ import annotations
 
+import re
 import ssl
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-from ..core.errors import LOG, LayersimError
-from ..core.server_addresses import without_login
-from .address import host_of, keep_logins_out_of_logs, redacted
-from .failures import FailureMap, JobTooLong, TransientFailure, last_line
-from .job_backend import JobDisplay, JobStatus, counting_backend
-from .prepared_request import PreparedRequest
-from .server_status import ServerStatus, parse_status
+from ..core.errors import LOG, LayersimError, without_login
+from .failures import ConnectionStalled, FailureMap, JobTooLong, TransientFailure, last_line
+from .server import ServerStatus, host_of, keep_logins_out_of_logs, parse_status, redacted
+
+# Seconds between two looks for Ctrl-C on systems whose locks do not notice it.
+SECONDS_PER_LOOK = 1.0
+
+
+class PreparedRequest:
+    """A serialised request, which can be sent several times until its result arrives.
+
+    Tracing and serialising belong to the thread of the caller, because nnsight reads frames and changes global state for them.
+    The other thread posts bytes, receives the server's messages, and downloads and decodes the result.
+
+    Args:
+        payload: the serialised trace.
+    """
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+        self._backend: Any = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the request was sent, and its result or its failure was not taken yet."""
+        return self._backend is not None
+
+    @property
+    def queue_position(self) -> int:
+        """The highest place in the server's queue that the request had; 1 where no other request waited."""
+        return 1 if self._backend is None else int(self._backend.display.queue_position)
+
+    def start(self, backend: Any) -> None:
+        """Send the request in another thread.
+
+        Args:
+            backend: as `NdifClient.backend` makes it, with the payload.
+        """
+        self._backend, self._result, self._error = backend, None, None
+        self._ended.clear()
+        # A daemon, so that Python may end while a job is queued.
+        threading.Thread(target=self._exchange, args=(backend,), daemon=True, name="ndif-request").start()
+
+    def _exchange(self, backend: Any) -> None:
+        try:
+            self._result = backend.exchange()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def wait(self) -> tuple[Any, Any]:
+        """Wait for the result, and return it with the backend that received it.
+
+        Raises:
+            Exception: as the other thread met it; the request counts as not sent then.
+        """
+        backend = self._backend
+        backend.display.show()
+        while not self._ended.wait(SECONDS_PER_LOOK):
+            pass
+        if self._error is not None:
+            self._backend = None
+            raise self._error
+        return self._result, backend
+
+    def abandon(self) -> None:
+        """Close the connection of a request that was sent and whose result is not awaited any more."""
+        if self._backend is not None:
+            self._backend.display.abandoned = True
+
+
+# Seconds without a message after which the connection is checked.
+SILENCE = 60.0
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """Status of a non-blocking job.
+
+    Attributes:
+        state: the server's name for the state of the job; None where the server does not know the job or is unreachable.
+        result: what the job returned, None before the job has completed.
+        failure: why the job failed, where it may be sent again; "" where it has not failed.
+        halve: whether the job was too long, and its batches belong into two jobs.
+        reached: whether the server responded.
+        final: the error that would be the same for the same job sent again, None where there is none.
+    """
+
+    state: str | None
+    result: Any = None
+    failure: str = ""
+    halve: bool = False
+    reached: bool = True
+    final: Exception | None = None
+
+
+@dataclass
+class JobDisplay:
+    """Receives the status of one job from nnsight, in place of nnsight's own progress bar, and watches the connection.
+
+    Attributes:
+        report: called with each status message of the server.
+        ping: raises where the server does not respond.
+        enabled: whether nnsight calls `refresh` ten times a second.
+        shown: whether messages are reported; False while the results of an earlier request are awaited.
+        abandoned: whether nobody waits for the job any more.
+        seconds: how long the job ran, from status RUNNING to status COMPLETED.
+        queue_position: the highest place in the server's queue that the job had; 1 for the next job to run.
+    """
+
+    report: Callable[[Any], None]
+    ping: Callable[[], Any]
+    enabled: bool = True
+    shown: bool = True
+    abandoned: bool = False
+    seconds: float = 0.0
+    queue_position: int = 1
+    _last_message: float = field(default_factory=time.monotonic)
+    _started: float | None = None
+    _last_response: Any = None
+
+    def show(self) -> None:
+        """Report the last message, and all further ones."""
+        self.shown = True
+        if self._last_response is not None:
+            self.report(self._last_response)
+
+    def update(self, response: Any) -> None:
+        """Note the time of a status message, and pass the message to `report` where it is shown."""
+        self._last_message = time.monotonic()
+        self._last_response = response
+        if place := re.search(r"position (\d+)", response.description or ""):
+            self.queue_position = max(self.queue_position, int(place[1]))
+        status = response.status.value
+        if status == "RUNNING" and self._started is None:
+            self._started = self._last_message
+        if status == "COMPLETED" and self._started is not None:
+            self.seconds = self._last_message - self._started
+        if self.shown:
+            self.report(response)
+
+    def refresh(self) -> None:
+        """Check the connection if no message has arrived for `SILENCE` seconds.
+
+        Raises:
+            ConnectionStalled: the server does not respond; or nobody waits for the job any more.
+        """
+        if self.abandoned:
+            raise ConnectionStalled("the job is not waited for any more")
+        if time.monotonic() - self._last_message < SILENCE:
+            return
+        try:
+            # A job may be queued for hours without a message; a server that is gone does not respond to a ping.
+            self.ping()
+        except (LayersimError, TransientFailure) as error:
+            raise ConnectionStalled(f"no message for {SILENCE:.0f} s, and no response to /ping") from error
+        self._last_message = time.monotonic()
+
+
+def counting_backend() -> Any:
+    """A subclass of nnsight's remote backend that counts bytes. Made in a function, because nnsight is imported when needed."""
+    from nnsight.intervention.backends.remote import RemoteBackend
+    from nnsight.schema.request import RequestModel
+
+    class CountingBackend(RemoteBackend):  # type: ignore[misc]  # nnsight has no types
+        sent = 0
+        received = 0
+        # Whether a trace is serialised only, and sent by `exchange` later.
+        prepares = False
+        payload: bytes | None = None
+
+        def __call__(self, tracer: Any = None) -> Any:
+            if not self.prepares:
+                return super().__call__(tracer)
+            self.payload = self._serialize(tracer)
+            return None
+
+        def exchange(self) -> Any:
+            """Send the serialised trace and return its result. Touches no trace, so any thread may call it."""
+            return self.request(RequestModel(model_key=self.model_key, compress=self.compress, env=self.env), None)
+
+        def _serialize(self, tracer: Any) -> bytes:
+            if self.payload is not None:
+                self.sent = len(self.payload)
+                return self.payload
+            try:
+                payload: bytes = super()._serialize(tracer)
+            except Exception as error:
+                raise LayersimError(
+                    f"The request cannot be serialized: {redacted(f'{type(error).__name__}: {error}')[:300]}. Keep models, "
+                    "locks and open files out of the analyzer's options and its module's globals."
+                ) from error
+            self.sent = len(payload)
+            return payload
+
+        @staticmethod
+        def parse(message: str | bytes) -> Any:
+            if not message:
+                # A closed connection gives an empty message.
+                raise ConnectionError("the server closed the connection")
+            return RemoteBackend.parse(message)
+
+        def download_result(self, url: Any) -> Any:
+            # Hides nnsight's download bar: the bar of the whole run is shown already.
+            self.display.enabled = False
+            return super().download_result(url)
+
+        def finalize(self, content: bytes) -> Any:
+            self.received = len(content)
+            return super().finalize(content)
+
+    return CountingBackend
+
 
 T = TypeVar("T")
 # Seconds between attempts: nine minutes in all, in which a server can restart and load a large model.

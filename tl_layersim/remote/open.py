@@ -9,19 +9,16 @@ import torch
 
 from ..architectures.blocks import encoder_and_decoder, modules_in_place_of_blocks
 from ..architectures.transformer_lens import is_transformer_lens
-from ..core.argument_checks import typed
-from ..core.bounds import PositiveInt
-from ..core.errors import LayersimError
-from ..core.server_addresses import shown
+from ..core.arguments import PositiveInt, typed
+from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
-from ..models.activation_checks import need_stream
-from ..models.hooked import HookedSource
-from ..models.hugging_face_check import verify_on_first_row
-from ..models.model_changes import refuse_edits
-from ..models.nnsight import NNsightSource
-from ..models.open import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
-from ..models.source import HasModule, Source
-from ..models.split_model import LocalSplitModel, SplitModel
+from ..sources.checks import need_stream, verify_on_first_row
+from ..sources.hooked import HookedSource
+from ..sources.identity import refuse_edits
+from ..sources.nnsight import NNsightSource
+from ..sources.open import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
+from ..sources.source import HasModule, Source
+from ..split import LocalSplitModel, SplitModel
 from .source import RemoteSource
 from .split_model import RemoteSplitModel
 

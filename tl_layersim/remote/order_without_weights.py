@@ -13,8 +13,8 @@ from ..architectures.blocks import encoder_and_decoder
 from ..architectures.points import HookPoint
 from ..architectures.resolve import site_map
 from ..core.errors import LayersimError
-from ..models.firing_order import firing_order
-from ..models.model_inputs import device_of
+from ..sources.hooked import firing_order
+from ..sources.inputs import device_of
 
 # The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
 Order = tuple[tuple[int, ...], tuple[int, ...]]

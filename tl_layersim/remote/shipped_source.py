@@ -16,8 +16,8 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from ..core.errors import LayersimError
-from ..core.function_code import called_by, codes_in, plain_constants
-from ..models.nnsight import own_function
+from ..core.functions import called_by, codes_in, plain_constants
+from ..sources.nnsight import own_function
 
 READ_LINES = inspect.getsourcelines
 

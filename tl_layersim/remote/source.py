@@ -15,24 +15,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..activations.pools import AnyKernel
+from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.points import HookPoint
-from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, warn
-from ..core.server_addresses import shown
+from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, shown, warn
 from ..data.batches import Batch
-from ..models.model_changes import edits_of
-from ..models.model_info import ServerOffer
-from ..models.model_inputs import forward_arguments, smallest_arguments
-from ..models.nnsight import NNsightSource, kept_of, shippable
-from ..models.pools import AnyKernel
-from ..models.source import OnServer, PartialSums
-from ..models.view import Kernel, Reduced
-from .client import NdifClient, quiet
+from ..sources.identity import edits_of
+from ..sources.inputs import forward_arguments, smallest_arguments
+from ..sources.model import ServerOffer
+from ..sources.nnsight import NNsightSource, kept_of, shippable
+from ..sources.source import OnServer, PartialSums
+from .client import NdifClient, PreparedRequest, quiet
 from .failures import JobTooLong
 from .order_without_weights import Order, order_without_weights, widths_without_weights
-from .prepared_request import PreparedRequest
-from .request_pipeline import RequestPipeline
-from .request_sizes import MOST_BATCHES, RequestSchedule
+from .requests import MOST_BATCHES, RequestPipeline, RequestSchedule
 from .shipped_source import ShippedSource
 from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
 

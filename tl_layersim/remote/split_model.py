@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations.block_call import first_tensor
 from ..data.batches import Batch
-from ..models.block_call import first_tensor
-from ..models.model_inputs import forward_arguments
-from ..models.nnsight import NNsightSource
-from ..models.split_model import Moments, SplitModel, logits_of, mean_loss_and_gradient, score_of
+from ..sources.inputs import forward_arguments
+from ..sources.nnsight import NNsightSource
+from ..split import Moments, SplitModel, logits_of, mean_loss_and_gradient, score_of
 
 
 class RemoteSplitModel(SplitModel):

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations.block_call import first_tensor
+from ..activations.pools import AnyKernel, plan_batch
+from ..activations.site_buffer import SiteBuffer
+from ..activations.view import View, reduce
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
-from ..core.pairwise_summation import push
-from ..models.block_call import first_tensor
-from ..models.pools import AnyKernel, plan_batch
-from ..models.site_buffer import SiteBuffer
-from ..models.source import PartialSums
-from ..models.trace_steps import TraceStep, read_step
-from ..models.view import View, reduce
+from ..core.sums import push
+from ..sources.nnsight import TraceStep, read_step
+from ..sources.source import PartialSums
 
 # For each view `layer`, how many activations are not finite; and by kernel name what it returned, summed over batches.
 BatchSums = tuple[list[Tensor], dict[str, dict[str, Tensor]]]

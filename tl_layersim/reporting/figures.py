@@ -1,22 +1,26 @@
-"""The figure of a result's field, chosen by its axes and by what it declares: heat map, lines, bars, paths or token grid."""
+"""The figure of a result's field, chosen by its axes and by what it declares; and several figures as panels of one."""
 
 from __future__ import annotations
 
+import copy
+import html
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
+from ..core.fields import JOINT
 from ..core.intervals import bounds_of, field_named
-from ..core.provenance import JOINT
 from ..core.results import UNTRAINED, Result
 from .bars import bars
 from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map
-from .interval_bands import Ends, interval_ends
+from .interval_bands import Ends, hover_texts, interval_ends, whiskers
 from .lines import (
     Series,
     is_wide,
@@ -29,9 +33,23 @@ from .lines import (
     widen_axis,
     with_baselines,
 )
-from .models import model_heatmap
+from .many_runs import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
-from .style import DASHES, GREY, MOST_LINES, names_of_models, series_look, with_provenance, with_size
+from .style import (
+    DASHES,
+    GREY,
+    MOST_LINES,
+    PALETTE,
+    PAPER_SIZES,
+    layer_axis,
+    names_of_models,
+    on_what,
+    series_look,
+    styled,
+    with_provenance,
+    with_room_for_legend,
+    with_size,
+)
 from .token_grid import token_grid
 
 # Axes along which a few series have an order.
@@ -172,3 +190,203 @@ def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str
     if declared.scale == "free":
         fig.update_yaxes(rangemode="normal")
     return with_baselines(fig, baselines)
+
+
+# Lines that are nearer than the range of all values divided by this are one line on the screen.
+SAME = 1000
+# Markers of models with themselves.
+OWN_SYMBOLS = ("x", "cross", "star", "diamond-open")
+
+
+def directions(
+    values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], titles: tuple[str, str]
+) -> go.Figure:
+    """Line plot over stitch points of one value of each stitch, with its interval.
+
+    Each direction between two models has its own colour; a model with itself is dashed and grey. Models whose stitches with
+    themselves give the same values, such as 0, share one line.
+
+    Args:
+        values: `front back point`.
+        low: lower ends of the intervals.
+        high: upper ends of the intervals.
+        names: of the models.
+        seams: names of the stitch points.
+        titles: of the figure, and of the vertical axis.
+    """
+    fig = go.Figure()
+    places = np.arange(len(seams))
+    pairs, looks = _pairs(len(names))
+    own = values[range(len(names)), range(len(names))]
+    # Closer than a pixel.
+    together = len(names) > 1 and bool(np.allclose(own, own[0], rtol=0, atol=np.ptp(np.nan_to_num(values)) / SAME))
+    pairs = pairs[: 1 - len(names)] if together else pairs
+    # A little side by side, so that intervals at one point do not hide each other.
+    shifts = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(1)
+    for (a, b), shift in zip(pairs, shifts, strict=True):
+        label = "each into itself" if together and a == b else html.escape(f"{names[a]} into {names[b]}")
+        ends = Ends(low, high).at((a, b))
+        # Ends that equal the values are those of a field without intervals.
+        texts = hover_texts(ends) if bool((ends.low < ends.high).any()) else [""] * len(seams)
+        fig.add_scatter(
+            x=places + shift,
+            y=values[a, b],
+            name=label,
+            mode="lines+markers",
+            line=looks[a, b],
+            marker={"symbol": _symbol(a, b), "color": looks[a, b]["color"]},
+            error_y=whiskers(values[a, b], ends),
+            customdata=list(zip(seams, texts, strict=True)),
+            hovertemplate="%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>",
+        )
+    if all("," not in seam for seam in seams):
+        layer_axis(fig.update_xaxes, seams, axis_title("residual"))
+    else:
+        fig.update_xaxes(tickvals=places, ticktext=_both_sides(seams), title="Stitch point (blocks of front, back)")
+    # Near-zero penalties of models with themselves need no room below 0.
+    fig.update_yaxes(title=titles[1], rangemode="tozero", zeroline=True, zerolinecolor="#888888")
+    fig = styled(fig, titles[0], height=420).update_layout(showlegend=len(pairs) > 1)
+    return with_room_for_legend(fig) if len(pairs) > 1 else fig
+
+
+def _symbol(front: int, back: int) -> str:
+    """The marker of a stitch: that of the direction, or one of the model with itself."""
+    return OWN_SYMBOLS[front % len(OWN_SYMBOLS)] if front == back else "circle" if front < back else "square-open"
+
+
+def _both_sides(seams: tuple[str, ...]) -> list[str]:
+    """Tick labels of stitch points between different layers: the block of the front and of the back."""
+    sides = [tuple(part.strip() for part in seam.split(",")) for seam in seams]
+    return [", ".join(short_names(side)) for side in sides]
+
+
+def _pairs(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], dict[str, Any]]]:
+    """Pairs of models in plotting order, both directions of a pair together and self-pairs last; and the line of each."""
+    together = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    looks = {(a, a): {"color": GREY, "dash": ("dash", "dashdot", "longdash")[a % 3], "width": 1.5} for a in range(count)}
+    directed = [pair for a, b in together for pair in ((a, b), (b, a))]
+    for number, pair in enumerate(directed):
+        dash = DASHES[number // len(PALETTE) % len(DASHES)]
+        looks[pair] = {"color": PALETTE[number % len(PALETTE)], "dash": dash}
+    return directed + [(a, a) for a in range(count)], looks
+
+
+# Pixels between the panels of a row, and of the line above all panels.
+BETWEEN, LINE = 16, 24
+AXIS = re.compile(r"([xy])(?:axis)?(\d*)( domain)?")
+# Properties of an axis that name another axis.
+REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")
+
+
+def report_figure(
+    report: Mapping[str, Result], width: Literal["column", "text"] | None = None, title: str | None = None
+) -> go.Figure:
+    """The first picture of each result of a report, in rows of two panels, or below one another in a column.
+
+    Args:
+        report: any.
+        width: "column" or "text" for the size of a paper; None for the screen.
+        title: above all panels; None for the model and the data of the run on the screen, "" for none.
+
+    Raises:
+        LayersimError: no result of the report has a picture.
+    """
+    results = {name: result for name, result in report.items() if result.pictures}
+    if not results:
+        raise LayersimError(f"No result of the report has a picture; it has {', '.join(report) or 'no results'}.")
+    samples = [on_what(one.provenance, one.measured_on(one.pictures[0].field)) for one in results.values()]
+    same = len(set(samples)) == 1
+    figures = []
+    for result in results.values():
+        # The words below a title are those of all panels, or of the panel's own data.
+        figure = result.plot(width=width)
+        if same and width is None:
+            common = html.escape(samples[0])
+            own = [
+                part.replace(common, "").removeprefix(" · ") for part in (figure.layout.title.subtitle.text or "").split("<br>")
+            ]
+            figure.layout.title.subtitle.text = "<br>".join(filter(None, own))
+        figures.append(figure)
+    above = title if title is not None else samples[0] if same and width is None else ""
+    return panels(figures, width, above)
+
+
+def panels(figures: list[go.Figure], width: str | None = None, title: str = "") -> go.Figure:
+    """One figure with a panel for each of several.
+
+    Args:
+        figures: in order.
+        width: "column" or "text" for the size of a paper; None for the screen.
+        title: above all panels.
+    """
+    columns = 1 if width == "column" else min(2, len(figures))
+    rows = [figures[n : n + columns] for n in range(0, len(figures), columns)]
+    size = PAPER_SIZES[width]
+    each = (size.width - BETWEEN * (columns - 1)) // columns if width else 500
+    for figure in figures:
+        with_size(figure, width, None, each)
+    top = LINE if title else 0
+    # Rows of one height on the screen, where narrow pages of the documentation put the panels in one column.
+    heights = [max(figure.layout.height for figure in (row if width else figures)) for row in rows]
+    whole = go.Figure(layout={"template": size.template, "width": each * columns + BETWEEN * (columns - 1)})
+    words = {"text": html.escape(title), "x": 0, "pad": {"l": 10}, "y": 1, "yanchor": "top", "yref": "container"}
+    whole.update_layout(
+        height=sum(heights) + top,
+        margin=dict.fromkeys("lrb", 0) | {"t": top},
+        title=words | {"pad": {"t": 6, "l": 10}, "font": {"size": size.font, "color": GREY}},
+        meta={"panels": len(figures), "rows": len(rows), "columns": columns},
+    )
+    for n, row in enumerate(rows):
+        for m, figure in enumerate(row):
+            _add_panel(whole, figure, m * (each + BETWEEN), sum(heights[:n]))
+    return whole
+
+
+def _add_panel(whole: go.Figure, figure: go.Figure, x: float, y: float) -> None:
+    """Add a figure with its upper left corner at these pixels of the whole."""
+    own, margin = figure.layout, figure.layout.margin
+    wide, tall = whole.layout.width, whole.layout.height - whole.layout.margin.t
+    left, right = (x + margin.l) / wide, (x + own.width - margin.r) / wide
+    high, low = 1 - (y + margin.t) / tall, 1 - (y + own.height - margin.b) / tall
+    present = whole.layout.to_plotly_json()
+    offset = [sum(key.startswith(f"{side}axis") for key in present) for side in "xy"]
+    layout = {"xaxis": {}, "yaxis": {}, **copy.deepcopy(own.to_plotly_json())}
+    for key, axis in layout.items():
+        if re.fullmatch(r"[xy]axis\d*", key):
+            start, end = (left, right) if key[0] == "x" else (low, high)
+            first, last = axis.get("domain", (0, 1))
+            axis |= {"domain": [start + first * (end - start), start + last * (end - start)], "automargin": False}
+            axis.setdefault("anchor", "y" if key[0] == "x" else "x")
+            axis |= {name: _renamed(axis[name], offset) for name in REFERENCES if name in axis}
+            whole.layout[_renamed(key, offset)] = axis
+    number = sum(key.startswith("legend") for key in present) + 1
+    legend = f"legend{number}" if number > 1 else "legend"
+    shown = own.showlegend or (own.showlegend is None and len(figure.data) > 1)
+    for trace in figure.data:
+        drawn = copy.deepcopy(trace.to_plotly_json())
+        drawn["xaxis"], drawn["yaxis"] = (_renamed(drawn.get(f"{side}axis", side), offset) for side in "xy")
+        if drawn["type"] != "heatmap":
+            drawn |= {"legend": legend, "showlegend": shown and drawn.get("showlegend", True)}
+        for holder in (drawn, drawn.get("marker", {})):
+            if "colorbar" in holder:
+                place = {"x": right + 4 / wide, "xanchor": "left", "y": (low + high) / 2, "yanchor": "middle"}
+                holder["colorbar"] |= place | {"len": high - low}
+        whole.add_trace(drawn)
+    below = {"x": (left + right) / 2, "xanchor": "center", "y": 1 - (y + own.height) / tall, "yanchor": "bottom"}
+    whole.layout[legend] = {"orientation": "h", "xref": "paper", "yref": "paper", **below}
+    for shape in layout.get("shapes", ()):
+        whole.add_shape(shape | {f"{side}ref": _renamed(shape.get(f"{side}ref", side), offset) for side in "xy"})
+    small = own.title.subtitle.text
+    words = f"<b>{own.title.text}</b>" + (f'<br><span style="color: {GREY}">{small}</span>' if small else "")
+    note = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "top", "align": "left", "showarrow": False}
+    at = {"x": (x + 8) / wide, "y": 1 - (y + 4) / tall}
+    whole.add_annotation(text=words, font={"size": min(own.title.font.size, 14)}, **note, **at)
+
+
+def _renamed(axis: str, offset: list[int]) -> str:
+    """The name of an axis of a panel in the whole: `x2` or `xaxis2` with a higher number."""
+    match = AXIS.fullmatch(axis)
+    if match is None:
+        return axis
+    number = int(match[2] or 1) + offset["xy".index(match[1])]
+    return f"{axis[: match.start(2)]}{number if number > 1 else ''}{match[3] or ''}"

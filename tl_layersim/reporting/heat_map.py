@@ -10,18 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from ..core.provenance import JOINT
+from ..core.fields import JOINT
 from ..core.results import Result
-from .colour_scales import (
-    MOST_NUMBERS,
-    SPREAD,
-    ColourScale,
-    cell_numbers,
-    narrow_scale,
-    off_diagonal_scale,
-    on_cells,
-    scale_of,
-)
+from .colour_scales import MOST_NUMBERS, SPREAD, ColourScale, cell_numbers, narrow_scale, off_diagonal_scale, on_cells, scale_of
 from .interval_bands import Ends, cell_hover, interval_ends
 from .lines import known_columns
 from .site_labels import axis_title, short_names, visible_token

@@ -1,24 +1,183 @@
-"""One self-contained HTML page of a report: a summary, tables, and every figure with its meaning."""
+"""One self-contained HTML page of a report: a summary, tables, and every figure with its meaning; and what notebooks show."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment
+from torch import Tensor
 
+from ..core.fields import JOINT, Provenance
+from ..core.findings import site_in_words, with_margin
 from ..core.intervals import headline_texts
-from ..core.label_table import COLUMNS
-from ..core.provenance import Provenance
-from ..core.report_tables import field_table
-from ..core.results import UNTRAINED, Result
+from ..core.report_tables import COLUMNS, field_table
+from ..core.results import UNTRAINED, LayerMatrix, Report, Result
 from ..core.storage import replacing
-from .findings import finding, side_by_side
+from ..core.wording import number_text
 from .site_labels import axis_title, is_stream, series_label, site_ranges
 from .style import FONT, names_of_models
+
+# Headline numbers in a sentence of a result that has no words of its own.
+MOST_HEADLINES = 2
+# Quantities in a sentence about several models.
+MOST_CHANGES = 3
+
+
+def finding(result: Result) -> str:
+    """One sentence with the main numbers of a result; empty for a result without numbers.
+
+    Args:
+        result: any; its own `finding` comes first.
+    """
+    own = result.finding()
+    if own:
+        return own
+    if isinstance(result, LayerMatrix) and min(result.values.shape) > 1:
+        found = _extremes(result)
+        if found:
+            return found
+    models, lines = side_by_side(result)
+    if models:
+        changes = [f"{line[0]} {' → '.join(line[1 : len(models) + 1])}" for line in lines[:MOST_CHANGES]]
+        return f"{' → '.join(models)}: {'; '.join(changes)}."
+    numbers = [f"{name}: {text}" for name, text in list(headline_texts(result).items())[:MOST_HEADLINES]]
+    return "; ".join(numbers)[:1].upper() + "; ".join(numbers)[1:] + "." if numbers else ""
+
+
+def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The headline numbers of a result of several models, a line for each quantity and a column for each model.
+
+    Args:
+        result: any.
+
+    Returns:
+        Names of the models; and lines of a quantity, its value for each model and, of two models, the change from the first to
+        the second. Nothing for a result of one model.
+    """
+    models = tuple(map(str, getattr(result, "models", ())))
+    texts = headline_texts(result)
+    if len(models) < 2 or not texts or not all(any(name.startswith(f"{model}: ") for model in models) for name in texts):
+        return (), []
+    lines: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(name.partition(": ")[2] for name in texts):
+        keys = [f"{model}: {name}" for model in models]
+        change = [_difference_text(result, keys[0], keys[1])] if len(models) == 2 and all(key in texts for key in keys) else []
+        lines.append((name, *(texts.get(key, "") for key in keys), *change))
+    return models, lines
+
+
+def _difference_text(result: Result, before: str, after: str) -> str:
+    """The second headline number minus the first, with its sign and its own margin: both were measured on the same data."""
+    text = with_margin(result, lambda one: one.headline()[after] - one.headline()[before])
+    return text if text.startswith("-") else f"+{text}"
+
+
+def _extremes(result: LayerMatrix) -> str:
+    """The highest and the lowest value between two sites, in words; empty where no value is defined."""
+    values = result.values
+    two_models = JOINT in result.provenance.model
+    rows, columns = result.layers, result.column_layers
+    compared = ~values.isnan()
+    if not two_models and rows == columns:
+        compared &= ~torch.eye(len(rows), dtype=torch.bool)
+        if torch.allclose(values, values.T, rtol=1e-6, atol=1e-9, equal_nan=True):
+            compared = compared.triu()
+    if not bool(compared.any()):
+        return ""
+    high_text = _pair(result, values.where(compared, -math.inf).argmax(), two_models)
+    low_text = _pair(result, values.where(compared, math.inf).argmin(), two_models)
+    name = result.declared().words
+    return f"{name} is highest between {high_text} and lowest between {low_text}."
+
+
+def _pair(result: LayerMatrix, place: Tensor, two_models: bool) -> str:
+    """A cell of a matrix in words: its sites and its value. A cell that the data choose has no interval."""
+    row, column = divmod(int(place), result.values.shape[1])
+    names: list[Any] = [site_in_words(result.layers[row]), site_in_words(result.column_layers[column])]
+    if two_models:
+        names = [f"{names[0]} of the first model", f"{names[1]} of the second"]
+    return f"{' and '.join(names)} ({number_text(float(result.values[row, column]))})"
+
+
+# Colours are those of the notebook, light or dark.
+NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""
+<div style="font-family: system-ui, sans-serif; font-size: 13px; line-height: 1.45; max-width: 900px">
+<div><b>{{ title }}</b>{% if about %} <span style="opacity: 0.7">{{ about }}</span>{% endif %}</div>
+{% if rows %}
+<table style="border-collapse: collapse; margin: 6px 0">
+<thead><tr>
+{% for name in columns %}<th style="text-align: left; padding: 3px 18px 3px 0">{{ name }}</th>{% endfor %}
+</tr></thead>
+<tbody>
+{% for row in rows %}<tr>
+{% for cell in row %}<td style="text-align: left; padding: 3px 18px 3px 0">{{ cell }}</td>{% endfor %}
+</tr>{% endfor %}
+</tbody>
+</table>
+{% endif %}
+<div style="opacity: 0.7">{% for call in calls %}<code>{{ call }}</code>{% if not loop.last %} · {% endif %}{% endfor %}</div>
+</div>
+""")
+
+
+def result_html(result: Result) -> str:
+    """A result as HTML: a table of its headline numbers and one line of what it was measured on.
+
+    Args:
+        result: any.
+    """
+    size = " x ".join(map(str, result.values.shape))
+    rows = [(name, text) for name, text in headline_texts(result).items()]
+    return _html(
+        f"{type(result).__name__}" + (f" ({size})" if size else ""),
+        measured_on(result.provenance),
+        (("measure", _value_column(result.has_intervals)), rows),
+        (".plot()", ".to_frame()", ".save(path)"),
+    )
+
+
+def report_html(report: Report) -> str:
+    """A report as HTML: one table of the headline numbers of all results.
+
+    Args:
+        report: any.
+    """
+    first = next(iter(report.values()), None)
+    rows = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
+    with_intervals = any(result.has_intervals for result in report.values())
+    calls = (".plot()", f'["{next(iter(report))}"].plot()', ".to_html(path)", ".save(path)") if first is not None else ()
+    return _html(
+        "Report",
+        measured_on(first.provenance) if first is not None else "without results",
+        (("analyzer", "measure", _value_column(with_intervals)), rows),
+        calls,
+    )
+
+
+def measured_on(provenance: Provenance) -> str:
+    """The model and the data of a run in one line.
+
+    Args:
+        provenance: of a result of the run.
+    """
+    rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
+    return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
+
+
+def _value_column(with_intervals: bool) -> str:
+    return "value (± half of the 95 % interval)" if with_intervals else "value"
+
+
+def _html(title: str, about: str, table: tuple[tuple[str, ...], list[Any]], calls: tuple[str, ...]) -> str:
+    columns, rows = table
+    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
+
 
 # Findings at the top of the page; those of further analyzers are in their sections.
 MOST_FINDINGS = 6

@@ -16,12 +16,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.errors import LayersimError, in_words, warn
-from ..data.batches import Batch, Batches
-from ..data.digest import row_bytes
+from ..data.batches import Batch, Batches, row_bytes
 from ..data.labels import NO_LABEL
-from ..models.model_info import Model
-from ..models.split_model import SplitModel
-from ..models.targets import answers, check_batch_labels
+from ..lens.targets import answers, check_batch_labels
+from ..sources.model import Model
+from ..split import SplitModel
 
 # Activations of more bytes than this are reported before they are computed.
 LARGE = 1e8

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..core.argument_checks import typed
+from ..core.arguments import typed
 from ..core.errors import LayersimError
 from .adapters import adapter_kind
 

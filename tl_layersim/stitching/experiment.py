@@ -16,23 +16,21 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..analysis.report_assembly import record
-from ..analysis.validation import shared_tokens, with_tokenizer
-from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError, in_words, warn
-from ..core.provenance import Provenance
+from ..core.fields import Provenance
 from ..core.storage import refuse_unwritable_folder
-from ..data.batches import Batches, found_in
+from ..core.sums import Tally
+from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
-from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..models.model_inputs import position_counter
-from ..models.split_model import SplitModel
-from ..models.targets import answers, usual_labels
+from ..engine.arguments import shared_tokens, with_tokenizer
+from ..engine.reports import record
+from ..lens.targets import answers, usual_labels
+from ..sources.inputs import position_counter
+from ..split import SplitModel
 from .activation_store import ActivationStore, StitchData
 from .adapter import Adapter
-from .fitting import BackLoss, Trained, descend, least_squares, start_of
-from .progress import Progress
+from .fitting import BackLoss, Progress, Trained, descend, least_squares, start_of
 from .spec import StitchSpec
 
 JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")

@@ -1,30 +1,164 @@
-"""Fits of adapters: least squares from sums over tokens, gradient descent on the back's loss, or one after the other."""
+"""Fits of adapters: least squares from sums over tokens, gradient descent on the back's loss, or one after the other.
+
+`own_moments` and `cross_moments` travel to NDIF servers as source: they need torch and the standard library alone.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..core.argument_checks import typed
-from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Seed
+from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn
-from ..core.resumable_file import Snapshot
-from ..core.shuffle import Shuffle
+from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums
-from ..core.training_loop import TrainingSteps, run_steps
-from ..models.split_model import SplitModel, attended
+from ..core.training_loop import Shuffle, TrainingSteps, run_steps
+from ..split import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapter import Adapter
-from .adapters.base import AdapterKind
-from .closed_form import cross_moments, own_moments, solve
-from .progress import Progress
+from .adapters.kind import AdapterKind
+
+T = TypeVar("T")
+# Notes and tensors, each by stitch.
+States = tuple[dict[str, dict[str, Any]], dict[str, Mapping[str, Tensor]]]
+
+
+class Progress:
+    """The states of all stitches of one call, by name, and the file that keeps them.
+
+    Args:
+        path: of the file; None keeps nothing.
+        identity: models, data and settings of the call. A file of another call is refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
+        self.file = ResumableFile(path, "stitches", identity)
+        self._notes, self._tensors = self.file.resume(_states_of) or ({}, {})
+
+    def get(self, key: str, parse: Callable[[dict[str, Any], Mapping[str, Tensor]], T]) -> T | None:
+        """The state of a stitch, which `parse` reads from its notes and tensors; None if no state of the stitch is kept.
+
+        Raises:
+            LayersimError: the file lacks something.
+        """
+        if key not in self._notes:
+            return None
+        with self.file.parsing():
+            return parse(self._notes[key], self._tensors[key])
+
+    def done(self, key: str) -> bool:
+        """Whether a stitch is complete in the file."""
+        return key in self._notes and bool(self._notes[key]["done"])
+
+    def put(self, key: str, note: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Record the state of a stitch, which the next save writes."""
+        if self.file.path is not None:
+            self._notes[key], self._tensors[key] = note, tensors
+
+    def save(self) -> None:
+        """Write all states."""
+        if (state := self.snapshot()) is not None:
+            self.file.save(*state)
+
+    def saved_on_interrupt(self) -> AbstractContextManager[None]:
+        """A context that writes all states where an exception, Ctrl-C included, ends the block."""
+        return self.file.saved_on_interrupt(self.snapshot, lambda: "The state of the stitches is")
+
+    def snapshot(self) -> Snapshot | None:
+        """All states, for the file; None where nothing is known yet."""
+        tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
+        return ({"stitches": self._notes}, tensors) if self._notes else None
+
+
+def _states_of(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> States:
+    notes: dict[str, dict[str, Any]] = {key: dict(note) for key, note in header["stitches"].items()}
+    for note in notes.values():
+        if type(note["done"]) is not bool:
+            raise TypeError(f"done is {note['done']!r}")
+    own: dict[str, Mapping[str, Tensor]] = {
+        key: {name.split("/", 1)[1]: value for name, value in tensors.items() if name.split("/", 1)[0] == key} for key in notes
+    }
+    return notes, own
+
+
+Features = Callable[[Tensor], Tensor]
+# Eigenvalues of the features' Gram matrix below this fraction of the largest one are rounding.
+RANK = 1e-13
+
+
+def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
+    """Sums over tokens of the front's features.
+
+    Args:
+        features: see `AdapterKind.features`.
+        hidden: `token d_front`, the front's residuals.
+
+    Returns:
+        `count`; `u`, `d_front`, the sum of the features; `uu`, `d_front d_front`, the sum of their outer products.
+    """
+    u = features(hidden.double())
+    return {"count": torch.tensor(u.shape[0]), "u": u.sum(0), "uu": u.T @ u}
+
+
+def cross_moments(
+    features: Features, adds_residual: Callable[[int, int], bool], hidden: Tensor, target: Tensor
+) -> dict[str, Tensor]:
+    """Sums over tokens of the back's residuals, and of their products with the front's features.
+
+    Args:
+        features: see `AdapterKind.features`.
+        adds_residual: see `AdapterKind.adds_residual`; where it holds, the front's residual is taken off the target.
+        hidden: `token d_front`, the front's residuals.
+        target: `token d_back`, the back's residuals.
+
+    Returns:
+        `t`, `d_back`, the sum of the targets; `ut`, `d_front d_back`, the sum of the outer products; `tt`, the sum of squares.
+    """
+    hidden, target = hidden.double(), target.double()
+    u = features(hidden)
+    if adds_residual(hidden.shape[-1], target.shape[-1]):
+        target = target - hidden
+    return {"t": target.sum(0), "ut": u.T @ target, "tt": target.square().sum()}
+
+
+def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tensor, Tensor | None, float]:
+    """The weight and bias that minimise the squared distance to the back's residuals, and their R².
+
+    Args:
+        moments: sums of `own_moments` and `cross_moments` over all tokens.
+        ridge: the diagonal of X'X is raised by this fraction of itself.
+        bias: whether there is a bias. Features and targets are then centred.
+
+    Returns:
+        `d_back d_front`, `d_back` or None, and R² over the tokens of the fit (of an adapter that adds the residual: R² of the
+        rest).
+    """
+    n, uu, ut = float(moments["count"]), moments["uu"], moments["ut"]
+    if bias:
+        uu = uu - torch.outer(moments["u"], moments["u"]) / n
+        ut = ut - torch.outer(moments["u"], moments["t"]) / n
+    # Features of very different sizes, as massive activations are, would cost digits, and a penalty of all features.
+    size = uu.diagonal().clamp(min=0).sqrt()
+    size = torch.where(size > 0, size, 1.0)
+    damped = uu / size / size[:, None]
+    values, vectors = torch.linalg.eigh(damped + ridge * torch.diag(damped.diagonal()))
+    # Directions that no token has are left at zero, which gives the smallest weights.
+    inverse = torch.where(values > RANK * values[-1], 1.0 / values, 0.0)
+    weight = ((vectors * inverse) @ (vectors.T @ (ut / size[:, None]))).T / size
+    offset = (moments["t"] - weight @ moments["u"]) / n if bias else None
+    total = moments["tt"] - (moments["t"].square().sum() / n if bias else 0.0)
+    left = total - 2 * (weight.T * ut).sum() + ((weight @ uu) * weight).sum()
+    return weight, offset, float(1.0 - left / total) if total > 0 else float("nan")
+
 
 Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
 # Steps whose mean loss counts as one look at the adapter.

@@ -10,12 +10,12 @@ from ..architectures.blocks import entering
 from ..architectures.resolve import block_number
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief, counted
-from ..models.model_info import Model
-from ..models.source import refuse_inference_weights
-from ..models.split_model import SplitModel
+from ..sources.model import Model
+from ..sources.source import refuse_inference_weights
+from ..split import SplitModel
 from .adapter import Adapter
 from .adapters import adapter_kind
-from .adapters.base import AdapterKind
+from .adapters.kind import AdapterKind
 from .fitting import StitchTraining
 
 

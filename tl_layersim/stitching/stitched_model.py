@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from ..architectures.blocks import entering, refuse_paths
 from ..architectures.points import HookPoint, residual_points
 from ..architectures.transformer_lens import is_transformer_lens
-from ..core.argument_checks import typed
+from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.data import Data
 from ..data.inputs import TOKEN_IDS
-from ..models.hooked import HookedSource
-from ..models.model_changes import hooks_on
-from ..models.model_info import Model
-from ..models.split_model import LocalSplitModel
+from ..sources.hooked import HookedSource
+from ..sources.identity import hooks_on
+from ..sources.model import Model
+from ..split import LocalSplitModel
 from .adapter import Adapter
 
 # Arguments of generation, which depend on the cache of the model that is called.

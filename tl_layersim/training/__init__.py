@@ -3,10 +3,10 @@
 Training objectives are in `objectives`, one class per file. No other package imports from here.
 """
 
-from .adapter_api import train_adapters
 from .adapters import AlignedAdapters
-from .layer_evaluation_results import GenerationQuality, LayerChange, MetricChange
-from .results import AlignedResult
+from .finetune_results import AlignedResult
+from .layer_evaluation import GenerationQuality, LayerChange, MetricChange
+from .train_adapters import train_adapters
 
 __all__ = [
     "AlignedAdapters",

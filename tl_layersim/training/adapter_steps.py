@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.shuffle import Shuffle
-from ..core.training_loop import TrainingSteps, run_steps
+from ..core.sums import Tally
+from ..core.training_loop import Shuffle, TrainingSteps, run_steps
 from ..data.labels import NO_LABEL
-from ..models.model_info import Model
 from ..remote.adapter_training import Item, Parts, RemoteDescent
+from ..sources.model import Model
 from .losses import positions_with_targets
-from .state import State, state_of, state_snapshot
+from .settings import State, state_of, state_snapshot
 from .training_data import TrainingData
 
 

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ..core.argument_checks import typed
+from ..core.arguments import typed
 from ..core.results import Result, axes
 from ..remote.adapter_training import Patch
-from .results import rows_in_words
+from .finetune_results import rows_in_words
 
 STAGES = ("before", "after")
 

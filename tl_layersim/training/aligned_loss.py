@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
-from ..core.argument_checks import typed
+from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL, as_labels
-from ..data.missing_mask import as_mask
-from ..models.open import OpenedModel
+from ..data.masks import as_mask
+from ..sources.open import OpenedModel
 from .losses import Weights, layer_weights
 from .residual_stream import TrainingBatch, check_once, open_residual_stream
 

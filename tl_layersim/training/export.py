@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..architectures.unembed import rounding
 from ..core.errors import LayersimError, warn
 from ..core.storage import replacing_model
-from ..models.exit_heads import ExitHeads
-from ..models.hooks import eval_mode
-from ..models.split_model import logits_of
+from ..lens.exit_heads import ExitHeads
+from ..sources.hooks import eval_mode
+from ..split import logits_of
 from .residual_stream import TrainingBatch
 
 ORIGINAL = "_original_component"

@@ -13,13 +13,11 @@ from tqdm.auto import tqdm
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.shuffle import Shuffle
-from ..core.training_loop import TrainingSteps, run_steps
-from ..models.hooks import eval_mode
-from .objectives.base import Objective
+from ..core.training_loop import Shuffle, TrainingSteps, run_steps
+from ..sources.hooks import eval_mode
+from .objectives.objective import Objective
 from .residual_stream import TrainingBatch, training_mode
-from .settings import AlignedTraining
-from .state import State, state_of, state_snapshot
+from .settings import AlignedTraining, State, state_of, state_snapshot
 from .training_data import TrainingData
 
 BETAS = (0.9, 0.999)

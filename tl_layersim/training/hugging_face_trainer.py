@@ -15,8 +15,8 @@ from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
 from ..data.inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..data.labels import NO_LABEL
-from ..models.hooks import eval_mode
-from ..models.open import OpenedModel
+from ..sources.hooks import eval_mode
+from ..sources.open import OpenedModel
 from .objectives import objective_named
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining

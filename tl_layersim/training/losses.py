@@ -14,7 +14,7 @@ from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.labels import NO_LABEL
-from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
+from ..lens.statistics import cross_entropy, cross_entropy_slopes
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
 # Number of logits held at once.

@@ -1,4 +1,4 @@
-"""The residual stream of a model in training, with gradients: one forward pass up to the highest layer that is read."""
+"""The residual stream of a model in training, with gradients, and refusals of weights that cannot be trained in place."""
 
 from __future__ import annotations
 
@@ -12,20 +12,76 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..architectures.heads import is_detr
+from ..activations.block_call import as_positions
+from ..architectures.heads import classes_with_head, is_detr
 from ..core.errors import LayersimError
-from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
-from ..models.block_call import as_positions
-from ..models.hooked import HookedSource
-from ..models.hooks import ForwardRun, eval_mode, every_module, on_tensor, temporary_hooks
-from ..models.model_inputs import device_of
-from ..models.open import OpenedModel
-from ..models.source import refuse_inference_weights
-from ..models.split_model import logits_of
 from ..remote.open import open_source
+from ..sources.checks import lens_gap, need_stream, refuse_other_logits
+from ..sources.hooked import HookedSource
+from ..sources.hooks import ForwardRun, eval_mode, every_module, on_tensor, temporary_hooks
+from ..sources.identity import refuse_quantised
+from ..sources.inputs import device_of
+from ..sources.model import Model
+from ..sources.open import OpenedModel
+from ..sources.source import refuse_inference_weights
+from ..split import logits_of
 from ..stitching.stitched_model import StitchedSource
 from .losses import positions_with_targets, summed_loss
-from .trainable_weights import no_known_head, refuse_offloaded
+
+
+def refuse_offloaded(module: torch.nn.Module) -> None:
+    """Refuse a model with offloaded weights, which are copies for the time of a call: an optimiser would not change them.
+
+    Args:
+        module: the model.
+
+    Raises:
+        LayersimError: names the first offloaded weight.
+    """
+    away = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if away:
+        raise LayersimError(
+            f"`model` has {len(away)} offloaded weights, such as {away[0]}, which cannot be trained. Load it without "
+            "device_map=."
+        )
+
+
+def refuse_float16(model: Model) -> None:
+    """Refuse a model in float16, in which gradients below 6e-8 are 0.
+
+    Raises:
+        LayersimError: the weights are in float16.
+    """
+    if model.dtype == "torch.float16":
+        raise LayersimError("`model` is in float16, in which small gradients are 0. Load it in float32 or bfloat16.")
+
+
+def no_known_head(model: Model) -> LayersimError:
+    """The error for a model whose final norm and head are not known."""
+    return LayersimError(
+        f"{model.name} has no known head, so its layers make no predictions that could be trained. Load it by "
+        f"{classes_with_head(model.source)}, or open_model(model, unembed=[final norm, head])."
+    )
+
+
+def refuse_frozen_integers(model: Any, lora: Any) -> None:
+    """Refuse a quantised model without adapters, of which norms and embeddings alone would be trained.
+
+    Args:
+        model: the model.
+        lora: the setting of the training; its adapters are merged into the weights at the end, which are then rounded again.
+
+    Raises:
+        LayersimError: the model has quantised weights and no adapters of its own.
+    """
+    if lora is None and hasattr(model, "peft_config"):
+        return
+    with_lora = "" if lora is None else ", and LoRA adapters cannot be merged into them without rounding"
+    refuse_quantised(
+        model,
+        f"`model` has quantised weights, which cannot be trained{with_lora}",
+        do="peft.get_peft_model(model, peft.LoraConfig(...)) without lora=",
+    )
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..data.batches import Batch, Batches, found_in
+from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
-from ..data.digest import fingerprint, new_digest
 from ..data.inputs import EMBEDDINGS
 from ..data.labels import NO_LABEL
-from ..data.row import Row
-from ..models.model_info import Model
-from ..models.model_inputs import forward_arguments
-from ..models.targets import answers, check_batch_labels
+from ..data.rows import Row
+from ..lens.targets import answers, check_batch_labels
+from ..sources.inputs import forward_arguments
+from ..sources.model import Model
 from .losses import refuse_other_labels
 from .residual_stream import TrainingBatch
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...core.discovery import discovered
 from ...core.errors import LayersimError
-from .base import ExitRule
+from ...core.functions import discovered
+from .exit_rule import ExitRule
 
 
 def exit_rules() -> dict[str, type[ExitRule]]:

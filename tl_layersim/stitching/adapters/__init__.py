@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from ...core.discovery import discovered
 from ...core.errors import LayersimError
+from ...core.functions import discovered
 from ...core.wording import brief
-from .base import AdapterKind
+from .kind import AdapterKind
 
 
 def find_adapter_kinds() -> dict[str, type[AdapterKind]]:

@@ -5,9 +5,9 @@ Other modules use `find_objectives` and `objective_named`, and the base class `O
 
 from __future__ import annotations
 
-from ...core.discovery import discovered
 from ...core.errors import LayersimError
-from .base import Objective
+from ...core.functions import discovered
+from .objective import Objective
 
 
 def find_objectives() -> dict[str, type[Objective]]:

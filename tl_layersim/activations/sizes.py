@@ -1,0 +1,119 @@
+"""Sizes of activations: norms of vectors of any size, and how much a few tokens or one dimension weigh.
+
+Plain functions of torch: they are serialised by value with the kernels that call them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .view import View
+
+
+def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors divided by their largest absolute entry, and this entry of each, `... 1`; a zero vector stays zero.
+
+    The entries are constants to autograd, which does not change the gradient of a cosine.
+
+    Args:
+        x: `... width`.
+
+    Examples:
+        >>> scaled(torch.tensor([[0.0, -4e30], [0.0, 0.0]]))
+        (tensor([[ 0., -1.],
+                [ 0.,  0.]]), tensor([[4.0000e+30],
+                [0.0000e+00]]))
+    """
+    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
+    return x / largest.where(largest > 0, 1), largest
+
+
+def unit_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors `... width` divided by their norm, in the dtype of `x`, and the norms `...` in float64; a zero vector stays zero.
+
+    Args:
+        x: `... width`.
+
+    Examples:
+        >>> unit, norm = unit_vectors(torch.tensor([[3e30, 4e30], [0.0, 0.0]]))
+        >>> unit, [f"{value:.3g}" for value in norm]
+        (tensor([[0.6000, 0.8000],
+                [0.0000, 0.0000]]), ['5e+30', '0'])
+    """
+    unit, largest = scaled(x)
+    length = torch.linalg.vector_norm(unit, dim=-1, keepdim=True, dtype=torch.float64)
+    return unit.div_(length.where(length > 0, 1).to(x.dtype)), (length * largest)[..., 0]
+
+
+def norms(x: Tensor) -> Tensor:
+    """Norms of vectors `... width` in float64, `...`.
+
+    Args:
+        x: `... width`.
+    """
+    unit, largest = scaled(x)
+    found: Tensor = torch.linalg.vector_norm(unit, dim=-1, dtype=torch.float64) * largest[..., 0]
+    return found
+
+
+# Positions 0 to 3 of a row are counted apart, all later ones together.
+FIRST_PLACES = 4
+
+
+def activation_sizes(*views: View) -> dict[str, Tensor]:
+    """Sums of the squared norms of samples by position, and of the largest dimension; names begin with the model's number.
+
+    Args:
+        *views: of the same tokens, one for each model.
+
+    Returns:
+        For each model "tokens", `place`; "norm^2" and "norm^4", `site place`, sums of |x|^2 and |x|^4; and `site`: "all power"
+        and "largest power", sums over rows of the mean of x^2 / |x|^2 over samples, of all dimensions and of the largest one;
+        "all variance" and "largest variance", the same of the variance over the samples of a row after position 3.
+    """
+    return {f"{number} {name}": value for number, view in enumerate(views) for name, value in _sizes(view).items()}
+
+
+def _sizes(view: View) -> dict[str, Tensor]:
+    if "sizes" not in view.memo:
+        device = view.activations.device
+        place = view.position.to(device).clamp(max=FIRST_PLACES)
+        # On the CPU, because the numbers of rows and of later positions are values, of which the meta device has none.
+        sequence, later = view.sequence.cpu(), (view.position.cpu() >= FIRST_PLACES).nonzero()[:, 0]
+        rows, rows_of_later = _numbered(sequence, device), _numbered(sequence[later], device)
+        sites = [_sizes_of(x, place, rows, later.to(device), rows_of_later) for x in view.activations]
+        stacked = {name: torch.stack([site[name] for site in sites]) for name in sites[0]}
+        view.memo["sizes"] = {"tokens": torch.bincount(place, minlength=FIRST_PLACES + 1), **stacked}
+    sizes: dict[str, Tensor] = view.memo["sizes"]
+    return sizes
+
+
+def _numbered(sequence: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number of each sample's row from 0 on, and the number of samples of each row."""
+    row, count = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)[1:]
+    return row.to(device), count.to(device)
+
+
+def _sizes_of(
+    x: Tensor, place: Tensor, rows: tuple[Tensor, Tensor], later: Tensor, rows_of_later: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    unit, norm = unit_vectors(x)
+    out = {f"norm^{2 * power}": _by_group(norm ** (2 * power), place, FIRST_PLACES + 1) for power in (1, 2)}
+    # Relative to their mean norm; there may be no such samples.
+    size = norm[later].sum() / max(len(later), 1)
+    size = size.where(size > 0, 1)
+    x = x[later] / size.to(x.dtype)
+    for name, terms, (row, count) in (("power", unit.square(), rows), ("variance", x.square(), rows_of_later)):
+        mean = _by_group(terms, row, len(count)) / count[:, None]
+        if name == "variance":
+            mean = mean - (_by_group(x, row, len(count)) / count[:, None]).square()
+        largest = mean.amax(1) if len(count) else mean.new_zeros(0)
+        factor = size.square() if name == "variance" else 1
+        out |= {f"all {name}": mean.sum().double() * factor, f"largest {name}": largest.sum().double() * factor}
+    return out
+
+
+def _by_group(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Sums of the values of each group."""
+    return values.new_zeros(groups, *values.shape[1:]).index_add_(0, group, values)

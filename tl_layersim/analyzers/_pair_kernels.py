@@ -1,0 +1,393 @@
+"""Kernels of CKA, RSA and mutual nearest neighbours: similarities of matrices over pairs of samples within minibatches.
+
+Plain functions of torch: they are serialised by value with the kernels that call them.
+
+Each layer of a minibatch of n samples becomes an n x n matrix of relations between samples: a centred Gram matrix, ranked
+dissimilarities, or the graph of nearest neighbours. The sums are products of these matrices, of all pairs of layers; and for a
+null the same for rows that are exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..activations.pools import Draws, Samples
+from ..activations.sizes import unit_vectors
+from ._draws import draw_grid, draw_minibatches, draw_orders, pool_key
+from ._hsic import beyond_rounding
+
+
+def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
+    """Dissimilarities between samples, `layer n n` in float32, with a zero diagonal.
+
+    They are computed in float64 and rounded to float32, so that equal samples have equal dissimilarities, and ties are ties.
+
+    Args:
+        x: `layer n d_model`.
+        widths: of the layers; narrower ones are padded with zeros. Empty for layers of one width.
+        kind: "correlation" is 1 minus the Pearson correlation over dimensions, "cosine" 1 minus the cosine, "euclidean" the
+            distance. A vector without direction has correlation or cosine 0 with all others.
+    """
+    x = x.double()
+    if kind == "euclidean":
+        # Distances do not change with the mean, which would use up digits.
+        x = x - x.mean(1, keepdim=True)
+        norm = x.square().sum(-1)
+        gram = torch.bmm(x, x.transpose(1, 2))
+        both = norm[:, :, None] + norm[:, None, :]
+        squared = both - 2 * gram
+        distance = squared.where(squared > 64 * torch.finfo(x.dtype).eps * both, 0).sqrt()
+        return _without_diagonal(distance)
+    mean = torch.zeros_like(x[..., :1])
+    if kind == "correlation":
+        width = x.new_tensor(widths or [x.shape[-1]] * len(x))[:, None, None]
+        mean = x.sum(-1, keepdim=True) / width
+        inside = torch.arange(x.shape[-1], device=x.device) < width
+        x = (x - mean) * inside
+    known = beyond_rounding(x, mean)
+    unit = unit_vectors(x)[0] * known[..., None]
+    apart = 1 - torch.bmm(unit, unit.transpose(1, 2))
+    return _without_diagonal(apart.where(apart > 64 * torch.finfo(x.dtype).eps, 0))
+
+
+def _without_diagonal(matrix: Tensor) -> Tensor:
+    matrix = (matrix + matrix.transpose(1, 2)) / 2
+    matrix.diagonal(dim1=1, dim2=2).zero_()
+    return matrix.float()
+
+
+def average_ranks(values: Tensor) -> Tensor:
+    """Ranks within each row, from 1, in float64; equal values share the mean of their ranks.
+
+    Args:
+        values: `layer pair`.
+    """
+    ordered, order = values.sort(1)
+    place = torch.arange(1, values.shape[1] + 1, device=values.device, dtype=torch.float64).expand(values.shape)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    ends = torch.ones_like(starts)
+    ends[:, :-1] = starts[:, 1:]
+    first = place.where(starts, 0).cummax(1).values
+    last = place.where(ends, torch.inf).flip(1).cummin(1).values.flip(1)
+    return torch.empty_like(first).scatter_(1, order, (first + last) / 2)
+
+
+@dataclass(frozen=True)
+class PairRelation:
+    """How the samples of a minibatch relate at each layer.
+
+    Attributes:
+        terms: `layer term`, float64; the similarity of two layers is a sum of products of their terms.
+        signs: `term`, by which the products are multiplied.
+        numbers: by layer, summed over minibatches; names have {} for the side, x or y.
+        by_row: `layer row row term`, the terms by pair of rows, for samples that are `row position`; None if not asked for.
+        own_signs: signs of the terms of a row with itself, of `by_row`.
+    """
+
+    terms: Tensor
+    signs: Tensor
+    numbers: Mapping[str, Tensor]
+    by_row: Tensor | None = None
+    own_signs: Tensor | None = None
+
+
+# Takes the matrix of each layer, `layer n n`; the row of each sample, or None if no two are of one row; the number of rows; and
+# whether the terms are wanted by row.
+Relate = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
+Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
+
+
+def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
+    """Draw the minibatches of a pool, and the rows and positions that its null exchanges.
+
+    Args:
+        samples: of the pool.
+        size: samples of a minibatch.
+        seed: of the draws.
+        least: samples that the measure needs.
+        by_row: whether rows are independent, not single samples.
+        permuted: whether there is a null.
+    """
+    minibatches = draw_minibatches(samples, size, seed, least, by_row)
+    if not permuted or not minibatches:
+        return {"minibatches": minibatches}
+    # Independent samples are rows of their own.
+    grid = draw_grid(samples, size, seed, least) if by_row else minibatches[0][:, None]
+    return {"minibatches": minibatches, "grid": [grid] if grid.numel() else []}
+
+
+def pool_sums(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    samples: Samples,
+    draws: Draws,
+    *,
+    matrix: Matrix,
+    relate: Relate,
+    by_row: bool,
+    permutations: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Sums over the minibatches of a pool of the products of relations between all pairs of layers.
+
+    Args:
+        sides: samples of one model or of two, `layer sample d_model`.
+        widths: of the layers of each.
+        samples: rows and hashes of the samples.
+        draws: output of `draw_pool`.
+        matrix: takes the samples of a minibatch and the widths of the layers, and returns a matrix for each layer, `layer n n`.
+        relate: see `Relate`.
+        by_row: see `draw_pool`.
+        permutations: number of permutations of the null.
+        seed: of the permutations.
+    """
+    total: dict[str, Tensor] = {}
+    row, rows = row_numbers(samples, by_row)
+    for chosen in draws["minibatches"]:
+        own = None if row is None else row[chosen]
+        related = [
+            relate(matrix(x[:, chosen.to(x.device)], wide), own, rows, False) for x, wide in zip(sides, widths, strict=True)
+        ]
+        for name, value in products(related[0], related[-1], rows_in(samples, chosen, by_row), chosen.numel()).items():
+            total[name] = value if name not in total else total[name] + value
+    for grid in draws.get("grid", ()):
+        flat, (height, width) = grid.flatten(), grid.shape
+        own = torch.arange(height).repeat_interleave(width) if width > 1 else None
+        related = [
+            relate(matrix(x[:, flat.to(x.device)], wide), own, height, True) for x, wide in zip(sides, widths, strict=True)
+        ]
+        total |= null_products(related[0], related[-1], height, flat.numel(), permutations, pool_key(samples, seed))
+    return total
+
+
+def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
+    """The number of each sample's row, from 0, None if no two samples are of one row; and the number of rows.
+
+    Args:
+        samples: of a pool.
+        by_row: whether rows are independent, not single samples.
+    """
+    number: Tensor = torch.unique_consecutive(samples.row, return_inverse=True)[1]
+    rows = int(number[-1]) + 1 if len(number) else 0
+    return (number, rows) if by_row and rows < len(number) else (None, len(number))
+
+
+def rows_in(samples: Samples, chosen: Tensor, by_row: bool) -> int:
+    """Number of independent rows in a minibatch."""
+    return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
+
+
+def pair_statistics(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    samples: Samples,
+    draws: Draws,
+    *,
+    matrix: Matrix,
+    by_row: bool,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Upper triangles of the matrices of one model, by which models on different machines are compared.
+
+    Args:
+        sides: samples of the model, `layer sample d_model`.
+        widths: of its layers.
+        samples: see `pool_sums`.
+        draws: see `pool_sums`.
+        matrix: see `pool_sums`.
+        by_row: see `pool_sums`.
+        seed: see `pool_sums`.
+
+    Returns:
+        `pairs`, `minibatch layer pair`; `row`, `minibatch n`, of each sample; `rows`, their number; `distinct`, `minibatch`;
+        and for a null `grid`, `layer pair`, and its `height` and `key`. Nothing for a pool without a minibatch.
+    """
+    if not draws["minibatches"]:
+        return {}
+    [x], [wide] = sides, widths
+    row, rows = row_numbers(samples, by_row)
+    drawn = torch.stack(list(draws["minibatches"]))
+    triangles = [upper_triangles(matrix(x[:, one.to(x.device)], wide)) for one in drawn]
+    own = torch.full(drawn.shape, -1) if row is None else row[drawn]
+    distinct = torch.tensor([rows_in(samples, one, by_row) for one in drawn])
+    out = {"pairs": torch.stack(triangles), "row": own, "rows": torch.tensor(rows), "distinct": distinct}
+    for grid in draws.get("grid", ()):
+        out["grid"] = upper_triangles(matrix(x[:, grid.flatten().to(x.device)], wide))
+        out |= {"height": torch.tensor(len(grid)), "key": torch.tensor(pool_key(samples, seed))}
+    return out
+
+
+Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
+
+
+def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
+    """The statistics of one model, and its relations: those of `minibatches`, and `grid` if there is a null.
+
+    Args:
+        statistics: output of `pair_statistics`.
+        relate: see `Relate`.
+    """
+    rows, own = int(statistics["rows"]), statistics["row"]
+    each = zip(symmetric_matrices(statistics["pairs"]), own, strict=True)
+    related: dict[str, list[PairRelation]] = {
+        "minibatches": [relate(one, None if int(row[0]) < 0 else row, rows, False) for one, row in each]
+    }
+    if "grid" in statistics:
+        whole, height = symmetric_matrices(statistics["grid"]), int(statistics["height"])
+        width = whole.shape[-1] // height
+        row = torch.arange(height).repeat_interleave(width) if width > 1 else None
+        related["grid"] = [relate(whole, row, height, True)]
+    return statistics, related
+
+
+def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
+    """The sums of two models, as `pool_sums` gives them, from the statistics and the relations of each.
+
+    Args:
+        a: of the first model, as `relations_of_pairs` returns them.
+        b: of the second model.
+        permutations: number of permutations of the null.
+    """
+    (known, x), (_, y) = a, b
+    total: dict[str, Tensor] = {}
+    size = known["row"].shape[1]
+    for one, other, distinct in zip(x["minibatches"], y["minibatches"], known["distinct"].tolist(), strict=True):
+        for name, value in products(one, other, distinct, size).items():
+            total[name] = value if name not in total else total[name] + value
+    for one, other in zip(x.get("grid", ()), y.get("grid", ()), strict=True):
+        height, key = int(known["height"]), int(known["key"])
+        count = (math.isqrt(8 * known["grid"].shape[-1] + 1) - 1) // 2
+        total |= null_products(one, other, height, count, permutations, key)
+    return total
+
+
+def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[str, Tensor]:
+    """The sums of one minibatch.
+
+    Args:
+        x: of the first model.
+        y: of the second model, or of the first again.
+        rows: number of independent rows of the minibatch.
+        samples: number of its samples.
+
+    Returns:
+        `xy` by pair of layers, `xx` and `yy` by layer; `norms` by pair of layers, the product of the norms of the terms; `x0`,
+        `y0`, `x0 norms` and `y0 norms`, the same of each layer with the first of its model; those of `PairRelation` for each
+        side; `minibatches`, `samples` and `rows`.
+    """
+    out = _similarities(x, y)
+    out |= {name.format(side): one.numbers[name] for side, one in (("x", x), ("y", y)) for name in one.numbers}
+    counts = {"minibatches": 1, "samples": samples, "rows": rows}
+    return out | {name: torch.tensor(count) for name, count in counts.items()}
+
+
+def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
+    """The sums of the null of a pool: of its rows as they are, and exchanged, each name with "null" before it.
+
+    Args:
+        x: of the first model, with terms by row.
+        y: of the second model, or of the first again.
+        rows: number of rows that are exchanged.
+        samples: number of their samples.
+        permutations: their number.
+        key: seed of the orders of rows.
+    """
+    out = _similarities(x, y)
+    out["permuted"] = permuted_products(x, y, draw_orders(permutations, rows, key))[:permutations]
+    out |= {name.format(side): one.numbers[name] for side, one in (("x", x), ("y", y)) for name in one.numbers}
+    return {f"null {name}": value for name, value in out.items()} | {"null samples": torch.tensor(samples)}
+
+
+def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
+    a, b = x.terms, y.terms.to(x.terms.device)
+    norms = a.norm(dim=1), b.norm(dim=1)
+    own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
+    out = {"xy": (a * x.signs) @ b.T, "xx": own[0], "yy": own[1], "norms": torch.outer(*norms)}
+    for side, one, terms, norm in (("x", x, a, norms[0]), ("y", y, b, norms[1])):
+        out |= {f"{side}0": (terms * one.signs.to(terms.device)) @ terms[0], f"{side}0 norms": norm * norm[0]}
+    return out
+
+
+def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
+    """Similarities with the rows of the second model exchanged, `permutation row column`.
+
+    Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
+    of `draw_permutations`: cyclic shifts, whose products follow from Fourier transforms along the diagonals.
+
+    Args:
+        x: of the first model, with terms by row.
+        y: of the second model.
+        orders: `order row`.
+    """
+    assert x.by_row is not None
+    assert y.by_row is not None
+    assert x.own_signs is not None
+    rows = orders.shape[1]
+    signed = x.by_row.clone()
+    own = torch.arange(rows, device=signed.device)
+    signed[:, own, own] *= x.own_signs
+    left = shift_spectra(signed, own)
+    each = []
+    for order in orders:
+        right = shift_spectra(y.by_row.to(signed.device), order.to(signed.device))
+        each.append(torch.fft.irfft(left.conj() @ right.transpose(1, 2), n=rows, dim=0))
+    return torch.cat(each)
+
+
+def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
+    """Fourier transforms along the diagonals of terms whose rows are reordered, `frequency layer (diagonal term)`.
+
+    A cyclic shift of the rows moves the entries of a matrix along its diagonals, which wrap around.
+
+    Args:
+        terms: `layer row row term`.
+        order: `row`.
+    """
+    rows = len(order)
+    place = torch.arange(rows, device=terms.device)
+    # `layer diagonal row term`
+    entries = terms[:, order, order[(place + place[:, None]) % rows]]
+    spectra: Tensor = torch.fft.rfft(entries, dim=2).permute(2, 0, 1, 3).flatten(2)
+    return spectra
+
+
+def upper_triangles(matrices: Tensor) -> Tensor:
+    """The upper triangles of symmetric matrices `... n n`, diagonal included, `... pair`."""
+    rows, columns = torch.triu_indices(matrices.shape[-1], matrices.shape[-1], device=matrices.device)
+    return matrices[..., rows, columns]
+
+
+def symmetric_matrices(upper: Tensor) -> Tensor:
+    """Symmetric matrices `... n n` from their upper triangles.
+
+    Args:
+        upper: `... pair`, diagonal included.
+    """
+    n = (math.isqrt(8 * upper.shape[-1] + 1) - 1) // 2
+    rows, columns = torch.triu_indices(n, n)
+    matrices = upper.new_empty(*upper.shape[:-1], n, n)
+    matrices[..., rows, columns] = upper
+    matrices[..., columns, rows] = upper
+    return matrices
+
+
+def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
+    """A relation whose terms are those of all pairs of samples, all of which are added.
+
+    Args:
+        terms: `layer (n n)`, 0 for pairs that are left out.
+        rows: number of rows for terms by row, of samples that are `row position`; None for no such terms.
+        numbers: see `PairRelation`.
+    """
+    ones = terms.new_ones(terms.shape[1])
+    if rows is None:
+        return PairRelation(terms, ones, numbers or {})
+    each = math.isqrt(terms.shape[1]) // rows
+    by_row = terms.view(-1, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
+    return PairRelation(terms, ones, numbers or {}, by_row, by_row.new_ones(each**2))

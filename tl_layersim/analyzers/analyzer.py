@@ -1,0 +1,414 @@
+"""Analyzer: a kernel that turns a view into sums, and a result computed from the sums."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import FunctionType
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from ..activations.pools import AnyKernel, PoolKernel
+from ..activations.view import Kernel
+from ..architectures.heads import classes_with_head
+from ..architectures.layouts import NO_HEAD
+from ..architectures.unembed import Head
+from ..core.arguments import typed
+from ..core.errors import LayersimError, LayersimWarning
+from ..core.fields import Provenance
+from ..core.functions import digest_of_code, discovered
+from ..core.results import Result
+from ..core.sums import Sums
+from ..core.wording import brief
+from ..data.batches import Batch
+from ..data.positions import PositionRule
+from ..lens.exit_heads import ExitHeads
+from ..sources.checks import need_equal_width, need_stream
+from ..sources.model import Model
+
+JIANG = "(Jiang, Zhou and Zhu 2024, {})."
+AUBRY = "(Aubry et al. 2025, {})."
+CSORDAS = "(Csordás, Manning and Potts 2025, {})."
+
+
+def need_memory(sums: str, need: float, limit: float, instead: str = "") -> None:
+    """Raise an error if sums need more memory than the limit.
+
+    A plain function: kernels that call it are serialised by value and also run on a server.
+
+    Args:
+        sums: what needs the memory, in the plural, for the message.
+        need: in GB.
+        limit: `max_memory_gb`.
+        instead: what needs less, as a sentence.
+
+    Raises:
+        LayersimError: the sums need more.
+    """
+    if not need <= limit:
+        raise LayersimError(f"{sums} take {need:.3g} GB; `max_memory_gb` is {limit:g}. {instead}".rstrip())
+
+
+SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
+Weight = Literal["samples", "power", "variance"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The finished run, as `Analyzer.compute` sees it.
+
+    Attributes:
+        layers: residual layer names of the (first) model.
+        column_layers: of the second model, or of the first again.
+        provenance: for the result.
+        first: sums of the first pass, empty without one.
+        head: final norm and unembedding, None if the model has none that is known.
+        stream: of the (first) model, see `Model`.
+        models: the model, or all that are compared, each with the sites that were read.
+    """
+
+    layers: tuple[str, ...]
+    column_layers: tuple[str, ...]
+    provenance: Provenance
+    first: Sums
+    head: Head | None = None
+    stream: str = "whole"
+    models: tuple[Model, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Cross-model statistics: how models are compared by small statistics of each, in place of activations.
+
+    Models on different machines are compared in this way, and many models of which each runs once a batch.
+
+    Attributes:
+        kernel: of one model; returns its statistics of a pool, which are transferred.
+        join: takes the prepared statistics of two models on one pool and returns the output of the analyzer's kernel on both.
+        size: bytes of the statistics of one model, from the rows of a batch, the mean number of counted positions of a row, and
+            the number of layers.
+        prepare: takes the statistics of one model and returns those that `join` takes. Called once for each model and pool,
+            however many models it is compared with.
+    """
+
+    kernel: PoolKernel
+    join: Callable[..., dict[str, Tensor]]
+    size: Callable[[int, float, int], int]
+    prepare: Callable[[Mapping[str, Tensor]], Any]
+
+
+class Analyzer(ABC):
+    """Base class of all measures of how layers relate. Subclasses are frozen dataclasses; their fields are the options.
+
+    Data flows one way. `kernel` returns a function of a `View` that returns a few small tensors; these are added over
+    batches; `compute` returns the result of the sums. A kernel is a module-level function, with `functools.partial` for
+    options. It uses torch and plain helper functions and has no state, because it may run on a server without tl_layersim.
+
+    Class attributes:
+        - `name`: key in a report and on the command line.
+        - `compares`: whether the kernel also takes two views of the same tokens, from two models.
+        - `symmetric`: whether two models in the other order give the transposed result, which `transposed` of the result is.
+        - `one_pass`: for an analyzer with a first pass, the call of its variant without a first pass.
+        - `first_without_model`: whether the first pass reads tokens and labels only, so that the model does not run.
+        - `needs_unembed`: whether the kernel calls `view.unembed`; the logit lens is then checked against the model's logits.
+        - `needs_sites`: the sites that it takes: "any"; "equal_width", any sites of one width; "stream", the residual stream
+            after some or all blocks; "every_block", the residual stream after every block.
+        - `reads_mid`: whether the residual stream may also be read between attention and MLP.
+        - `families`: families of sites that it always reads, whatever sites the user asked for; none for those of the user.
+        - `optional_families`: further families that it reads where the model has them.
+        - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
+        - `needs_rows`: whether the kernel reads the number of each row in the data, which `attach` does not know.
+        - `prompts`: whether each row must be a text of its own, so that packed rows are refused.
+    """
+
+    name: ClassVar[str]
+    compares: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = False
+    one_pass: ClassVar[str] = ""
+    first_without_model: ClassVar[bool] = False
+    needs_unembed: ClassVar[bool] = False
+    needs_sites: ClassVar[SiteNeed] = "any"
+    reads_mid: ClassVar[bool] = False
+    families: ClassVar[tuple[str, ...]] = ()
+    optional_families: ClassVar[tuple[str, ...]] = ()
+    needs_calls: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = False
+    prompts: ClassVar[bool] = False
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether samples are rows of tokens; single steps of cached generation are then refused."""
+        return False
+
+    def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
+        """The analyzer with the options that depend on the model, before a run.
+
+        Args:
+            model: to be analyzed, with the sites of this analyzer.
+            positions: as the user gave them.
+        """
+        return self
+
+    @property
+    def reads_head(self) -> bool:
+        """Whether the kernel reads the positions of a row that the model's head reads."""
+        return self.needs_unembed
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether samples must be single positions of rows, because the mean of a row has no lens, next token or block call."""
+        return self.needs_unembed or self.needs_calls
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        """What has more weight in the measure the larger its activations are; the run warns where few have most of it.
+
+        "samples"; and dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
+        """
+        return ()
+
+    @property
+    def by_statistics(self) -> bool:
+        """Whether models that are compared run one after another, so that only their statistics of a batch are held."""
+        return False
+
+    @property
+    def label_source(self) -> str:
+        """Source of the labels: "" for none, "data" for a column of the data, "rows" for a tensor by row of the data."""
+        return ""
+
+    def first_kernel(self) -> Kernel | None:
+        """The kernel of a first pass over the data, whose sums the main kernel needs; None if one pass is enough."""
+        return None
+
+    @abstractmethod
+    def kernel(self, first: Sums) -> AnyKernel:
+        """The kernel of the main pass: a function of views; or a `PoolKernel`, for a measure over pairs of samples.
+
+        Args:
+            first: sums of the first pass, empty without one.
+        """
+
+    def pool_kernel(self, first: Sums) -> PoolKernel | None:
+        """A kernel of pools of rows beside that of views, whose sums join those of `kernel`; None for none.
+
+        Args:
+            first: sums of the first pass, empty without one.
+        """
+        return None
+
+    def pool_need(self, density: float) -> int:
+        """Rows of the largest pool from which the kernels draw samples; 0 without a `PoolKernel`.
+
+        Args:
+            density: mean number of counted positions of a row.
+        """
+        return 0
+
+    def exchange(self) -> Exchange | None:
+        """Cross-model statistics of a batch; None if the analyzer needs the activations of both models in one place."""
+        return None
+
+    @abstractmethod
+    def compute(self, sums: Sums, run: Run) -> Result:
+        """Compute the result.
+
+        Args:
+            sums: of all batches.
+            run: the finished run.
+
+        Raises:
+            LayersimError: the statistic is not defined on the data, such as on too few tokens.
+        """
+
+    def check_sites(self, *models: Model) -> None:
+        """Refuse models whose layers are not the sites that this analyzer needs.
+
+        Args:
+            *models: one model, two that are compared, or more of which all pairs are.
+
+        Raises:
+            LayersimError: names the modules that are not blocks.
+        """
+        for model in models:
+            if self.needs_sites in ("stream", "every_block"):
+                need_stream(model, type(self).__name__, parts=self.needs_sites == "stream")
+            if self.needs_sites == "equal_width":
+                need_equal_width(model, type(self).__name__)
+
+    def check(self, *models: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
+        """Refuse options that do not fit the models, before the run.
+
+        Args:
+            *models: one model, two that are compared, or more of which all pairs are.
+
+        Raises:
+            LayersimError: names the setting to change.
+        """
+
+    def cost(self, model: Model) -> str:
+        """A sentence on the cost beyond forward passes, printed before a run; "" if that cost is small.
+
+        Args:
+            model: to be analyzed.
+        """
+        return ""
+
+    def compute_seconds(self, model: Model) -> float:
+        """Seconds on one core that one call of `compute` takes; 0 if they are few. With intervals it is called for each block.
+
+        Args:
+            model: to be analyzed.
+        """
+        return 0.0
+
+    def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
+        """Refuse a batch that lacks the inputs of this analyzer, before the model runs on the batch.
+
+        Args:
+            batch: of the data.
+            model: to be analyzed.
+
+        Raises:
+            LayersimError: names what the data lack.
+        """
+
+    def options(self) -> dict[str, Any]:
+        """The options as plain data for the result's provenance; tensors and heads are replaced by a digest.
+
+        Raises:
+            LayersimError: an option is of a type that cannot be written to a file.
+        """
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the class's docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def code_digest(analyzer: Analyzer) -> str:
+    """A digest of the bytecode of an analyzer and of the functions of its module that it calls, 12 hex digits.
+
+    Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
+
+    Args:
+        analyzer: of this package, or of a user.
+
+    Returns:
+        The digest; "" for an analyzer of this package.
+    """
+    cls = type(analyzer)
+    if cls.__module__.split(".")[0] == __name__.split(".")[0]:
+        return ""
+    return digest_of_code(item for item in vars(cls).values() if isinstance(item, FunctionType))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        digest = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+        return f"tensor {tuple(value.shape)} sha256 {digest}"
+    if isinstance(value, ExitHeads):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise LayersimError(
+        f"An option of the analyzer is {brief(value)}; it must be text, a number, a tensor, None, or a list or tuple of these."
+    )
+
+
+def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
+    """Refuse a statistic that is not defined on so few samples.
+
+    Args:
+        given: number of samples.
+        needed: smallest number of samples.
+        analyzer: its name, for the message.
+        unit: what a sample is, for the message.
+
+    Raises:
+        LayersimError: there are too few samples.
+    """
+    if given < needed:
+        raise LayersimError(f"{analyzer} needs at least {needed} {unit}; the data has {given}.")
+
+
+def need_whole_rows(batch: Batch, analyzer: str) -> None:
+    """Refuse packed rows for an analyzer that holds out whole rows of the data.
+
+    Args:
+        batch: of the data.
+        analyzer: its name in a sentence, for the message.
+
+    Raises:
+        LayersimError: rows join several texts.
+    """
+    if bool((batch.sources[0] < 0).any()):
+        raise LayersimError(f"`pack` must be False for {analyzer}, which holds out whole rows of the data.")
+
+
+@typed
+def find_analyzers() -> dict[str, type[Analyzer]]:
+    """All analyzers by name: those of this package, then those that installed packages declare as entry points.
+
+    Examples:
+        >>> sorted(find_analyzers())[:2]
+        ['block_coupling', 'cca']
+    """
+    package, folder = __name__.rpartition(".")[0], str(Path(__file__).parent)
+    analyzers = discovered(package, [folder], Analyzer)  # type: ignore[type-abstract]  # only its subclasses are instantiated
+    for entry in entry_points(group=package):
+        try:
+            cls = entry.load()
+        except Exception as error:  # an error in another package must not break this one
+            warnings.warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}", stacklevel=2)
+            continue
+        analyzers.setdefault(cls.name, cls)
+    return analyzers
+
+
+def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:
+    """Refuse a model without a known unembedding, one whose logits do not predict the targets, or one of other heads.
+
+    Args:
+        model: to be analyzed.
+        analyzer: its name, for the message.
+        targets: whether predictions are compared with targets.
+        own_labels: whether the targets are labels instead of next tokens.
+        heads: `ExitHeads` of the layers below the last, None where every layer is read by the model's own head.
+
+    Raises:
+        LayersimError: the unembedding is not known, the head classifies rows and the targets are next tokens, or the heads
+            belong to another model.
+    """
+    if model.head is None:
+        why = NO_HEAD.get(model.source)
+        raise LayersimError(
+            f"{analyzer} needs an unembedding, but none is known for {model.name} ({model.source}): "
+            f"{why or f'load it by {classes_with_head(model.source)}, or name its norm and head in unembed= of open_model'}."
+        )
+    if isinstance(heads, ExitHeads):
+        heads.check(model)
+    if targets and not own_labels and "MaskedLM" in model.source:
+        warnings.warn(
+            f"{model.name} was trained to predict the token at a masked position, and its input contains the next token: the "
+            f"next token is not a meaningful target. {analyzer}(labels=...) takes other targets.",
+            LayersimWarning,
+            stacklevel=2,
+        )
+    if targets and not own_labels and model.head.reads != "every":
+        raise LayersimError(
+            f"The head of {model.name} classifies whole rows, so it does not predict a next token. {analyzer}(labels='data') "
+            "reads classes from a column `label` beside the texts."
+        )
+
+
+__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "SiteNeed", "Weight", "need_head", "need_tokens"]

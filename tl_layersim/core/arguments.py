@@ -1,0 +1,182 @@
+"""Arguments of public calls: their types, bounds and shapes, checked with jaxtyping and beartype.
+
+A check costs tens of microseconds per call. It belongs on public functions and on results, never inside a kernel:
+kernels run on servers that have neither jaxtyping nor beartype.
+
+Numbers within bounds: `PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `RowCount`, `Seed`, `PermutationCount`,
+`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
+
+from .errors import LayersimTypeError
+from .wording import brief, with_article
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+# Of jaxtyping's message: the argument, none for the returned value, and the type that it should have.
+_MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
+
+
+@contextmanager
+def without_mounted_save() -> Iterator[None]:
+    """Remove nnsight's `.save` from `object` while the block runs.
+
+    nnsight mounts `.save` on every Python object. beartype, while it is imported, hashes all attributes of `object`, and
+    `.save` has no hash: the first `import beartype` after `import nnsight` would fail.
+    """
+    mounted = object.__dict__.get("save")
+    if mounted is None or "nnsight" not in sys.modules:
+        yield
+        return
+    from nnsight import save
+    from nnsight._c import mount, unmount
+
+    unmount("save")
+    try:
+        yield
+    finally:
+        mount(save, "save")
+
+
+@functools.cache
+def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
+    """The decorator that checks types, and the error that it raises."""
+    # Here, so that kernels can be imported where neither library is installed.
+    with without_mounted_save():
+        from beartype import beartype
+        from jaxtyping import TypeCheckError, jaxtyped
+    return jaxtyped(typechecker=beartype), TypeCheckError
+
+
+def typed(call: _T) -> _T:
+    """Check the arguments of a function, or of a dataclass when it is instantiated, against its annotations.
+
+    Annotations are read, and jaxtyping and beartype are imported, at the first call.
+
+    Args:
+        call: the function or class; the decorated one has the same signature.
+
+    Raises:
+        LayersimTypeError: names the argument, its value and the type expected. (jaxtyping's own error prints every argument,
+            which for a model is pages.)
+    """
+    cls = call if isinstance(call, type) else None
+    target: Any = call if cls is None else vars(cls)["__init__"]
+
+    @functools.cache
+    def checked() -> tuple[Callable[..., Any], inspect.Signature]:
+        if cls is not None:
+            _resolve_inherited(cls, target)
+        return _checker()[0](target), inspect.signature(target)
+
+    @functools.wraps(target)
+    def checked_call(*args: Any, **kwargs: Any) -> Any:
+        run, signature = checked()
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{call.__qualname__.removesuffix('.__init__')}() {error}") from None
+        try:
+            return run(*args, **kwargs)
+        except _checker()[1] as error:
+            raise _in_a_sentence(str(error), call.__qualname__.removesuffix(".__init__"), given) from None
+
+    if cls is not None:
+        cls.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
+        return call
+    return cast(_T, checked_call)
+
+
+def _resolve_inherited(cls: type, init: Any) -> None:
+    """Replace annotations of inherited fields by their types: the text may use names that the class's module does not have."""
+    annotations = init.__annotations__
+    inherited = [field for field in annotations if field not in inspect.get_annotations(cls) and field != "return"]
+    if inherited:
+        hints = get_type_hints(cls, include_extras=True)
+        annotations.update({field: hints[field] for field in inherited})
+
+
+# jaxtyping's types of arguments, in words.
+_TENSORS = {"Float": "a floating-point tensor", "Integer": "an integer tensor", "Shaped": "a tensor"}
+
+
+def _in_words(expected: str) -> str:
+    """A type as jaxtyping prints it, with shapes of arguments and bounds in words, see `bounds`."""
+    expected = re.sub(
+        r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]",
+        lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
+        expected,
+    )
+    expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
+    # Types without their modules.
+    expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None")
+    return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
+
+
+def _in_a_sentence(message: str, name: str, given: dict[str, Any]) -> LayersimTypeError:
+    """The error of this package for one of jaxtyping.
+
+    Args:
+        message: of jaxtyping's error.
+        name: of the call.
+        given: its arguments by name.
+    """
+    match = _MESSAGE.search(message)
+    if match is None:
+        return LayersimTypeError(f"{name}: {message}")
+    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
+    # Sizes that other arguments give to the dimensions of the shape.
+    sizes = [f"{axis}={size}" for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE) if axis in expected]
+    expected += f" with {', '.join(sizes)}" if sizes else ""
+    parameter = match["name"]
+    if parameter not in given:
+        return LayersimTypeError(f"{f'`{parameter}`' if parameter else 'The result'} of {name} is not {expected}.")
+    value = brief(given[parameter])
+    # The text of a tensor or of a long list names its type.
+    own = given[parameter] is None or value.startswith(("a ", "an ", "the "))
+    kind = "" if own else f", {with_article(type(given[parameter]).__name__)}"
+    return LayersimTypeError(f"`{parameter}` of {name} is {value}{kind}; it must be {expected}.")
+
+
+with without_mounted_save():
+    from beartype.vale import Is
+
+
+@dataclass(frozen=True)
+class _Within:
+    """A bound, whose `repr` is its wording in errors. A bool is no number, NaN is within no bound."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+    def __call__(self, value: float) -> bool:
+        return not isinstance(value, bool) and self.holds(value)
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: 1 <= n < 2**63)]]
+NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: 0 <= n < 2**63)]]
+TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: 2 <= n < 2**63)]]
+Bins = Annotated[int, Is[_Within("an int from 2 to 100,000", lambda n: 2 <= n <= 100_000)]]
+RowCount = Annotated[int, Is[_Within("an int from 1 to 2^20", lambda n: 1 <= n <= 2**20)]]
+Seed = Annotated[int, Is[_Within("an int from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)]]
+# With fewer than 19 permutations, no p-value can be 0.05 or less.
+PermutationCount = Annotated[int, Is[_Within("0 for no null, or an int of 19 or more", lambda n: n == 0 or 19 <= n < 2**63)]]
+PositiveFloat = Annotated[int | float, Is[_Within("a finite float above 0", lambda x: 0 < x < math.inf)]]
+NonNegativeFloat = Annotated[int | float, Is[_Within("a finite float of 0 or more", lambda x: 0 <= x < math.inf)]]
+Limit = Annotated[int | float, Is[_Within("a float above 0, infinite for no limit", lambda x: x > 0)]]
+Fraction = Annotated[int | float, Is[_Within("a float above 0 and at most 1", lambda x: 0 < x <= 1)]]
+Probability = Annotated[int | float, Is[_Within("a float from 0 to 1", lambda x: 0 <= x <= 1)]]
+OpenFraction = Annotated[int | float, Is[_Within("a float above 0 and below 1", lambda x: 0 < x < 1)]]

@@ -1,0 +1,236 @@
+"""Code of functions, to compare that of two runs, and discovery of the classes that a package defines."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+
+def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
+    """The given functions and all functions of their modules that they call by name, directly or indirectly.
+
+    Args:
+        starts: the functions.
+    """
+    functions: dict[int, FunctionType] = {}
+    waiting = list(starts)
+    while waiting:
+        function = waiting.pop()
+        if id(function) in functions:
+            continue
+        functions[id(function)] = function
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
+        named = (function.__globals__.get(name) for name in sorted(names))
+        waiting += [item for item in named if isinstance(item, FunctionType) and item.__module__ == function.__module__]
+    return list(functions.values())
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code object of a function or module and all code objects nested in it.
+
+    Args:
+        code: of the function or module.
+    """
+    yield code
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from codes_in(item)
+
+
+def plain_constants(code: CodeType) -> list[str]:
+    """The constants of a code object, without nested code, as text that is the same in every process.
+
+    Args:
+        code: of the function.
+    """
+    plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
+    # The order of a set differs between processes.
+    return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
+
+
+def digest_of_code(starts: Iterable[FunctionType]) -> str:
+    """A digest of the bytecode of functions and of the functions of their modules that they call, 12 hex digits.
+
+    Args:
+        starts: the functions.
+    """
+    seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
+    digest = hashlib.sha256()
+    for name, code in sorted(seen.items()):
+        digest.update(repr((name, code.co_code, code.co_names, plain_constants(code))).encode())
+    return digest.hexdigest()[:12]
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """A function as text for a record: its qualified name, and a digest of its code and of the plain values that it holds.
+
+    Args:
+        function: a function, a method, a `functools.partial`, or an object with `__call__`.
+
+    Examples:
+        >>> describe_function(describe_function).split(" ")[0]
+        'tl_layersim.core.functions.describe_function'
+    """
+    return ValueNames().function(function)
+
+
+def defined_in(function: Any) -> str:
+    """Name of the module in which a function, or the class of another object, is defined.
+
+    Args:
+        function: a `functools.partial` is defined where its function is.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+class ValueNames:
+    """Names of functions and values that are the same in every process for the same code and the same contents.
+
+    A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
+    is named by its dtype, shape and bytes, a module by its class and its weights.
+
+    Args:
+        known: names of further objects, by `id`.
+
+    Attributes:
+        unknown: classes of the objects that have no such name; their contents are in no digest.
+    """
+
+    def __init__(self, known: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._known = dict(known)
+        self.unknown: list[str] = []
+
+    def function(self, function: Callable[..., Any]) -> str:
+        """A function as text, see `describe_function`."""
+        values: list[Any] = []
+        while isinstance(function, functools.partial):
+            values += [function.args, function.keywords]
+            function = function.func
+        # torch.no_grad() and other decorators hold objects of their own, so that of them the code alone counts.
+        while (inner := getattr(function, "__wrapped__", None)) is not None:
+            values += [digest_of_code([function])] if isinstance(function, FunctionType) else []
+            function = inner
+        bound = getattr(function, "__self__", None)
+        own: Any = getattr(function, "__func__", function)
+        name = f"{defined_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+        code = ""
+        if isinstance(own, FunctionType):
+            # Not once more where it is reached through itself.
+            self._known[id(own)] = name
+            code = digest_of_code([own])
+            values += [*([] if bound is None else [self._object(bound)]), _closure(own), own.__defaults__, own.__kwdefaults__]
+            values += [_globals(one) for one in called_by([own])]
+        else:
+            # An object that can be called, or a function of C, which has no code to digest.
+            self.unknown.append(name)
+            call = vars(type(own)).get("__call__")
+            code = digest_of_code([call]) if isinstance(call, FunctionType) else ""
+            values.append(getattr(own, "__dict__", {}))
+        return f"{name} sha256 {self.digest(code, values)}"
+
+    def digest(self, text: str, values: Any) -> str:
+        """A digest of a text and of values, 12 hex digits."""
+        return hashlib.sha256(f"{text} {self._named(values)!r}".encode()).hexdigest()[:12]
+
+    def _object(self, bound: Any) -> Any:
+        """The object of a method, by its class and its contents."""
+        if id(bound) in self._known or isinstance(bound, type | torch.nn.Module):
+            return bound
+        return [type(bound), getattr(bound, "__dict__", {})]
+
+    def _named(self, value: Any) -> Any:
+        """A value as lists of numbers and texts, whose `repr` is the same in every process."""
+        if value is None or isinstance(value, str | bytes | bool | int | float | complex):
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, Mapping):
+            return sorted(([self._named(key), self._named(item)] for key, item in value.items()), key=repr)
+        if isinstance(value, list | tuple):
+            return [self._named(item) for item in value]
+        if isinstance(value, set | frozenset):
+            return sorted(map(self._named, value), key=repr)
+        if isinstance(value, slice | torch.dtype | torch.device):
+            return repr(value)
+        if isinstance(value, torch.nn.Module):
+            return [type(value).__qualname__, self._named(value.state_dict())]
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            return [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            return [str(value.dtype), tuple(value.shape), hashlib.sha256(plain.numpy().tobytes()).hexdigest()]
+        if isinstance(value, ModuleType):
+            return value.__name__
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, FunctionType | MethodType | functools.partial):
+            return self.function(value)
+        if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | type | None):
+            return f"{value.__module__}.{value.__qualname__}"
+        self.unknown.append(type(value).__qualname__)
+        return type(value).__qualname__
+
+
+def _closure(function: FunctionType) -> list[Any]:
+    """The values of a function's closure; those that are not set yet are left out."""
+    values = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
+
+
+def _globals(function: FunctionType) -> dict[str, Any]:
+    """The global values that a function's code reads, without functions of its module, which `digest_of_code` contains."""
+    read = {
+        step.argval
+        for code in codes_in(function.__code__)
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    found = {name: function.__globals__[name] for name in read if name in function.__globals__}
+    return {
+        name: value
+        for name, value in found.items()
+        if not (isinstance(value, FunctionType) and value.__module__ == function.__module__)
+    }
+
+
+T = TypeVar("T")
+
+
+def discovered(package: str, path: Iterable[str], base: type[T]) -> dict[str, type[T]]:
+    """The concrete subclasses of a class that the modules of a package define, by their class attribute `name`.
+
+    Args:
+        package: dotted name of the package.
+        path: its `__path__`.
+        base: their abstract class, which has a class attribute `name`.
+
+    Raises:
+        TypeError: a class has no name, or two classes have the same.
+    """
+    classes: dict[str, type[T]] = {}
+    for info in pkgutil.iter_modules(path):
+        module = importlib.import_module(f"{package}.{info.name}")
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if issubclass(cls, base) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
+                name = getattr(cls, "name", None)
+                if not isinstance(name, str) or name in classes:
+                    needs = "needs a class attribute `name` of its own"
+                    raise TypeError(f"{cls.__qualname__} of {module.__name__} {needs}, not {name!r}.")
+                classes[name] = cls
+    return classes

@@ -1,0 +1,83 @@
+"""`capabilities`: the features of an NDIF server for one model, and the analyzers that can run on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..analyzers import find_analyzers
+from ..core.arguments import typed
+from ..core.errors import LayersimError
+from ..remote.open import on_server, open_source
+from ..sources.model import ServerOffer
+from ..sources.open import OpenedModel
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Features of an NDIF server for one model; `print` shows them as text.
+
+    Attributes:
+        model: the model's name.
+        layers: names of its residual layers.
+        offer: the server's own description of itself and of the model.
+        analyzers: by name, why the analyzer cannot run on the server with its default options; "" where it can.
+    """
+
+    model: str
+    layers: tuple[str, ...]
+    offer: ServerOffer
+    analyzers: Mapping[str, str]
+
+    def __str__(self) -> str:
+        offer = self.offer
+        place = (
+            "trusted: requests run beside the weights"
+            if offer.trusted
+            else "sandboxed: requests run in a process of their own, which receives layers and logits, but no gradients"
+        )
+        able = [name for name, reason in self.analyzers.items() if not reason]
+        lines = [
+            f"{self.model} on {offer.server}",
+            f"  {place}",
+            f"  weights:    {offer.dtype}, {len(self.layers) - 1} blocks on {', '.join(offer.devices)}",
+            f"  job limit:  {f'{offer.job_limit:g} s' if offer.job_limit else 'not published'}",
+            f"  versions:   {', '.join(f'{name} {version}' for name, version in offer.versions.items())}",
+            f"  differs:    {'; '.join(offer.differences) or 'in nothing'}",
+            f"  running:    {', '.join(offer.running) or 'no model'}",
+            f"  can run:    {', '.join(able)}",
+        ]
+        lines += [f"  cannot run: {name}: {reason}" for name, reason in self.analyzers.items() if reason]
+        return "\n".join(lines)
+
+
+@typed
+def capabilities(model: Any) -> Capabilities:
+    """List the features of an NDIF server for one model, by three queries and a request of one token.
+
+    Args:
+        model: an nnsight model, for example `TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`, on
+            the server that nnsight is set to; or `open_model(model, remote=...)` with the address of another one.
+
+    Raises:
+        LayersimError: the server cannot be reached, refuses the key, or does not run the model.
+
+    Examples:
+        >>> print(lsim.capabilities(lsim.open_model(model, remote="http://127.0.0.1:8001")))  # doctest: +SKIP
+    """
+    opened = model if isinstance(model, OpenedModel) else OpenedModel(model, remote=True)
+    source = on_server(open_source(opened, either_stack=True))
+    reasons = {}
+    for name, cls in sorted(find_analyzers().items()):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                cls().check_sites(source.model)
+                cls().check(source.model)
+        except LayersimError as error:
+            reasons[name] = str(error)
+        else:
+            reasons[name] = ""
+    return Capabilities(source.model.name, source.model.layers, source.offer, reasons)

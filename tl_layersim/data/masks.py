@@ -1,0 +1,167 @@
+"""Padding of token tensors without an attention mask: masks from padding ids, and runs of an id that nothing names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from .labels import number_tensor
+from .rows import ModelInputs
+
+# Rows after which tables are refused before the end of the data, and the share of them with a run of one id at an end.
+EARLY_ROWS, EARLY_SHARE = 64, 0.75
+# Share of the rows from which a warning is given. Of rows of 64 tokens or more of GPT-2's tokenizer, at most 0.3 % end or begin
+# with a run of an id that is nowhere else in the row (WikiText, plays, Python), though 22 % of Python end in a run of spaces.
+SHARE = 0.02
+
+
+def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
+    """A mask `row pos`, False at padding at the ends of rows, from the padding ids of tokenizer and configuration.
+
+    Returns:
+        The mask, or None where rows have no padding.
+
+    Raises:
+        LayersimError: a padding id stands where it may be a token too.
+    """
+    tokenizer = model.tokenizer
+    pads = dict.fromkeys((getattr(tokenizer, "pad_token_id", None), *model.pads))
+    starts = _starts(model)
+    edges = starts | {getattr(tokenizer, "eos_token_id", None), *model.ends}
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    named = [pad for pad in pads if pad is not None]
+    # Where no padding id is named, rows are often padded with EOS.
+    for pad in named or sorted(edge for edge in edges if edge is not None):
+        is_pad = rows == pad if rows.shape[1] > 1 else torch.zeros_like(mask)
+        if not bool(is_pad.any()):
+            continue
+        ends = is_pad.cumprod(1).bool() | is_pad.flip(1).cumprod(1).flip(1).bool()
+        # A single BOS or EOS at an end may be a token, and so may two BOS at the start, and an unknown token elsewhere.
+        least = 2 if pad in edges else 1
+        first = 3 if pad in starts else least
+        shared = pad in edges or pad == getattr(tokenizer, "unk_token_id", None)
+        unsure = ends[:, :first].all(1) | ends[:, -least:].all(1) if shared else (is_pad & ~ends).any(1)
+        if bool(unsure.any()):
+            given = f"pad token {pad} " if named else f"token {pad} twice or more at an end"
+            if named:
+                given += "at an end, which is another special token too" if shared else "between tokens"
+            raise _missing(f"{int(unsure.sum())} of {len(rows)} rows with {given}", "mask", model, at_ends=shared)
+        if not shared:
+            mask &= ~ends
+    return None if bool(mask.all()) else mask
+
+
+class RunsAtEnds:
+    """Counts rows of tokens without a mask that start or end with two or more of one id, which is nowhere else in the row.
+
+    Such an id is probably padding that neither the tokenizer nor the configuration names, as `pad_sequence` pads with 0. The
+    counts do not depend on the order of the rows, nor on how they are divided into tables.
+
+    Attributes:
+        rows: number of rows.
+        counts: numbers of those rows, by the end ("start" or "end") and the id.
+
+    Examples:
+        >>> from tl_layersim.demo import demo_model
+        >>> from tl_layersim.sources.hooked import HookedSource
+        >>> runs = RunsAtEnds()
+        >>> runs.add(torch.tensor([[5, 6, 7, 8], [5, 6, 9, 9], [6, 9, 9, 9]]), HookedSource(demo_model()).model)
+        >>> runs.counts
+        Counter({('end', 9): 2})
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.counts: Counter[tuple[str, int]] = Counter()
+
+    def add(self, rows: Tensor, model: ModelInputs) -> None:
+        """Count the rows of a table `row pos`.
+
+        Raises:
+            LayersimError: `EARLY_SHARE` of `EARLY_ROWS` rows or more have such a run, and the table is one of several rows.
+        """
+        self.rows += len(rows)
+        # `mask_of` decides about padding ids that are named.
+        named, starts = {getattr(model.tokenizer, "pad_token_id", None), *model.pads}, _starts(model)
+        for end, table in (("start", rows), ("end", rows.flip(1))):
+            other = table != table[:, :1]
+            # The place of the first other token, 0 in a row of one token throughout.
+            length = other.to(torch.uint8).argmax(1)
+            alone = (length > 1) & (length == (~other).sum(1))
+            found = zip(table[alone, 0].tolist(), length[alone].tolist(), strict=True)
+            # Two BOS may be those of the tokenizer and of the text.
+            pair = starts if end == "start" else set()
+            self.counts.update((end, pad) for pad, n in found if pad not in named and (n > 2 or pad not in pair))
+        # Rows that come one by one may come in any order, and are decided on at the end of the data.
+        if len(rows) > 1 and self.rows >= EARLY_ROWS:
+            self._refuse(model, EARLY_SHARE)
+
+    def _refuse(self, model: ModelInputs, share: float) -> None:
+        for (end, pad), count in self.counts.most_common(1):
+            if count > max(1, share * self.rows):
+                given = f"{count} of {self.rows} rows with token {pad} twice or more at the {end}, and nowhere else"
+                raise _missing(given, f"tokens != {pad}", model)
+
+    def warning(self, model: ModelInputs) -> str:
+        """The warning about rows of which some start or end with such a run; "" where too few do.
+
+        Raises:
+            LayersimError: most do.
+        """
+        self._refuse(model, 0.5)
+        for (end, pad), count in self.counts.most_common(1):
+            if count > 1 and count >= SHARE * self.rows:
+                return (
+                    f"{count} of {self.rows} rows of tokens have token {pad} twice or more at the {end} and nowhere else, and "
+                    f"came without an attention mask: these positions are counted. If token {pad} is padding, pass "
+                    f"{_with_mask(f'tokens != {pad}', model)}."
+                )
+        return ""
+
+
+def _starts(model: ModelInputs) -> set[Any]:
+    """The ids of BOS."""
+    return {getattr(model.tokenizer, "bos_token_id", None), *model.starts}
+
+
+def _with_mask(mask: str, model: ModelInputs) -> str:
+    """The call that gives a mask."""
+    return f"{{'{model.token_input}': tokens, '{model.mask_input}': {mask}}}, or probe.mask = {mask} in attach"
+
+
+def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
+    """The error for rows with padding that came without a mask."""
+    missing = (
+        "`attention_mask` is missing, but rows of tokens start or end with padding: "
+        if at_ends
+        else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens: "
+    )
+    return LayersimError(f"{missing}{given}. Pass {_with_mask(mask, model)}; a mask of ones measures the padding too.")
+
+
+def masked_warning(pads: Sequence[int]) -> str:
+    """The warning that a mask was derived from padding ids."""
+    ids = " and ".join(map(str, sorted(set(pads))))
+    return (
+        f"Tokens came without an attention mask: the padding, id {ids} at the ends of rows, is left out as if masked. Pass "
+        "{'input_ids': tokens, 'attention_mask': mask}, or probe.mask = mask in attach, to set it yourself."
+    )
+
+
+def as_mask(mask: Any) -> Tensor:
+    """Convert a mask of ones and zeros to bool; refuse an additive mask (0 keeps, -inf drops), which means the opposite."""
+    try:
+        values = number_tensor(mask)
+    except ValueError as error:
+        raise LayersimError(f"`attention_mask` must be ones and zeros of the tokens' shape: {error}.") from error
+    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
+        raise LayersimError(
+            f"`attention_mask` has values from {float(values.min()):g} to {float(values.max()):g}; it must be 1 for tokens and "
+            "0 for padding. If 0 stands for tokens, pass `mask == 0`."
+        )
+    return values.bool()

@@ -1,0 +1,112 @@
+"""The exit rules of this package: largest probability, margin, patience, and the change of the residual's direction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.errors import LayersimError
+from ...lens.statistics import confidence, on_float64_device
+from .exit_rule import CheckedTokens, ExitRule, RuleState
+
+
+class CosineRule(ExitRule):
+    """A token exits when the cosine similarity of the residuals that enter and leave the block exceeds the threshold.
+
+    The rule reads no logits: a check costs no unembedding, and only tokens that exit are unembedded.
+
+    Source:
+        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "hidden-state saturation".
+
+    Examples:
+        >>> import torch
+        >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[1.0, 0.1], [0.0, 1.0]])
+        >>> CosineRule(0.9).exits(CheckedTokens(torch.zeros(2, 0), x, y, torch.arange(2)), {})
+        tensor([ True, False])
+    """
+
+    name = "cosine"
+    reads_logits = False
+    lowest = -1.0
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        leaving, entering = (on_float64_device(x).double() for x in (tokens.leaving, tokens.entering))
+        return torch.cosine_similarity(leaving, entering, dim=-1) > self.threshold
+
+
+class MarginRule(ExitRule):
+    r"""A token exits when its two largest probabilities differ by more than the threshold, $p_{(1)} - p_{(2)} > t$.
+
+    Probabilities are computed in float64: float32 rounds both $1 - p$ and the threshold near 1.
+
+    Source:
+        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "softmax response".
+
+    Examples:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 0.0], [2.0, 0.0]])  # probabilities 0.95 and 0.05, 0.88 and 0.12
+        >>> MarginRule(0.8).exits(CheckedTokens(logits, logits, logits, torch.arange(2)), {})
+        tensor([ True, False])
+    """
+
+    name = "margin"
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        return confidence(tokens.logits, margin=True) > self.threshold
+
+
+class MaxProbRule(ExitRule):
+    r"""A token exits when the largest probability of its layer's logits exceeds the threshold, $\max_v p_v > t$.
+
+    Probabilities are computed in float64: float32 rounds both $1 - p$ and the threshold near 1.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3.
+
+    Examples:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 0.0], [1.0, 0.0]])  # largest probabilities 0.95 and 0.73
+        >>> MaxProbRule(0.9).exits(CheckedTokens(logits, logits, logits, torch.arange(2)), {})
+        tensor([ True, False])
+    """
+
+    name = "max-prob"
+    has_exit_curve = True
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        return confidence(tokens.logits) > self.threshold
+
+
+class PatienceRule(ExitRule):
+    """A token exits when its prediction, the argmax of the logits, is the same at `threshold` checks in a row.
+
+    Source:
+        Zhou et al. 2020 (arXiv 2006.04152).
+
+    Examples:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 0.0]])
+        >>> rule = PatienceRule(2)
+        >>> state = rule.new_state(1)
+        >>> [bool(rule.exits(CheckedTokens(logits, logits, logits, torch.arange(1)), state)) for _ in range(2)]
+        [False, True]
+    """
+
+    name = "patience"
+    lowest = 1
+    # More checks than any model has layers.
+    unreachable = 1_000_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold % 1:
+            raise LayersimError(f"`threshold` of rule={self.name!r} is {self.threshold:g}; it must be a whole number.")
+
+    def new_state(self, count: int) -> RuleState:
+        return {"prediction": torch.full((count,), -1), "streak": torch.zeros(count, dtype=torch.int64)}
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        prediction, index = tokens.logits.argmax(-1).cpu(), tokens.index.cpu()
+        streak = torch.where(prediction == state["prediction"][index], state["streak"][index] + 1, 1)
+        state["prediction"][index], state["streak"][index] = prediction, streak
+        return streak >= self.threshold

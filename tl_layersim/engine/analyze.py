@@ -1,0 +1,313 @@
+"""`analyze` and `compare`: run analyzers over data on one model, or on two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
+
+from ..analyzers.analyzer import Analyzer, Run
+from ..core.arguments import typed
+from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, weight_peers
+from ..core.results import Report, Result
+from ..core.sums import Sums
+from ..data.batches import Batches
+from ..data.data import Data
+from ..remote.open import open_source
+from ..sources.inputs import position_counter
+from ..sources.open import OpenedModel, records_of
+from ..sources.source import HasModule
+from .arguments import (
+    AnalyzersArgument,
+    choose_analyzers,
+    is_several,
+    refuse_idle_options,
+    refuse_no_comparison,
+    shared_tokens,
+    with_tokenizer,
+)
+from .plan import DEFAULT, AtArgument, chosen_rule, plan_sites
+from .reports import make_report
+from .run import Analysis, DataPart, run
+from .shard_run import run_shard
+from .shards import FilesArgument, chosen_shard, open_checkpoint
+from .submitted_runs import RemoteRun, start
+from .untrained import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
+
+
+def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None, blocking: bool = True) -> Report | RemoteRun:
+    """Run analyzers over all data on one model, or on several to compare.
+
+    Args:
+        analysis: models, data and analyzers.
+        path: of the checkpoint, or None.
+        blocking: False to send the main pass to a server and return at once.
+
+    Raises:
+        LayersimError: an analyzer refuses a model or the data, or the data differs from that of the checkpoint.
+    """
+    analysis.check()
+    deal = agree([weight_peers(one.module) if isinstance(one, HasModule) else frozenset() for one in analysis.sources])
+    identity = {} if path is None else analysis.identity("checkpoint")
+    file, tallies = open_checkpoint(path, identity, deal)
+    _read_ahead(analysis)
+    done = run(analysis, DataPart(deal), file, tallies, blocking)
+    if not blocking:
+        with analysis.running():
+            return start(done)
+    tally = done.state.tally
+    seconds = sum(own.seconds for own in tallies.values())
+    places = analysis.places
+    settings = analysis.settings | analysis.batches.row_counts() | ({"remote": places} if places else {})
+    return make_report(
+        analysis.analyzers,
+        analysis.models,
+        replace(tally, seconds=seconds),
+        add_over_ranks(tally.sums(done.kernels), deal),
+        done.first,
+        settings,
+        None if tally.tree.size is None else add_blocks_over_ranks(tally.tree, done.kernels, deal),
+    )
+
+
+def _read_ahead(analysis: Analysis) -> None:
+    """Read and keep the rows of an iterator that the run needs more than once.
+
+    Raises:
+        LayersimError: its rows are too large to be kept.
+    """
+    if not analysis.batches.one_shot:
+        return
+    for name in analysis.first_kernels:
+        analyzer = analysis.analyzers[name]
+        do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
+        return analysis.batches.read_ahead(type(analyzer).__name__, do)
+    if len(analysis.sources) > 1 and analysis.is_remote:
+        # What crosses between models is stated before it does.
+        analysis.batches.read_ahead("a comparison with a model on a server", "list(data)")
+
+
+SeveralAnalyzers: TypeAlias = Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
+R_co = TypeVar("R_co", bound=Result, covariant=True)
+
+
+class _Computes(Protocol[R_co]):
+    """Any analyzer, for type checkers, by the class of the result that `compute` returns."""
+
+    def compute(self, sums: Sums, run: Run) -> R_co: ...
+
+
+class SharedKeywords(TypedDict, total=False):
+    """Keywords that `analyze`, `compare`, `compare_grid`, `sweep` and `linear_probe` share, for type checkers."""
+
+    at: AtArgument
+    per_head: bool
+    intervals: bool
+    baseline: BaselineArgument
+    checkpoint: str | os.PathLike[str] | None
+
+
+@overload
+def analyze(
+    model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: Literal[True] = True, **options: Unpack[SharedKeywords]
+) -> Report: ...
+@overload
+def analyze(
+    model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: Literal[False], **options: Unpack[SharedKeywords]
+) -> RemoteRun: ...
+@overload
+def analyze(
+    model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: bool, **options: Unpack[SharedKeywords]
+) -> Report | RemoteRun: ...
+@overload
+def analyze(
+    model: Any,
+    data: Any,
+    analyzers: AnalyzersArgument,
+    *,
+    shard: tuple[int, int],
+    save_to: str | os.PathLike[str],
+    first: FilesArgument | None = None,
+    **options: Unpack[SharedKeywords],
+) -> Path: ...
+@typed
+def analyze(
+    model: Any,
+    data: Any,
+    analyzers: AnalyzersArgument,
+    *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    intervals: bool = False,
+    baseline: BaselineArgument = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    blocking: bool = True,
+    shard: tuple[int, int] | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+    first: FilesArgument | None = None,
+) -> Report | RemoteRun | Path:
+    """Run analyzers over data on one model, in one pass (two where a dataset mean is needed).
+
+    Memory holds sums, not activations. The model runs in evaluation mode, without gradients, and is not changed. In an
+    initialised `torch.distributed` group each rank measures a part of the batches and returns the same report.
+
+    Args:
+        model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
+            or any torch module; or what `open_model` returns, which also says where it runs and which modules are its blocks.
+        data: a `Data`, which says how rows are made and which positions are measured; or raw data, which is read by the
+            defaults of `Data`.
+        analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options; or a mapping
+            from names to analyzers, such as `{"raw": LogitLens(norm="none"), "normed": LogitLens()}`. The names are the keys of
+            the report. Without a mapping each analyzer can be there once.
+        at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
+            "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; the number of a block, whose output
+            is read, negative from the end, or several; a list of names of hook points or of module paths; a pattern such as
+            "blocks.*.hook_attn_out"; or a function of names that returns True for those to read. Families of an
+            encoder-decoder are those of its decoder, and "encoder.resid_post" names one of the encoder. `sites` lists what a
+            model has. Analyzers that need the residual stream refuse other sites.
+        per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
+        intervals: keep the sums of 16 to 32 blocks of consecutive rows, from which every result gets confidence intervals:
+            `result.interval("values")`. Memory holds up to 48 times the sums.
+        baseline: "untrained" also measures three models of the same architecture with fresh weights
+            (`tl_layersim.sources.untrained`) on the same data. Figures and tables show them beside the trained model,
+            `result.untrained` holds their results.
+        checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
+            same call resumes from it and ends with exactly the numbers of an uninterrupted run.
+        blocking: False to send all requests of the main pass to a server and return at once.
+        shard: measure one of several contiguous parts of the data: its number, from 0, and the number of parts, as (3, 64);
+            3/64 on the command line. Each call reads all data to count the batches, and runs the model on its own. `merge`
+            makes the report of all files.
+        save_to: the file for the sums of the shard, which is its checkpoint too: the same call continues from it, and returns
+            at once if it is complete.
+        first: with `shard`, where an analyzer needs a first pass with the model: the files of the first stage, those that the
+            same calls without `first` wrote for all shards. A folder or a pattern does too.
+
+    Returns:
+        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, whose `result()` is the report; with
+        `shard` the path `save_to`.
+
+    Raises:
+        LayersimError: an argument does not fit the others, the model or the data; or activations are not finite.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Cosine(center="none")])
+        >>> list(report)
+        ['cosine']
+    """
+    data = Data.of(data)
+    given = locals() | {"baseline": None}
+    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model)
+    if baseline is not None:
+        refuse_no_twin([opened], data, blocking, shard)
+        more = given | {"intervals": False, "checkpoint": None}
+        joined: Report = with_untrained(analyze(**given), lambda seed: analyze(**more | {"model": twin_of(opened, seed)}))
+        return joined
+    part = chosen_shard(shard, save_to, first, checkpoint, blocking)
+    refuse_idle_options(opened, blocking, checkpoint)
+    analysis = opened_analysis(opened, data, chosen, at, per_head, intervals)
+    return run_analysis(analysis, checkpoint, blocking) if part is None else run_shard(analysis, part)
+
+
+def opened_analysis(
+    opened: OpenedModel, data: Data, analyzers: dict[str, Analyzer], at: AtArgument, per_head: bool, intervals: bool
+) -> Analysis:
+    """Open one model, and choose the sites and the positions that analyzers read of it.
+
+    Args:
+        opened: the model.
+        data: with the options of reading.
+        analyzers: by name.
+        at: see `analyze`.
+        per_head: see `analyze`.
+        intervals: see `analyze`.
+
+    Raises:
+        LayersimError: the model lacks the sites, or an analyzer does not take them or the positions.
+    """
+    source = open_source(opened, either_stack=True, at=at)
+    plan = plan_sites([source], analyzers, at, per_head)
+    chosen = plan.settled(analyzers, source, data.positions)
+    described = with_tokenizer(source.model, data.tokenizer)
+    labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
+    rule = chosen_rule(data.positions, [source.model], chosen, data.skip_first)
+    batches = Batches(data.counting(rule), described, labelled, position_counter([source]))
+    return Analysis([source], batches, chosen, plan, opened.record(), intervals)
+
+
+@overload
+def compare(model_a: Any, model_b: Any, data: Any, analyzers: str, **options: Unpack[SharedKeywords]) -> Result: ...
+@overload
+def compare(model_a: Any, model_b: Any, data: Any, analyzers: _Computes[R_co], **options: Unpack[SharedKeywords]) -> R_co: ...
+@overload
+def compare(
+    model_a: Any, model_b: Any, data: Any, analyzers: SeveralAnalyzers, **options: Unpack[SharedKeywords]
+) -> Report: ...
+@typed
+def compare(
+    model_a: Any,
+    model_b: Any,
+    data: Any,
+    analyzers: Any,
+    *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    intervals: bool = False,
+    baseline: BaselineArgument = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report | Result:
+    """Relate the layers of two models that read the same tokens; widths and depths may differ.
+
+    Args:
+        model_a: gives the rows of the result; kinds as in `analyze`. A request to a server runs one model, so statistics of
+            each model's layers return from it and are joined here: for CKA the Gram matrices of minibatches, not the
+            activations. Their size is printed first.
+        model_b: gives the columns.
+        data: as in `analyze`, tokenised once, by the first model's tokenizer. One rule of positions holds for both models; it
+            must be given if their heads read different positions.
+        analyzers: one analyzer that compares, or several: a list, or a mapping from names as in `analyze`.
+        at: the sites to read in both models, see `analyze`.
+        per_head: see `analyze`.
+        intervals: see `analyze`.
+        baseline: "untrained" also compares three pairs of models with fresh weights, see `analyze`: how similar two models are
+            because both read the same tokens.
+        checkpoint: see `analyze`.
+
+    Returns:
+        The `Result` of a single analyzer; a `Report` for a list or a mapping of analyzers.
+
+    Raises:
+        LayersimError: an analyzer does not compare models, or the models have different tokenizers.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> model = lsim.demo_model()
+        >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
+        True
+    """
+    data = Data.of(data)
+    given = locals() | {"baseline": None}
+    chosen, pair = choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
+    if baseline is not None:
+        refuse_no_twin(pair, data)
+
+        def twins(seed: int) -> Any:
+            a, b = (twin_of(one, own) for one, own in zip(pair, seeds_of(seed, 2), strict=True))
+            return compare(**given | {"model_a": a, "model_b": b, "intervals": False, "checkpoint": None})
+
+        joined: Report | Result = with_untrained(compare(**given), twins)
+        return joined
+    refuse_no_comparison(chosen)
+    for opened in pair:
+        refuse_idle_options(opened, True, checkpoint)
+    sources = [open_source(opened, either_stack=True, at=at) for opened in pair]
+    plan = plan_sites(sources, chosen, at, per_head)
+    models = [source.model for source in sources]
+    shared = with_tokenizer(shared_tokens(models[0], models[1], given=data.tokenizer is not None), data.tokenizer)
+    rule = chosen_rule(data.positions, models, chosen, data.skip_first)
+    batches = Batches(data.counting(rule), shared, count_positions=position_counter(sources))
+    report = run_analysis(Analysis(sources, batches, chosen, plan, records_of(pair), intervals), checkpoint)
+    assert isinstance(report, Report)
+    return report if is_several(analyzers) else next(iter(report.values()))

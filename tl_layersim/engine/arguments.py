@@ -1,0 +1,208 @@
+"""Validation of a run's arguments: the chosen analyzers, the tokenizer, and the tokens that two models share."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from torch.nn import Module
+
+from ..analyzers import find_analyzers
+from ..analyzers.analyzer import Analyzer
+from ..core.distributed import rank_and_size
+from ..core.errors import LayersimError, LayersimWarning, in_words, shown
+from ..core.wording import brief
+from ..data.data import DATA_OPTIONS
+from ..data.inputs import PIXELS
+from ..lens.exit_heads import ExitHeads
+from ..sources.model import Model
+from ..sources.open import OpenedModel
+
+# Bytes of the heads of layers that a request to a server carries at most.
+LARGEST_HEADS = 512_000_000
+# Keys beside the names of analyzers in the costs that `estimate` returns.
+COSTS = ("forward", "head")
+
+if TYPE_CHECKING:
+    AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
+else:
+    # Not checked as a type in a call: `choose_analyzers` names what is wrong.
+    AnalyzersArgument = Any
+
+
+def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
+    """Analyzers by name: the keys of a mapping, or their own names; a name in place of an analyzer selects its default options.
+
+    Raises:
+        LayersimError: a name is not known or not allowed, no analyzer is given, or a list holds two of one name.
+    """
+    chosen: dict[str, Analyzer] = {}
+    if isinstance(analyzers, Mapping):
+        for name, item in analyzers.items():
+            chosen[name] = _analyzer_of(item)
+            _check_name(name, chosen[name])
+    else:
+        items = list(analyzers) if is_several(analyzers) else [analyzers]
+        for item in map(_analyzer_of, items):
+            if item.name in chosen:
+                raise LayersimError(
+                    f"`analyzers` holds {item.name!r} twice. A mapping from names to analyzers gives each a name of its own."
+                )
+            chosen[item.name] = item
+    if not chosen:
+        raise LayersimError("`analyzers` is empty; it must hold one analyzer or more.")
+    return chosen
+
+
+def is_several(analyzers: Any) -> bool:
+    """Whether an argument holds several analyzers, a list or a mapping, and the call returns a report of them."""
+    return isinstance(analyzers, Sequence | Mapping) and not isinstance(analyzers, str)
+
+
+def _analyzer_of(item: Any) -> Analyzer:
+    """The analyzer that an entry of `analyzers` is or names."""
+    if isinstance(item, str):
+        known = find_analyzers()
+        if item not in known:
+            raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(known))}.")
+        item = known[item]()
+    _check_analyzer(item)
+    return cast(Analyzer, item)
+
+
+def _check_name(name: Any, analyzer: Analyzer) -> None:
+    """Refuse a name that files, columns of tables or options of the command line cannot hold, or that misleads."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise LayersimError(
+            f"`analyzers` has the name {brief(name)}; a name must be letters, digits and _, with a letter first."
+        )
+    if name in COSTS:
+        raise LayersimError(f"`analyzers` has the name {name!r}, that of a part of the model in `estimate`.")
+    other = find_analyzers().get(name)
+    if other is not None and not isinstance(analyzer, other):
+        raise LayersimError(
+            f"`analyzers` has the name {name!r} for {type(analyzer).__name__}; it is the name of {other.__name__}."
+        )
+
+
+def _check_analyzer(analyzer: Any) -> None:
+    """Refuse, before the model runs, an analyzer whose result could not be recorded."""
+    if isinstance(analyzer, type) or not isinstance(analyzer, Analyzer):
+        raise LayersimError(
+            f"`analyzers` contains {brief(analyzer)}; it must contain objects such as lsim.Cosine(), or their names."
+        )
+    name = getattr(analyzer, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise LayersimError(
+            f"`name` of {type(analyzer).__name__} is {brief(name)}; it must be lower-case letters, digits and _."
+        )
+    clash = analyzer.options().keys() & set(DATA_OPTIONS)
+    if clash:
+        raise LayersimError(
+            f"{type(analyzer).__name__} has the option {', '.join(sorted(clash))}, whose name is reserved for an option "
+            "of the data."
+        )
+
+
+def refuse_large_heads(analyzer: Analyzer) -> None:
+    """Refuse heads of layers that are too large to be sent to a server with every request.
+
+    Raises:
+        LayersimError: they take more than `LARGEST_HEADS` bytes.
+    """
+    heads = getattr(analyzer, "heads", None)
+    if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
+        raise LayersimError(
+            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; every request to a server carries them, "
+            f"and may carry {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
+        )
+
+
+def with_tokenizer(model: Model, tokenizer: Any) -> Model:
+    """The model with its tokenizer or its processor of images replaced by `tokenizer`; unchanged where `tokenizer` is None."""
+    if tokenizer is None:
+        return model
+    if getattr(tokenizer, "image_processor", None) is not None:
+        # A processor of both texts and images.
+        return replace(model, tokenizer=getattr(tokenizer, "tokenizer", None), processor=tokenizer.image_processor)
+    if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
+        return replace(model, processor=tokenizer)
+    if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType | Module):
+        raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or a processor of images.")
+    return replace(model, tokenizer=tokenizer)
+
+
+def shared_tokens(a: Model, b: Model, given: bool) -> Model:
+    """A description of the inputs that both models accept, with the smaller context and vocabulary.
+
+    Args:
+        a: the first model, whose tokenizer is used.
+        b: the second model.
+        given: whether the user passed a tokenizer for both.
+
+    Raises:
+        LayersimError: the same ids are different tokens in the two vocabularies.
+    """
+    if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
+        words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
+        if words_a != words_b:
+            odd = next((w for w in words_a if words_b.get(w) != words_a[w]), next(iter(words_b), ""))
+            raise LayersimError(
+                f"The two models have different tokenizers, so their samples do not match: {odd!r} is token "
+                f"{words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}."
+            )
+    if a.token_input != b.token_input:
+        raise LayersimError(
+            f"The models read different inputs of the data, so their samples do not match: `{a.token_input}` of {a.name} and "
+            f"`{b.token_input}` of {b.name}."
+        )
+
+    sure = a.tokenizer is not None and b.tokenizer is not None and not given
+    if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
+        warnings.warn(
+            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, so the same id may be another token in the "
+            "second model. Set model.tokenizer on each model, and the vocabularies are compared.",
+            LayersimWarning,
+            stacklevel=3,
+        )
+
+    def smaller(x: int | None, y: int | None) -> int | None:
+        return min((v for v in (x, y) if v is not None), default=None)
+
+    context = smaller(a.context, b.context)
+    # Errors about long rows name the model with the shorter context.
+    name = a.name if context == a.context else b.name
+    vocabulary = smaller(a.vocabulary, b.vocabulary)
+    # A head that reads a row as one needs whole rows, whichever model has it.
+    head = a.head if a.reads_rows else b.head
+    return replace(a, name=name, vocabulary=vocabulary, context=context, head=head, **a.inputs_with(b))
+
+
+def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
+    """Refuse analyzers that do not compare two models.
+
+    Args:
+        analyzers: by name.
+
+    Raises:
+        LayersimError: names the analyzer.
+    """
+    for analyzer in analyzers.values():
+        if not analyzer.compares:
+            able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
+            raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
+
+
+def refuse_idle_options(opened: OpenedModel, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
+    """Refuse options that contradict each other, before a model is run."""
+    if opened.on_server and rank_and_size()[1] > 1:
+        raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
+    if not blocking and not opened.on_server:
+        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
+    if not blocking and checkpoint is not None:
+        raise LayersimError("`checkpoint` cannot be combined with `blocking=False`. Use run.save(path) to keep the run.")

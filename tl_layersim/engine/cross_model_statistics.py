@@ -1,0 +1,114 @@
+"""Comparison of models by statistics of each: one model runs after the other, and no activations are kept or transferred.
+
+Models on servers are compared in this way, and more than two models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ..activations.view import Reduced
+from ..analyzers.analyzer import Analyzer, Exchange
+from ..core.errors import LayersimError, in_words
+from ..core.sums import SIZES
+from ..data.batches import Batch, BatchSize
+from ..sources.source import PartialSums, Source, sites_of, sums_of_leaves, widths_of
+from .plan import SitePlan
+
+
+def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
+    """The cross-model statistics of each analyzer, by which it compares two models on different machines.
+
+    Raises:
+        LayersimError: an analyzer needs the activations of both models in one place.
+    """
+    by_name = {}
+    for name, analyzer in analyzers.items():
+        statistics = analyzer.exchange()
+        if statistics is None:
+            raise LayersimError(
+                f"{analyzer!r} needs the activations of both models in one process, and one of them is on a server. Load both "
+                'here, or use CKA(estimator="minibatch").'
+            )
+        by_name[name] = statistics
+    return by_name
+
+
+def exchange(
+    sources: Sequence[Source],
+    batches: Iterator[Batch],
+    analyzers: Mapping[str, Analyzer],
+    plan: SitePlan,
+    show: Callable[[str], None],
+) -> Iterator[list[PartialSums]]:
+    """Run each batch on one model after the other, and join the statistics of all.
+
+    Args:
+        sources: the models.
+        batches: in the order of the data.
+        analyzers: by name.
+        plan: the sites that each analyzer reads.
+        show: takes a few words on which model runs.
+    """
+    by_name = exchanges(analyzers)
+    kernels = [
+        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()}
+        | plan.kernels_of_sizes(analyzers, number)
+        for number in range(len(sources))
+    ]
+    for batch in batches:
+        sides = []
+        for number, source in enumerate(sources):
+            show(f"model {number + 1} of {len(sources)}")
+            sides.append(sums_of_leaves(source, batch, kernels[number]))
+        if any(len(leaves) != len(sides[0]) for leaves in sides):
+            # Of a model whose activations are not finite.
+            yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
+            continue
+        yield [PartialSums(batch.leaf, *_joined(by_name, leaves)) for leaves in zip(*sides, strict=True)]
+
+
+def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
+    """The sums of one leaf, from the statistics of each model; of an analyzer without a pool that ends there, none."""
+    not_finite = [count for counts, _ in leaves for count in counts]
+    if any(bool(count.any()) for count in not_finite):
+        return not_finite, {}
+    out = {}
+    for name, item in by_name.items():
+        statistics = [own[name] for _, own in leaves]
+        out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
+        sizes = [own.get(SIZES + name, {}) for _, own in leaves]
+        # Each was number 0 in its own pass.
+        out[SIZES + name] = {f"{i}{key[1:]}": value for i, each in enumerate(sizes) for key, value in each.items()}
+    return not_finite, out
+
+
+def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
+    """A sentence on how many bytes the comparison of models transfers.
+
+    Args:
+        analyzers: by name.
+        sources: the models; the size of activations is stated where the widths of all are known.
+        plan: the sites that each analyzer reads.
+        sizes: of each batch.
+    """
+    size = sum(
+        item.size(batch.rows, batch.density, len(choice.numbers))
+        for name, item in exchanges(analyzers).items()
+        for choice in plan.choices[name]
+        for batch in sizes
+    )
+    how = "on one model and then on the other" if len(sources) == 2 else f"on {len(sources)} models in turn"
+    words = f"{len(sizes)} batches, each run {how}; {in_words(size)} cross in all"
+    numbers = [_numbers_per_sample(source) for source in sources]
+    if all(numbers):
+        activations = 4 * sum(numbers) * sum(batch.samples for batch in sizes)
+        words += f", where the activations would be {in_words(activations)} in float32"
+    return words + "."
+
+
+def _numbers_per_sample(source: Source) -> int:
+    """Number of activations that all sites of a model have for one sample; 0 where widths are not known yet."""
+    if widths_of(source) or sites_of(source) != source.model.layers:
+        return sum(widths_of(source))
+    return len(sites_of(source)) * (source.model.d_model or 0)

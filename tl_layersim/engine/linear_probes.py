@@ -1,0 +1,290 @@
+"""`linear_probe`: accuracy of a linear classifier on frozen activations, by ridge or logistic regression, at each site."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Literal  # noqa: F401 (annotations of the base class are resolved here)
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..activations.view import Kernel, View
+from ..analyzers.analyzer import Run
+from ..analyzers.linear_probe import LinearProbe, LinearProbeResult, ProbeAnalyzer, ProbeWeights, warn_of_constant
+from ..analyzers.probe_kernels import control_classes, control_part
+from ..core.arguments import PositiveFloat, PositiveInt, typed
+from ..core.distributed import rank_and_size
+from ..core.errors import LayersimError, shown, warn
+from ..core.sums import Sums
+from ..core.wording import brief
+from ..data.batches import Batches
+from ..data.data import Data
+from ..data.labels import NO_LABEL, as_labels
+from ..remote.open import open_source
+from ..sources.inputs import position_counter
+from ..sources.open import OpenedModel
+from ..sources.source import CanReadSites
+from .analyze import analyze
+from .arguments import with_tokenizer
+from .plan import DEFAULT, AtArgument
+
+
+@dataclass
+class KeptSamples:
+    """Activations of the training samples, batch by batch, and what became of the fits to them.
+
+    Attributes:
+        activations: of each batch, `site sample width`.
+        targets: of each batch, the class of each sample.
+        test: of each batch, the class of each held-out sample.
+        control: of each batch, the part of the control labels of each sample.
+        widths: of the sites.
+        stopped: numbers of the sites at which a fit did not converge.
+        constant: numbers of the sites at which all samples are equal.
+    """
+
+    activations: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    test: list[Tensor] = field(default_factory=list)
+    control: list[Tensor] = field(default_factory=list)
+    widths: tuple[int, ...] = ()
+    stopped: list[int] = field(default_factory=list)
+    constant: list[int] = field(default_factory=list)
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class LogisticProbe(ProbeAnalyzer):
+    """Accuracy of multinomial logistic regression on standardised frozen activations, at each site.
+
+    A first pass over the data keeps the activations of training samples, on which the probes are fitted. A second pass counts
+    predictions on held-out samples. Intervals hold the fitted probes fixed and vary the held-out rows.
+
+    Args:
+        labels: see `LinearProbe`, as for the options up to `max_memory_gb`.
+        test_fraction: see `LinearProbe`.
+        first_test_row: see `LinearProbe`.
+        seed: see `LinearProbe`.
+        max_memory_gb: limit for the activations that are kept.
+        control: see `LinearProbe`.
+        C: inverse strength of the L2 penalty, as in scikit-learn.
+        max_iter: most iterations of the optimiser.
+    """
+
+    name: ClassVar[str] = "linear_probe"
+
+    C: PositiveFloat = 1.0
+    max_iter: PositiveInt = 1000
+    # Not an option: set by `first_kernel`.
+    _kept: ClassVar[KeptSamples]
+
+    def first_kernel(self) -> Kernel | None:
+        # Not a field: fields are options, which are recorded.
+        kept = KeptSamples()
+        object.__setattr__(self, "_kept", kept)
+        return partial(keep_kernel, kept=kept, probe=self)
+
+    def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
+        targets, test = torch.cat(self._kept.targets), torch.cat(self._kept.test)
+        size = int(torch.cat([targets, test]).max()) + 1 if len(targets) + len(test) else 1
+        return torch.bincount(targets, minlength=size), torch.bincount(test, minlength=size)
+
+    def fit(self, first: Sums) -> ProbeWeights:
+        return self._fit(torch.cat(self._kept.targets), len(self.counts(first)[0]))
+
+    def fit_control(self, first: Sums) -> ProbeWeights:
+        train = self.counts(first)[0]
+        return self._fit(control_classes(train)[torch.cat(self._kept.control)], len(train))
+
+    def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
+        kept = self._kept
+        warn_of_constant([run.layers[site] for site in kept.constant])
+        if kept.stopped:
+            stopped = [run.layers[site] for site in dict.fromkeys(kept.stopped)]
+            warn(
+                f"The logistic regression stopped at max_iter={self.max_iter} before it converged, at {', '.join(stopped[:4])}"
+                f"{' and other sites' if len(stopped) > 4 else ''}. Pass a larger max_iter=, or a smaller C=."
+            )
+        return self.result(sums, run, "logistic", max(kept.widths))
+
+    def _fit(self, target: Tensor, classes: int) -> ProbeWeights:
+        """Logistic regressions of all sites on the training samples that were kept.
+
+        Args:
+            target: `sample`, the class of each training sample.
+            classes: a number above every class.
+        """
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.preprocessing import StandardScaler
+
+        kept = self._kept
+        weight = torch.zeros(len(kept.widths), max(kept.widths), classes, dtype=torch.float64)
+        offset = torch.full((len(kept.widths), classes), -math.inf, dtype=torch.float64)
+        kept.constant = []
+        for site, width in enumerate(kept.widths):
+            x = torch.cat([batch[site, :, :width] for batch in kept.activations]).double().numpy()
+            if not np.ptp(x, axis=0).any():
+                kept.constant.append(site)
+            scaler, probe = StandardScaler(), LogisticRegression(C=self.C, max_iter=self.max_iter)
+            with warnings.catch_warnings(record=True) as issued:
+                warnings.simplefilter("always")
+                probe.fit(scaler.fit_transform(x), target.numpy())
+            for other in issued:
+                if issubclass(other.category, ConvergenceWarning):
+                    kept.stopped.append(site)
+                else:
+                    warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+            # Two classes have one score: that of the second, above 0 for the second.
+            scores, known = torch.tensor(probe.coef_), torch.tensor(probe.classes_)[-len(probe.coef_) :]
+            scores = scores / torch.tensor(scaler.scale_)
+            offset[site, torch.tensor(probe.classes_)] = 0.0
+            weight[site, :width, known] = scores.T
+            offset[site, known] = torch.tensor(probe.intercept_) - scores @ torch.tensor(scaler.mean_)
+        return weight, offset
+
+
+def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
+    """Keep the activations of the training samples of a batch; for models in this process only.
+
+    Args:
+        view: activations of one batch.
+        kept: receives them.
+        probe: whose samples they are.
+
+    Raises:
+        LayersimError: the activations need more memory.
+    """
+    target, train, test = (part.cpu() for part in probe.labelled_samples(view))
+    kept.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
+    kept.widths = view.widths or (view.activations.shape[-1],) * len(view.activations)
+    kept.targets.append(target[train])
+    kept.test.append(target[test])
+    if probe.control is not None:
+        kept.control.append(control_part(view, probe.control, probe.seed).cpu()[train])
+    held = sum(batch.numel() * batch.element_size() for batch in kept.activations)
+    if not held <= probe.max_memory_gb * 1e9:
+        raise LayersimError(
+            f"`max_memory_gb` is {probe.max_memory_gb:g}, and logistic regression keeps {held / 1e9:.2f} GB of activations "
+            f"after {sum(map(len, kept.targets))} samples. Use LinearProbe, fewer sites (`at`) or fewer positions."
+        )
+    return {"samples": train.sum()}
+
+
+@typed
+def linear_probe(
+    model: Any,
+    data: Any,
+    probe: ProbeAnalyzer | None = None,
+    *,
+    test_data: Any = None,
+    test_labels: Any = None,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    intervals: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> LinearProbeResult:
+    """Accuracy of a linear classifier on frozen activations at each site, on rows that it was not fitted on.
+
+    The classifier of each site is fitted on its own. Nothing in the model changes. A sample is a counted position, see
+    `positions` of `Data`: of a classifier the position that its head reads, of other models every position.
+
+    Args:
+        model: as in `analyze`.
+        data: as in `analyze`. A part of its rows is held out, unless `test_data` is given.
+        probe: `LinearProbe` fits in closed form from sums, in two passes over the data, and runs on servers. `LogisticProbe`
+            keeps the activations of training samples in memory, for models in this process. Default:
+            `LinearProbe(labels="data")`, the classes of the data's own column.
+        test_data: held-out data of the same kind; the probes are then fitted on all of `data`.
+        test_labels: labels of `test_data`, where the labels of the probe are not "data" or "next_token".
+        at: see `analyze`, as for all further options.
+        per_head: see `analyze`.
+        intervals: see `analyze`; they hold the fitted probes fixed and vary the held-out rows.
+        checkpoint: see `analyze`.
+
+    Returns:
+        A `LinearProbeResult`.
+
+    Raises:
+        LayersimError: there is one class only, too few samples, a label below 0, or too little memory; or as `analyze`.
+
+    Source:
+        See `LinearProbe`.
+
+    Examples:
+        Whether a text's last token has an even id, which the embedding knows best.
+
+        >>> import tl_layersim as lsim
+        >>> model, texts = lsim.demo_model(), lsim.demo_text()[:60]
+        >>> ids = [model.tokenizer(text)["input_ids"][:16] for text in texts]
+        >>> even = lsim.LinearProbe(labels=[row[-1] % 2 for row in ids])
+        >>> probe = lsim.linear_probe(model, lsim.Data(ids, positions="last"), even)
+        >>> probe.accuracy.shape, probe.labels
+        (torch.Size([9]), (0, 1))
+    """
+    probe, data = probe or LinearProbe(labels="data"), Data.of(data)
+    if isinstance(probe, LogisticProbe):
+        remote, ranks = OpenedModel.of(model).remote, rank_and_size()[1]
+        given = {"`checkpoint`": checkpoint is not None, f"remote={shown(remote)}": remote is not False}
+        for words, wrong in (given | {f"{ranks} processes": ranks > 1}).items():
+            if wrong:
+                raise LayersimError(
+                    f"LogisticProbe cannot run with {words}: it keeps activations in the memory of one process. Use "
+                    "LinearProbe."
+                )
+    if test_data is None:
+        if test_labels is not None:
+            raise LayersimError("`test_labels` is given without `test_data`, whose labels it holds.")
+    else:
+        parts = [data, data.like(test_data)]
+        # An iterator would be gone after its rows are counted.
+        parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
+        count, test_count = _counts(model, parts, at)
+        probe = replace(probe, labels=_labels_of_both(probe.labels, test_labels, count, test_count), first_test_row=count)
+        data = replace(data, source=[part.source for part in parts])
+    report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
+    result: LinearProbeResult = report["linear_probe"]
+    return result
+
+
+def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
+    """Numbers of rows of data sets."""
+    # `analyze` verifies the model.
+    source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
+    # An encoder and a decoder read different columns.
+    if isinstance(source, CanReadSites):
+        source.in_stack(at)
+    described = with_tokenizer(source.model, parts[0].tokenizer)
+    return [Batches(part, described, count_positions=position_counter([source])).count_rows() for part in parts]
+
+
+def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
+    """The labels of both data sets, the held-out rows after the others."""
+    if isinstance(labels, str):
+        if test_labels is not None:
+            raise LayersimError(
+                f"`test_labels` cannot be combined with labels={labels!r}, which names the source of all labels."
+            )
+        return labels
+    held_out = as_labels(test_labels) if test_labels is not None else None
+    if (
+        not isinstance(held_out, Tensor)
+        or held_out.dim() != labels.dim()
+        or [count, test_count] != [len(labels), len(held_out)]
+    ):
+        given = f"of shape {tuple(held_out.shape)}" if isinstance(held_out, Tensor) else brief(held_out)
+        raise LayersimError(
+            f"`labels` of shape {tuple(labels.shape)} and `test_labels` {given} must have one entry for each of {count} rows "
+            f"of `data` and {test_count} of `test_data`."
+        )
+    if labels.dim() == 1:
+        return torch.cat([labels.long(), held_out.long()])
+    both = torch.full((count + test_count, max(labels.shape[1], held_out.shape[1])), NO_LABEL)
+    both[:count, : labels.shape[1]], both[count:, : held_out.shape[1]] = labels, held_out
+    return both

@@ -1,0 +1,349 @@
+"""What a run reads: the sites of each analyzer, the hook points of a forward pass, and the positions that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from ..activations.pools import AnyKernel, PoolKernel
+from ..activations.sizes import activation_sizes
+from ..activations.view import at_sites
+from ..analyzers.analyzer import Analyzer
+from ..architectures.points import HookPoint
+from ..architectures.resolve import items_of
+from ..core.errors import LayersimError
+from ..core.sums import POOL, SIZES, Sums
+from ..core.wording import brief
+from ..data.data import Data
+from ..data.positions import PositionRule, Positions
+from ..sources.model import Model
+from ..sources.source import CanReadSites, Source, sites_of, widths_of
+
+# For type checkers: a block, a family, a name or a pattern, several of these, or a function of names.
+AtArgument: TypeAlias = int | str | Sequence[int | str] | Callable[[str], bool]
+DEFAULT = "resid_post"
+MID = "resid_mid"
+Points = tuple[HookPoint, ...]
+
+
+@dataclass(frozen=True)
+class SiteChoice:
+    """The sites of one model that an analyzer reads.
+
+    Attributes:
+        numbers: of the sites among all sites that the source reads.
+        stream: see `Model`; None for the residual layers, whose model knows it.
+    """
+
+    numbers: tuple[int, ...]
+    stream: str | None = None
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """The sites that each analyzer reads.
+
+    Attributes:
+        choices: by name of the analyzer, one for each model.
+        at: as the user gave it, for the record.
+        per_head: whether heads are sites of their own.
+    """
+
+    choices: Mapping[str, tuple[SiteChoice, ...]]
+    at: int | str | list[int | str] = DEFAULT
+    per_head: bool = False
+
+    def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
+        """The kernel of an analyzer, as a kernel of views of all sites.
+
+        Args:
+            name: of the analyzer.
+            kernel: of views of its own sites.
+            number: of the one model whose view the kernel takes; None for all models.
+        """
+        choices = self.choices[name] if number is None else (self.choices[name][number],)
+        sites = tuple(choice.numbers for choice in choices)
+        return replace(kernel, sites=sites) if isinstance(kernel, PoolKernel) else partial(at_sites, kernel=kernel, sites=sites)
+
+    def kernels(self, analyzers: Mapping[str, Analyzer], first: Mapping[str, Sums]) -> dict[str, AnyKernel]:
+        """The kernels of the main pass, by analyzer; those of pools beside a kernel of views under `POOL` and its name,
+        those of sizes under `SIZES` and its name.
+
+        Args:
+            analyzers: by name.
+            first: sums of the first pass, by analyzer.
+        """
+        out: dict[str, AnyKernel] = {}
+        for name, analyzer in analyzers.items():
+            own = first.get(name, Sums())
+            out[name] = self.kernel(name, analyzer.kernel(own))
+            if (pool := analyzer.pool_kernel(own)) is not None:
+                out[POOL + name] = self.kernel(name, pool)
+        return out | self.kernels_of_sizes(analyzers)
+
+    def kernels_of_sizes(self, analyzers: Mapping[str, Analyzer], number: int | None = None) -> dict[str, AnyKernel]:
+        """The kernels of the sizes of activations, for analyzers that weight samples or dimensions by them.
+
+        Args:
+            analyzers: by name.
+            number: see `kernel`.
+        """
+        return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
+
+    def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
+        """The descriptions of the models with the sites of one analyzer in place of the residual layers.
+
+        Args:
+            name: of the analyzer.
+            models: the descriptions.
+            sources: the models that read the sites.
+        """
+        return [_described(*each) for each in zip(models, sources, self.choices[name], strict=True)]
+
+    def models_by_analyzer(self, models: Sequence[Model], sources: Sequence[Source]) -> dict[str, list[Model]]:
+        """The descriptions of `models`, by analyzer."""
+        return {name: self.models(name, models, sources) for name in self.choices}
+
+    def check_sites(self, analyzers: Mapping[str, Analyzer], sources: Sequence[Source]) -> None:
+        """Let every analyzer refuse sites that it does not take.
+
+        Args:
+            analyzers: by name.
+            sources: the models.
+        """
+        models = [source.model for source in sources]
+        for name, analyzer in analyzers.items():
+            analyzer.check_sites(*self.models(name, models, sources))
+
+    def settled(self, analyzers: Mapping[str, Analyzer], source: Source, positions: PositionRule | None) -> dict[str, Analyzer]:
+        """The analyzers with the options that depend on the model, see `Analyzer.settled`.
+
+        Args:
+            analyzers: by name.
+            source: the model.
+            positions: as the user gave them.
+        """
+        return {name: a.settled(self.models(name, [source.model], [source])[0], positions) for name, a in analyzers.items()}
+
+    def record(self) -> dict[str, Any]:
+        """The options `at` and `per_head`, for a result's provenance."""
+        return {"at": self.at, "per_head": self.per_head}
+
+
+def plan_sites(
+    sources: Sequence[Source], analyzers: Mapping[str, Analyzer], at: AtArgument = DEFAULT, per_head: bool = False
+) -> SitePlan:
+    """Choose the sites of every analyzer, and let the sources read them.
+
+    Args:
+        sources: the models.
+        analyzers: by name.
+        at: the sites of analyzers that read any sites.
+        per_head: whether each head is a site of its own.
+
+    Raises:
+        LayersimError: a model lacks the sites, or an analyzer does not take them.
+    """
+    by_source = [_choices(source, analyzers, at, per_head) for source in sources]
+    choices = {name: tuple(own[name] for own in by_source) for name in analyzers}
+    given = at if isinstance(at, int | str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else list(at)
+    return SitePlan(choices, given, per_head)
+
+
+def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:
+    at = source.in_stack(at) if isinstance(source, CanReadSites) else at
+    wanted = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
+    if all(points is None for points in wanted.values()):
+        residual = SiteChoice(tuple(range(len(source.model.layers))))
+        return dict.fromkeys(wanted, residual)
+    assert isinstance(source, CanReadSites)
+    numbers: dict[str, int] = {}
+    union: list[HookPoint] = []
+    for points in wanted.values():
+        for point in source.residual_points if points is None else points:
+            if point.name not in numbers:
+                numbers[point.name] = len(union)
+                union.append(point)
+    source.read_at(tuple(union))
+    return {
+        name: SiteChoice(
+            tuple(numbers[point.name] for point in (source.residual_points if points is None else points)),
+            None if points is None else _stream(points),
+        )
+        for name, points in wanted.items()
+    }
+
+
+def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: bool) -> Points | None:
+    """The hook points that an analyzer reads; None for the residual layers."""
+    families = items_of(at)
+    if families == [DEFAULT] and not per_head and not analyzer.families:
+        return None
+    if not isinstance(source, CanReadSites):
+        own = f"{type(analyzer).__name__} reads {', '.join(analyzer.families)}"
+        asked = own if analyzer.families else f"`at` is {brief(at)}"
+        raise LayersimError(f"{asked}, but a {type(source).__name__} reads the residual stream only.")
+    if analyzer.families:
+        return source.hook_points([*analyzer.families, *_optional(source, analyzer)], False)
+    if analyzer.needs_sites in ("stream", "every_block"):
+        if analyzer.reads_mid and set(families) <= {DEFAULT, MID}:
+            return _with_ends(source, source.hook_points(families, per_head))
+        raise LayersimError(
+            f"`at` is {brief(at)}; it must be {DEFAULT!r}"
+            + (f", {MID!r} or both" if analyzer.reads_mid else "")
+            + f" for {type(analyzer).__name__}, which reads the residual stream after every block."
+        )
+    return source.hook_points(at, per_head)
+
+
+def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
+    """The optional families of an analyzer that the model has."""
+    has = []
+    for family in analyzer.optional_families:
+        try:
+            source.hook_points(family, False)
+        except LayersimError:
+            continue
+        has.append(family)
+    return has
+
+
+def _with_ends(source: CanReadSites, points: Points) -> Points:
+    """The points with the first and the last residual layer, with which a lens begins and to which it compares."""
+    first, last = source.residual_points[0], source.residual_points[-1]
+    inner = [point for point in points if point.name not in (first.name, last.name)]
+    return (first, *inner, last)
+
+
+def _stream(points: Points) -> str:
+    """`Model.stream` of sites other than the residual layers."""
+    return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
+
+
+def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
+    if choice.stream is None:
+        return model
+    layers = tuple(sites_of(source)[number] for number in choice.numbers)
+    widths = tuple(known[number] for number in choice.numbers) if (known := widths_of(source)) else ()
+    # The width of the residual stream says nothing of other sites.
+    return replace(model, layers=layers, stream=choice.stream, widths=widths, d_model=None)  # type: ignore[arg-type]  # one of its words
+
+
+def chosen_rule(
+    given: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
+) -> PositionRule:
+    """The rule that a run counts positions by.
+
+    Args:
+        given: the user's; None for the position that the head reads, and for all positions of other models.
+        models: one model, or two that are compared.
+        analyzers: by name.
+        skip_first: of the run.
+
+    Raises:
+        LayersimError: the default is not clear, or an analyzer cannot use the rule.
+    """
+    rule = _default(models, analyzers, skip_first) if given is None else Positions(given).rule
+    for analyzer in analyzers.values():
+        if rule == "mean" and analyzer.needs_positions:
+            raise LayersimError(
+                f"`positions` is 'mean', at which {type(analyzer).__name__} is not defined: the mean of a row has no next "
+                "token and no logits."
+            )
+        for model in models:
+            _refuse_other_position(rule, analyzer, model)
+            _refuse_incomplete_rows(analyzer, model, skip_first)
+    return rule
+
+
+def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[str, Analyzer]) -> Positions:
+    """The rule that `attach` counts positions of forward passes by, see `chosen_rule`.
+
+    Raises:
+        LayersimError: as `chosen_rule`; or the rule needs a column of data.
+    """
+    positions = Positions(chosen_rule(given, [model], analyzers))
+    if positions.marked:
+        raise LayersimError(
+            f"`positions` is {brief(positions.rule)}, a column of data, and `attach` receives forward passes only. Set "
+            "`probe.mask` before the forward pass."
+        )
+    return positions
+
+
+def refuse_selection(data: Data, reads: str, *names: str) -> None:
+    """Refuse options of `Data` that select positions, in a function whose positions are fixed.
+
+    Args:
+        data: of the call.
+        reads: the positions that the function reads, in words.
+        *names: of the options that are refused.
+
+    Raises:
+        LayersimError: one of them is given.
+    """
+    for name in names:
+        if getattr(data, name):
+            raise LayersimError(f"`{name}` of `Data` is {brief(getattr(data, name))}; it cannot be chosen here: {reads}.")
+
+
+def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
+    """The rule without `positions=`: the position that the head reads, unless all analyzers read whole rows."""
+    rules = [_rule_of(model) for model in models]
+    if set(rules) == {"all"}:
+        return "all"
+    # Analyzers of what the head reads, such as the lens, read the head's position in any case; those that call blocks again
+    # read the others too.
+    whole = [type(a).__name__ for a in analyzers.values() if a.whole_rows and (a.needs_calls or not a.reads_head)]
+    single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.reads_head]
+    if whole and not single:
+        return "all"
+    if whole:
+        raise LayersimError(
+            f"`positions` must be given: {whole[0]} reads whole rows, and {single[0]} single positions. Use positions='all', "
+            "or a call for each."
+        )
+    if len(set(rules)) > 1:
+        raise LayersimError(
+            f"`positions` must be given: the heads of the models read {' and '.join(map(_head_reads, dict.fromkeys(rules)))}."
+        )
+    if rules[0] == "first" and skip_first:
+        raise LayersimError(
+            f"`skip_first` is {skip_first}, which leaves out the position that the head of {models[0].name} reads. Use "
+            "positions= to measure others."
+        )
+    return rules[0]
+
+
+def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model) -> None:
+    """Refuse the lens of a row classifier at a position that its head does not read."""
+    if not analyzer.reads_head or model.head is None or model.head.reads == "every":
+        return
+    own = _rule_of(model)
+    if rule not in ("all", own):
+        allowed = "'all'" if own == "all" else f"{own!r} or 'all'"
+        raise LayersimError(
+            f"`positions` is {Positions(rule).record()}; {type(analyzer).__name__} needs {allowed}, as the head of "
+            f"{model.name} reads {_head_reads(model.head.reads)} of a row."
+        )
+
+
+def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -> None:
+    """Refuse the lens of a head that reads whole rows where some of their positions are left out."""
+    if skip_first and analyzer.reads_head and model.head is not None and model.head.reads == "rows":
+        raise LayersimError(
+            f"`skip_first` is {skip_first}; it must be 0 for {type(analyzer).__name__}, as the head of {model.name} reads "
+            "whole rows."
+        )
+
+
+def _rule_of(model: Model) -> str:
+    """The rule whose positions the head of a model reads; "all" where it reads several."""
+    return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
+
+
+def _head_reads(rule: str) -> str:
+    """The rule of a head in words."""
+    return {"all": "every position", "rows": "all positions"}.get(rule, f"the {rule} position")

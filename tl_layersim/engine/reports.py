@@ -1,0 +1,353 @@
+"""Reports from sums: the result of each analyzer, its replicates without each block, its provenance and its warnings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial, reduce
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..activations.sizes import FIRST_PLACES
+from ..analyzers.analyzer import Analyzer, Run
+from ..core.errors import LayersimError, recorded_warnings, warn
+from ..core.fields import JOINT, OF_MODELS, Provenance
+from ..core.findings import site_in_words
+from ..core.intervals import aligned, bounds_of, with_and_without_blocks, with_replicates
+from ..core.jackknife import leave_one_out, neighbour_correlation
+from ..core.results import Report, Result
+from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
+from ..core.wording import brief
+from ..sources.model import Model
+
+# docs/traps.md has the measurements behind both.
+LEAST_EFFECTIVE_FRACTION = 0.2
+LARGEST_DIMENSION = 0.5
+# Fewer tokens scatter by themselves.
+LEAST_TOKENS = 200
+
+
+def warn_of_sizes(
+    analyzers: Mapping[str, Analyzer],
+    models_of: Mapping[str, Sequence[Model]],
+    sums: Mapping[str, Sums],
+    options: Mapping[str, Any],
+) -> dict[str, list[str]]:
+    """Warn once of tokens and of dimensions that are much larger than all others; return the warnings by analyzer.
+
+    Args:
+        analyzers: by name.
+        models_of: by analyzer, the models with the sites that it read.
+        sums: of the main pass.
+        options: how the data was read.
+    """
+    said: dict[str, list[str]] = {name: [] for name in analyzers}
+    found: dict[str, list[str]] = {}
+    for name, analyzer in analyzers.items():
+        own = sums.get(SIZES + name, Sums())
+        for what in analyzer.weighs if own else ():
+            if what == "samples" and analyzer.whole_rows:
+                continue
+            text = _samples(own, models_of[name], options) if what == "samples" else _dimension(own, models_of[name], what)
+            if text:
+                found.setdefault(text, []).append(name)
+    for text, names in found.items():
+        warning = f"{', '.join(names)}: {text}"
+        warn(warning)
+        for name in names:
+            said[name].append(warning)
+    return said
+
+
+def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
+    """Samples of equal size that would carry as much, as a fraction of all from a position on, `site`; NaN without samples.
+
+    (sum |x|^2)^2 / (n sum |x|^4).
+
+    Args:
+        sums: of `activation_sizes`.
+        number: of the model.
+        start: the first position that is counted.
+    """
+    second, fourth = (sums[f"{number} norm^{power}"][:, start:].sum(1) for power in (2, 4))
+    return second.square() / (fourth * sums[f"{number} tokens"][start:].sum())
+
+
+def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
+    """What is said of large samples; "" for nothing."""
+    if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
+        return ""
+    # By number of first positions that are left out, the sites at which few samples weigh most.
+    few = [_few(sums, models, start) for start in range(FIRST_PLACES + 1)]
+    if not few[0]:
+        return ""
+    least = min(few[0], key=lambda layer: few[0][layer])
+    start = min(range(FIRST_PLACES + 1), key=lambda number: len(few[number]))
+    unskipped = options.get("positions", "all") == "all"
+    first = f"skip_first={start} leaves them out" if unskipped else f"leave the first {start} out of positions="
+    left = f" at all but {len(few[start])} of these" if few[start] else ""
+    return (
+        f"few tokens decide these numbers at {_sites(few[0])}, most at {site_in_words(least)}, where {few[0][least]:.2g} of "
+        "the tokens would carry as much if they were equally large: "
+        + (f"{first}{left}." if start else "they are not the first ones of a row; inspect the rows.")
+    )
+
+
+def _few(sums: Sums, models: Sequence[Model], start: int) -> dict[str, float]:
+    return {
+        layer: float(value)
+        for number, model in enumerate(models)
+        for layer, value in zip(model.layers, effective_fraction(sums, number, start), strict=True)
+        if value < LEAST_EFFECTIVE_FRACTION
+    }
+
+
+def _sites(named: Mapping[str, float]) -> str:
+    return f"{len(named)} site{'s' * (len(named) > 1)}"
+
+
+def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
+    """What is said of one large dimension; "" for nothing."""
+    large = {
+        layer: float(share)
+        for number, model in enumerate(models)
+        for layer, share in zip(model.layers, sums[f"{number} largest {what}"] / sums[f"{number} all {what}"], strict=True)
+        if share > LARGEST_DIMENSION
+    }
+    if not large:
+        return ""
+    layer = max(large, key=lambda one: large[one])
+    of = "of a token's squared norm" if what == "power" else "of the variance"
+    return (
+        f"one dimension decides these numbers at {_sites(large)}: it has {100 * large[layer]:.0f} % {of} at "
+        f"{site_in_words(layer)}. "
+        "CCA and LinearPredictivity weight all dimensions equally."
+    )
+
+
+# Below this number of blocks a warning is given: a standard error from few blocks is itself uncertain.
+FEW_BLOCKS = 16
+# Above this correlation of neighbouring blocks a warning is given; 3 to 4 of 100 independent data sets of 16 blocks reach it.
+MOST_CORRELATION = 0.4
+
+
+class SumsOfBlock(NamedTuple):
+    """The sums of one analyzer over a block of the data.
+
+    Attributes:
+        tokens: number of its counted positions.
+        sums: of the analyzer.
+    """
+
+    tokens: int
+    sums: Sums
+
+
+def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[SumsOfBlock]:
+    """The blocks in which an analyzer has sums: those over a pool of rows stand in the block of its last row.
+
+    Args:
+        blocks: of the main pass.
+        name: of the analyzer.
+    """
+    own, tokens = list[SumsOfBlock](), 0
+    for block in blocks:
+        tokens += block.tokens
+        if sums := with_pools(block.sums, name):
+            own.append(SumsOfBlock(tokens, sums))
+            tokens = 0
+    return own
+
+
+def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[SumsOfBlock]) -> Result:
+    """A result with the results without each block.
+
+    The sums of a first pass are held fixed: the kernel of the main pass was made of them.
+
+    Args:
+        result: of all data.
+        analyzer: that computed it.
+        run: as it was given to `compute`.
+        name: of the analyzer.
+        blocks: in which the analyzer has sums.
+    """
+    tokens = tuple(block.tokens for block in blocks)
+    if len(blocks) < 2:
+        return with_replicates(result, (), tokens)
+    replicates = []
+    try:
+        # What is said of all data need not be said again of each part.
+        with recorded_warnings(issued=False):
+            rests = leave_one_out([block.sums for block in blocks], Sums.__add__)
+            # Shown only for results that take long, such as those with many decompositions.
+            for rest in tqdm(rests, desc=f"intervals of {name}", total=len(blocks), delay=2, leave=False, disable=None):
+                replicates.append(analyzer.compute(rest, run))
+            if len(run.models) > 1:
+                halves = (reduce(Sums.__add__, (block.sums for block in blocks[start::2])) for start in (0, 1))
+                result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
+    except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
+        # The result of all data is not lost with that of a part of it.
+        warn(
+            f"{name!r} has no intervals, because it is not defined on the data without one of its {len(blocks)} blocks: {error}"
+        )
+        return result
+    return with_replicates(result, tuple(replicates), tokens)
+
+
+def warn_of_drift(results: Mapping[str, Result]) -> dict[str, str]:
+    """Warn once of data in which neighbouring blocks are alike; return the warning by analyzer.
+
+    Args:
+        results: with their replicates, by name of the analyzer.
+    """
+    found = {name: value for name, result in results.items() if (value := drift_of(result)) > MOST_CORRELATION}
+    if not found:
+        return {}
+    text = (
+        f"Neighbouring blocks of the data are alike in {', '.join(map(repr, found))}, with a correlation of "
+        f"{max(found.values()):.2f} where independent ones have about 0: intervals are too narrow. Draw the texts at random "
+        "from their whole source, or pass more."
+    )
+    warn(text)
+    return dict.fromkeys(found, text)
+
+
+def drift_of(result: Result) -> float:
+    """The mean of `neighbour_correlation` over all numbers of a result that have an interval; NaN without blocks.
+
+    Args:
+        result: any.
+    """
+    each = []
+    for field, within in bounds_of(result).items() if len(result.replicates) >= FEW_BLOCKS else ():
+        if within is not None:
+            replicates = with_and_without_blocks(result, partial(aligned, result=result, field=field))[1]
+            each.append(neighbour_correlation(replicates).flatten())
+    return float(torch.cat(each).nanmean()) if each else math.nan
+
+
+def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
+    """Warn once of the analyzers whose intervals rest on few blocks; return the warning by analyzer.
+
+    Args:
+        blocks: of the main pass, by analyzer.
+    """
+    few = {name: len(own) for name, own in blocks.items() if len(own) < FEW_BLOCKS}
+    if not few:
+        return {}
+    fewest = min(few.values())
+    words = f"{fewest} block{'s' * (fewest > 1)} of rows"
+    text = (
+        f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
+        f"{FEW_BLOCKS} or more are good: pass more rows, for packed text a smaller seq_len, or in attach fewer rows in a "
+        "forward pass. A block of CKA and of other measures over pairs of samples has 16 rows at least, and minibatch= samples."
+    )
+    warn(text)
+    return dict.fromkeys(few, text)
+
+
+PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
+
+
+def refuse_empty(tally: Tally) -> None:
+    """Refuse data without a token to measure.
+
+    Raises:
+        LayersimError: no token was counted.
+    """
+    if tally.tokens == 0:
+        raise LayersimError(
+            "`data` is empty. A generator can be read only once: pass list(data)."
+            if tally.sequences == 0
+            else f"`data` has no token to measure: all tokens of its {tally.sequences} rows are masked, or left out by "
+            "`skip_first` or `positions`."
+        )
+
+
+def make_report(
+    analyzers: Mapping[str, Analyzer],
+    models_of: Mapping[str, Sequence[Model]],
+    tally: Tally,
+    sums: Mapping[str, Sums],
+    first: Mapping[str, Sums],
+    data_options: Mapping[str, Any],
+    blocks: Sequence[DataBlock] | None = None,
+) -> Report:
+    """The results of all analyzers.
+
+    Args:
+        analyzers: by name.
+        models_of: by analyzer, the model with the sites that it read, or those that were compared.
+        tally: counts of the data, and its digest.
+        sums: of the main pass, by analyzer, those over pools of rows apart.
+        first: of the first pass, by analyzer.
+        data_options: how the data was read, for the provenance.
+        blocks: of the main pass, for intervals; None for none.
+
+    Raises:
+        LayersimError: no token was counted, or an analyzer refuses its sums.
+    """
+    refuse_empty(tally)
+    own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
+    few = warn_of_few(own_blocks)
+    large = warn_of_sizes(analyzers, models_of, sums, data_options)
+    results = {}
+    for name, analyzer in analyzers.items():
+        options = {**analyzer.options(), **data_options}
+        models = models_of[name]
+        provenance = record(models, tally, options, getattr(analyzer, "seed", None))
+        about = (first.get(name, Sums()), models[0].head, models[0].stream, tuple(models))
+        run = Run(models[0].layers, models[-1].layers, provenance, *about)
+        with recorded_warnings() as given:
+            result = analyzer.compute(with_pools(sums, name), run)
+            if not isinstance(result, Result):
+                raise LayersimError(f"{type(analyzer).__name__}.compute returned {brief(result)}; it must return a Result.")
+            if name in own_blocks:
+                result = replicated(result, analyzer, run, name, own_blocks[name])
+        given += [few[name]] if name in few else []
+        given += large[name]
+        results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(given))))
+    for name, text in warn_of_drift(results).items():
+        said = results[name].provenance
+        results[name] = replace(results[name], provenance=replace(said, warnings=(*said.warnings, text)))
+    return Report(results)
+
+
+def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
+    """The fields of a provenance that describe models, those of several models joined."""
+    attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
+    values = {field: [getattr(model, name) for model in models] for field, name in attributes.items()}
+    # Of models without changes nothing is said.
+    return {field: JOINT.join(own) if field != "changes" or any(own) else "" for field, own in values.items()}
+
+
+def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:
+    """The provenance of a result: models, data, options and versions."""
+    return Provenance(
+        **record_of_models(models),
+        data=tally.digest,
+        tokens=tally.tokens,
+        sequences=tally.sequences,
+        batches=tally.batches,
+        seed=seed,
+        options=dict(options),
+        versions=dict(_installed()),
+        seconds=tally.seconds,
+    )
+
+
+@cache
+def _installed() -> Mapping[str, str]:
+    """The versions of the packages that a result records; they are read from files, once."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

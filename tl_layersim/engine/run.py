@@ -1,0 +1,553 @@
+"""The engine of analyses: runs kernels on the batches of one part of the data, and adds what they return.
+
+Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any, NamedTuple, cast
+
+from tqdm.auto import tqdm
+
+from ..activations.pools import ROWS, AnyKernel, run_batch
+from ..activations.view import Kernel, Reduced, reduce, tokens_alone
+from ..analyzers.analyzer import Analyzer, code_digest
+from ..core.distributed import ALONE, Deal, add_over_ranks, rank_and_size
+from ..core.errors import LayersimError
+from ..core.resumable_file import ResumableFile, Snapshot
+from ..core.sums import MOST_BLOCKS, DataBlock, Sums, SumTree, Tally, first_block_size, rows_in_block
+from ..core.wording import duration_in_words
+from ..data.batches import Batch, Batches, BatchSize, batch_sizes, fingerprint, new_digest
+from ..sources.checks import check_lens, check_stream_sums, refuse_not_finite
+from ..sources.hooks import kernels_alone
+from ..sources.model import Model
+from ..sources.out_of_memory import refusing_full_memory
+from ..sources.source import CanReadSites, OnServer, PartialSums, Source, running, sites_of, sums_of_batches
+from .arguments import refuse_large_heads
+from .cross_model_statistics import crossing, exchange
+from .memory import LongRunNotice, refuse_large_blocks, refuse_sums_over_limits, rows_in_data, warn_of_large_sums
+from .plan import SitePlan
+from .reports import refuse_empty
+from .shards import FIRST, MAIN, DataCounts, tallies_snapshot
+
+# Leaves of a run whose number is not known, for the memory of its sums.
+TYPICAL_LEAVES = 1024
+TITLES = {FIRST: "first pass", MAIN: "layers"}
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Models, data and analyzers of a run.
+
+    Attributes:
+        sources: the models: one, or several to compare.
+        batches: the data; batches hold whole pools of rows.
+        analyzers: by name.
+        plan: the sites that each analyzer reads.
+        opened_with: options with which the models were opened, for the record.
+        intervals: keep the sums of blocks of the data, for confidence intervals.
+    """
+
+    sources: Sequence[Source]
+    batches: Batches
+    analyzers: Mapping[str, Analyzer]
+    plan: SitePlan
+    opened_with: Mapping[str, Any] = field(default_factory=dict)
+    intervals: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batches", replace(self.batches, pool_rows=self._pool_rows))
+
+    def _pool_rows(self, density: float) -> int:
+        return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a model is on a server."""
+        return any(isinstance(source, OnServer) for source in self.sources)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How data and models were opened."""
+        intervals = {"intervals": True} if self.intervals else {}
+        return self.batches.record() | dict(self.opened_with) | self.plan.record() | intervals
+
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        """The servers on which models ran."""
+        return [source.record() for source in self.sources if isinstance(source, OnServer)]
+
+    @property
+    def models(self) -> dict[str, list[Model]]:
+        """The models by analyzer, with the sites that it reads; a forward pass may tell more of them."""
+        return self.plan.models_by_analyzer([source.model for source in self.sources], self.sources)
+
+    @cached_property
+    def first_kernels(self) -> dict[str, Kernel]:
+        """The kernels of the first pass, by analyzer; empty if no analyzer needs one."""
+        return {
+            name: kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
+            for name, analyzer in self.analyzers.items()
+            if (kernel := analyzer.first_kernel()) is not None
+        }
+
+    @property
+    def first_needs_model(self) -> bool:
+        """Whether the first pass runs the model; counting tokens or labels does not."""
+        return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
+
+    def identity(self, argument: str | None) -> dict[str, Any]:
+        """Models, analyzers, data options and version, which must be equal for a call that continues this run.
+
+        Args:
+            argument: see `Model.identity`.
+        """
+        return {
+            "models": [source.model.identity(argument) for source in self.sources],
+            "sites": [list(sites_of(source)) for source in self.sources],
+            "analyzers": {
+                name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
+                for name, analyzer in self.analyzers.items()
+            },
+            "code": {name: code_digest(analyzer) for name, analyzer in self.analyzers.items()},
+            "data": self.settings,
+            "version": version("tl_layersim"),
+        }
+
+    def check(self) -> None:
+        """Refuse models and options that an analyzer cannot work with, and print the cost of expensive analyzers."""
+        models = self.models
+        for name, analyzer in self.analyzers.items():
+            analyzer.check_sites(*models[name])
+            analyzer.check(*models[name])
+            if self.is_remote:
+                refuse_large_heads(analyzer)
+            if analyzer.prompts and self.batches.data.pack:
+                raise LayersimError(
+                    f"`pack` is True; it must be False for {type(analyzer).__name__}, which takes each row for a prompt."
+                )
+        for name, analyzer in self.analyzers.items():
+            if cost := analyzer.cost(models[name][0]):
+                tqdm.write(cost, file=sys.stderr)
+            # A call for all data and for the data without each block.
+            seconds = (1 + MOST_BLOCKS) * analyzer.compute_seconds(models[name][0])
+            if self.intervals and seconds >= 10:
+                words = f"it computes its result up to {1 + MOST_BLOCKS} times, about {duration_in_words(seconds)} on one core."
+                tqdm.write(f"With intervals, {type(analyzer).__name__} takes longer: {words}", file=sys.stderr)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which the models run without dropout, and with what the analyzers need of them."""
+        with ExitStack() as stack:
+            for source in self.sources:
+                stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))
+            yield
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """The batches and the passes of one call: all, unless it is one of several ranks or shards.
+
+    Attributes:
+        deal: the batches of this rank.
+        number: of the shard.
+        of: number of shards, to which the batches with a counted position are divided in order.
+        counts: of all data; None where it was not counted before.
+        stage: "first" to end after the first pass; "main".
+        first: sums of a first pass over all data; None to make that pass.
+    """
+
+    deal: Deal = ALONE
+    number: int = 0
+    of: int = 1
+    counts: DataCounts | None = None
+    stage: str = MAIN
+    first: Mapping[str, Sums] | None = None
+
+    @property
+    def within(self) -> range | None:
+        """Numbers of the batches with a counted position; None for all that this rank is dealt."""
+        return None if self.counts is None else self.counts.within(self.number, self.of)
+
+
+class Step(NamedTuple):
+    """A batch that was read but whose sums have not arrived, and the counts that it adds to the tally.
+
+    Attributes:
+        measured: whether the model of this process runs on it.
+        batches: number of batches read up to and including it.
+        rows: number of its rows.
+        tokens: number of the counted positions of each of its leaves; one number for a batch on which no model runs.
+        digest: SHA-256 of all rows up to and including its own.
+        leaf: rows of a leaf.
+    """
+
+    measured: bool
+    batches: int
+    rows: int
+    tokens: tuple[int, ...]
+    digest: str
+    leaf: int = 1
+
+
+@dataclass
+class PassState:
+    """Progress of a pass: sums and counts of the complete batches, and the batches that were read and have no sums yet.
+
+    Attributes:
+        tally: of the batches that are complete.
+        names: of the kernels.
+        waiting: the batches that wait, in the order of the data.
+    """
+
+    tally: Tally
+    names: tuple[str, ...]
+    waiting: deque[Step] = field(default_factory=deque)
+
+    def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
+        """Add the sums of all leaves of the next batches to the tally, and count these batches."""
+        steps = self.take(sum(part.count for part in parts))
+        leaves = iter([(step.leaf, tokens) for step in steps if step.measured for tokens in step.tokens])
+        tree, known = self.tally.tree, sums_so_far(self.tally.tree)
+        for part in parts:
+            rows = tokens = 0
+            while rows < part.count:
+                leaf, counted = next(leaves)
+                rows, tokens = rows + leaf, tokens + counted
+            own = sums_of(self.names, part.out, known)
+            known = known | {name: sums for name, sums in own.items() if sums}
+            tree = tree.add(DataBlock(part.count, tokens, own))
+        # One assignment: an interrupt leaves a batch either counted with all its sums or not at all.
+        self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
+
+    def add_unmeasured(self, seconds: float = 0.0) -> None:
+        """Count the last batches of the data, on which no model of this process runs."""
+        self.tally = _counted(self.tally, list(self.waiting), seconds)
+        self.waiting.clear()
+
+    def take(self, rows: int) -> list[Step]:
+        """Remove and return the first batches that wait, up to so many rows of those on which a model runs."""
+        taken: list[Step] = []
+        while rows > 0 and self.waiting:
+            taken.append(self.waiting.popleft())
+            rows -= taken[-1].measured * len(taken[-1].tokens) * taken[-1].leaf
+        return taken
+
+
+def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
+    """The tally with the counts of more batches added; its sums are unchanged."""
+    return replace(
+        tally,
+        batches=steps[-1].batches if steps else tally.batches,
+        sequences=tally.sequences + sum(step.rows for step in steps),
+        tokens=tally.tokens + sum(sum(step.tokens) for step in steps),
+        digest=steps[-1].digest if steps else tally.digest,
+        seconds=tally.seconds + seconds,
+    )
+
+
+@dataclass
+class DataPass:
+    """One pass of kernels over the data, which continues from a checkpoint and writes one.
+
+    Attributes:
+        analysis: models, data and analyzers.
+        part: the batches that are measured.
+        label: "first" or "main".
+        kernels: of the analyzers.
+        file: keeps the tallies.
+        tallies: of all passes of the run, by label; `run` adds this pass's.
+        total: number of counted tokens in the data, None where it is not known.
+        rows: number of rows in the measured batches, None where it is not known.
+        first: sums of the first pass over all data, by analyzer.
+        state: sums so far, and the batches that wait for theirs.
+    """
+
+    analysis: Analysis
+    part: DataPart
+    label: str
+    kernels: Mapping[str, AnyKernel]
+    file: ResumableFile
+    tallies: dict[str, Tally]
+    total: int | None = None
+    rows: int | None = None
+    first: Mapping[str, Sums] = field(default_factory=dict)
+    state: PassState = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = self.label == MAIN or self.analysis.first_needs_model
+        self.sources = list(self.analysis.sources) if whole else []
+        self.analyzers = {name: a for name, a in self.analysis.analyzers.items() if self.label == MAIN or name in self.kernels}
+        self.within = self.part.within if self.sources else None
+        # Blocks of known data do not depend on how it is divided.
+        self.first_block = first_block_size(self.rows) if self.analysis.intervals and self.label == MAIN else None
+        start = 0 if self.within is None or self.part.counts is None else self.within.start * self.part.counts.capacity
+        fresh = Tally(tree=SumTree(self.first_block, start))
+        self.state = PassState(self.tallies.get(self.label) or fresh, tuple(self.kernels))
+        self._added_at = time.monotonic()
+
+    def run(self) -> None:
+        """Run the pass to the end of the data, and put its tally into `tallies`.
+
+        Raises:
+            LayersimError: activations are not finite, or the data differs from that of the checkpoint.
+        """
+        if self.label == FIRST and self.state.tally.done:
+            # The main pass reads the same data, and the digests of both are compared afterwards.
+            return
+        # The time of a part of the data does not follow from the number of all tokens.
+        known = (self.total, rows_in_data(self.analysis.batches.data)) if self.within is None else (None, None)
+        notice = LongRunNotice(*known, self.sources)
+        is_remote = any(isinstance(source, OnServer) for source in self.sources)
+        with self.file.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
+            for parts in self._partial_sums(bar.set_postfix_str):
+                self._refuse_not_finite(parts)
+                self.state.add(parts, self._seconds())
+                if self.state.tally.tree.rows == sum(part.count for part in parts):
+                    self._check_memory(sums_so_far(self.state.tally.tree), parts[0].count)
+                bar.update(self.state.tally.tokens - bar.n)
+                notice.note(self.state.tally)
+                if is_remote or self.file.due:
+                    self.file.save(*self._snapshot())
+            self.state.add_unmeasured(self._seconds())
+            bar.update(self.state.tally.tokens - bar.n)
+        self.state.tally = self.tallies[self.label] = replace(self.state.tally, done=True)
+        self.file.save(*self._snapshot())
+
+    def read(self) -> Iterator[Batch]:
+        """The batches on which a model has to run, without those that a checkpoint holds already.
+
+        Each batch that is read is checked and joins `state.waiting`.
+        """
+        batches, held, digest, number = self.analysis.batches, self.state.tally, new_digest(), 0
+        needs_head = self.label == MAIN and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
+        unchecked, counted, taken = needs_head, -1, 0 if self.within is None else self.within.start
+        for number, batch in enumerate(batches, start=1):
+            fingerprint(digest, batch, batches.data.selection.marked)
+            has_counted = bool(batch.counted.any())
+            if has_counted:
+                self._settle(batch)
+            counted += has_counted
+            deal = self.part.deal
+            measured = has_counted and (number - 1) % deal.copies == deal.copy
+            measured = measured and (self.within is None or counted in self.within)
+            index, taken = taken * batch.capacity, taken + measured
+            if number < held.batches:
+                continue
+            if number == held.batches:
+                if digest.hexdigest() != held.digest:
+                    raise _other_data(f"other rows among the first {number} batches")
+                continue
+            if held.done:
+                raise _other_data(f"more than the {held.batches} batches of the finished run")
+            if measured:
+                for analyzer in self.analyzers.values():
+                    analyzer.check_batch(batch, cast(Model, batches.model))
+                if unchecked and self.sources:
+                    self._check_lens(batch)
+                    unchecked = False
+            # Of rows that an earlier pass over the same data, or another process, may have counted: one rule for all.
+            batch = replace(batch, leaf=min(ROWS, batch.capacity))
+            if self.first_block is not None:
+                leaf, block = min(batch.leaf, rows_in_block(index, 1)), rows_in_block(index, self.first_block)
+                batch = replace(batch, leaf=leaf, block=block)
+            tokens = batch.leaf_tokens() if measured else (int(batch.counted.sum()),)
+            self.state.waiting.append(Step(measured, number, len(batch.tokens), tokens, digest.hexdigest(), batch.leaf))
+            if measured:
+                yield batch
+        if number < held.batches:
+            raise _other_data(f"{number} batches, where {held.batches} had been read")
+
+    def _settle(self, batch: Batch) -> None:
+        """Find out from the first batch with a counted position what is not known of the sites before a forward pass."""
+        unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
+        for source in unsettled:
+            source.settle(batch)
+            check_stream_sums(source, batch)
+        if unsettled:
+            self.analysis.plan.check_sites(self.analyzers, self.sources)
+
+    def _check_lens(self, batch: Batch) -> None:
+        """Refuse a lens that differs from the model's logits; a model without a head may be measured too."""
+        if (source := self.sources[0]).model.head is not None:
+            check_lens(source, batch)
+
+    def _check_memory(self, sums: Mapping[str, Sums], leaf: int) -> None:
+        """Refuse or warn of sums that do not fit into memory, by those of the first batches, of leaves of so many rows."""
+        rows = rows_in_data(self.analysis.batches.data)
+        leaves = TYPICAL_LEAVES if rows is None else -(-rows // leaf)
+        refuse_sums_over_limits(sums, self.analyzers, leaves, self.first_block is not None)
+        if self.first_block is not None:
+            refuse_large_blocks(sums)
+        else:
+            # The number of leaves is not known to all runs; its logarithm counts.
+            warn_of_large_sums(sums, leaves)
+
+    def _bar(self) -> Any:
+        return tqdm(
+            desc=TITLES[self.label],
+            unit="token",
+            unit_scale=True,
+            total=self.total,
+            initial=self.state.tally.tokens,
+            disable=None if rank_and_size()[0] == 0 else True,
+        )
+
+    def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
+        """Partial sums of the remaining batches, in the order of the data."""
+        sources, batches = self.sources, self.read()
+        if len(sources) == 1:
+            return sums_of_batches(sources[0], batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
+        by_statistics = self.label == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
+        if sources and (by_statistics or self.analysis.is_remote):
+            return exchange(sources, batches, self.analyzers, self.analysis.plan, show)
+        run = self._side_by_side if sources else _tokens_of
+        return ([PartialSums(batch.leaf, *own) for own in run_batch(run, batch, self.kernels)] for batch in batches)
+
+    def _side_by_side(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        """One forward pass of each model, and kernels that take the activations of all."""
+        views = [source.collect(batch) for source in self.sources]
+        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
+            return reduce(kernels, *views)
+
+    def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
+        names = [sites_of(source) for source in self.sources]
+        start = self.state.tally.tree.end
+        # The last leaf of the data may be larger than the rest of the data.
+        read = self.state.tally.sequences + sum(step.rows for step in self.state.waiting)
+        for part in parts:
+            last = min(start + part.count, max(read, start + 1)) - 1
+            refuse_not_finite(part.not_finite, names, f"rows {start} to {last}")
+            start += part.count
+
+    def _seconds(self) -> float:
+        """Seconds since sums were last added."""
+        before, self._added_at = self._added_at, time.monotonic()
+        return self._added_at - before
+
+    def _snapshot(self) -> Snapshot:
+        """The tallies of all passes, for the checkpoint."""
+        return tallies_snapshot({**self.tallies, self.label: self.state.tally})
+
+    def _summed(self) -> str:
+        """The first words of the note on where an interrupted run was saved."""
+        return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
+
+
+def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[str, Tally], blocking: bool = True) -> DataPass:
+    """Run the passes of a part over its batches, from where its file ends.
+
+    Args:
+        analysis: models, data and analyzers.
+        part: the batches and the passes.
+        file: keeps the tallies.
+        tallies: by pass, from the file; those of the passes join them.
+        blocking: False to leave the main pass to the caller.
+
+    Returns:
+        The last pass: complete, or not begun where `blocking` is False.
+
+    Raises:
+        LayersimError: activations are not finite, or two passes read different rows.
+    """
+    kernels = analysis.first_kernels if part.first is None else {}
+    # Sizes of batches of a run on servers are printed before it.
+    sizes = batch_sizes(analysis.batches) if analysis.is_remote and not analysis.batches.one_shot else None
+    tokens, rows = analysis.batches.data.max_tokens, None
+    if sizes is not None:
+        passes = (part.stage == MAIN) + (bool(kernels) and analysis.first_needs_model)
+        _announce(analysis, passes, sizes if part.within is None else sizes[part.within.start : part.within.stop])
+        tokens, rows = sum(size.tokens for size in sizes), sum(size.rows for size in sizes)
+    if part.counts is not None:
+        tokens, rows = part.counts.tokens, part.counts.rows
+    about = (file, tallies, tokens, rows)
+    first = {} if part.first is None else dict(part.first)
+    with analysis.running():
+        if kernels:
+            last = DataPass(analysis, part, FIRST, kernels, *about)
+            last.run()
+        if part.stage == MAIN:
+            if kernels:
+                first = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
+                if not any(first.values()):
+                    refuse_empty(tallies[FIRST])
+            last = DataPass(analysis, part, MAIN, analysis.plan.kernels(analysis.analyzers, first), *about, first)
+            if blocking:
+                last.run()
+    expected = part.counts or tallies.get(FIRST)
+    for tally in tallies.values():
+        if expected is not None and tally.done and tally.digest != expected.digest:
+            raise LayersimError(
+                f"`data` gave different rows on the second data pass: {expected.tokens} tokens, then {tally.tokens}"
+                + (" others" if tally.tokens else "")
+                + ". Pass list(data)."
+            )
+    return last
+
+
+def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> None:
+    """Print the cost of a run on servers before it starts.
+
+    Args:
+        analysis: models, data and analyzers.
+        passes: number of passes with the model.
+        sizes: of the batches.
+    """
+    if len(analysis.sources) > 1:
+        # Printed also where stderr is no terminal, unlike progress bars.
+        tqdm.write(crossing(analysis.analyzers, analysis.sources, analysis.plan, sizes), file=sys.stderr)
+    elif sizes:
+        [source] = analysis.sources
+        assert isinstance(source, OnServer)
+        rows, positions = max((size.pass_size for size in sizes), key=lambda size: size[1])
+        source.refuse_larger(rows, positions)
+        # Forward passes of a batch have about equally many samples.
+        samples = max(math.ceil(size.samples * min(rows / size.rows, 1)) for size in sizes)
+        count, tokens = sum(math.ceil(size.rows / rows) for size in sizes), sum(size.tokens for size in sizes)
+        tqdm.write(source.plan(passes, count, tokens, positions, samples), file=sys.stderr)
+
+
+def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+    """Kernels that read tokens and labels alone."""
+    return [], reduce(kernels, tokens_alone(batch))[1]
+
+
+def _other_data(given: str) -> LayersimError:
+    return LayersimError(f"`data` differs from the data of the checkpoint: it has {given}.")
+
+
+def sums_so_far(tree: SumTree) -> dict[str, Sums]:
+    """Sums of each analyzer that has any, to which further ones are added."""
+    return {name: sums for node in tree.nodes for name, sums in node.sums.items() if sums}
+
+
+def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, Sums]) -> dict[str, Sums]:
+    """What kernels returned for the next batches, as sums by analyzer.
+
+    Args:
+        names: of the analyzers.
+        out: by analyzer.
+        before: sums of other batches, to which these will be added; empty for the first.
+
+    Raises:
+        LayersimError: a kernel returned something that cannot be added; its analyzer is named.
+    """
+    sums = {}
+    for name in names:
+        try:
+            sums[name] = own = out[name] if isinstance(out[name], Sums) else Sums.of(out[name])
+            before.get(name, Sums()).refuse_others(own)
+        except (AttributeError, KeyError, ValueError) as error:
+            raise LayersimError(
+                f"The kernel of {name!r} must return a dict of tensors whose shapes do not depend on the batch: {error}"
+            ) from error
+    return sums

@@ -1,0 +1,5 @@
+"""The logit lens at every layer: its statistics, what a model should predict, and heads of layers below the last."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,212 @@
+"""ExitHeads: a linear head for each layer below the last, as multi-exit training makes them; their file, and their checks."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..architectures.unembed import LayerHeads
+from ..core.arguments import typed
+from ..core.errors import LayersimError
+from ..core.storage import checksum, reading
+from ..core.storage import read as read_file
+from ..core.storage import write as write_file
+from ..sources.model import Model
+
+
+class ExitHeads:
+    """Heads of the layers of a multi-exit model: a linear head for each layer below the last, which keeps the model's own.
+
+    `LogitLens`, `Saturation`, `ExitCurve`, `EarlyExit` and `evaluate_layers` take them as `heads=`.
+    `finetune_aligned(objective="multi-head")` trains them, and its result has them as `heads`.
+
+    A head replaces the last linear layer of the model's own head. Parts before it (the final norm, BERT's pooler) and logit
+    scaling are the model's.
+
+    Args:
+        weight: `layer vocabulary d_model`, the first block's first; `vocabulary` is the number of classes of a classifier.
+        bias: `layer vocabulary`; None for heads without a bias.
+        norm: "final" for heads that read the output of the model's final norm, "none" for heads that read the residual itself.
+        layers: names of the layers; default `blocks.0.hook_resid_post`, `blocks.1.hook_resid_post`, ...
+        weights_hash: of the model that was trained with the heads (`provenance.weights_hash`); other weights are then refused.
+            Default: any model with such layers.
+
+    Raises:
+        LayersimError: the shapes do not fit together, or the weights are not finite floating-point numbers.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), table 1, figures 4 and 7, "multi-exit/classifiers"; Teerapittayanon et al.
+        2016 (arXiv 1709.01686) for exits with classifiers of their own.
+
+    Examples:
+        Copies of the model's own head read what the logit lens reads.
+
+        >>> import tl_layersim as lsim
+        >>> from tl_layersim.lens import ExitHeads
+        >>> model, texts = lsim.demo_model(), lsim.demo_text()[:2]
+        >>> heads = ExitHeads(model.lm_head.weight.expand(7, -1, -1))
+        >>> own = lsim.analyze(model, texts, [lsim.LogitLens(heads=heads)])["logit_lens"]
+        >>> bool((own.values - lsim.analyze(model, texts, [lsim.LogitLens()])["logit_lens"].values).abs().max() < 1e-4)
+        True
+    """
+
+    @typed
+    def __init__(
+        self,
+        weight: Float[Tensor, "layer vocabulary d_model"],
+        bias: Float[Tensor, "layer vocabulary"] | None = None,
+        *,
+        norm: Literal["final", "none"] = "final",
+        layers: tuple[str, ...] | list[str] | None = None,
+        weights_hash: str = "",
+    ) -> None:
+        names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
+        if len(names) != len(weight) or not names:
+            raise LayersimError(
+                f"`layers` has {len(names)} names for {len(weight)} heads; it must name each layer that has a head, and at "
+                "least one."
+            )
+        if bias is not None and bias.dtype != weight.dtype:
+            raise LayersimError(f"`weight` is {weight.dtype} and `bias` is {bias.dtype}; they must be of one type.")
+        if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):
+            raise LayersimError("`weight` or `bias` holds values that are NaN or infinite.")
+        self.weight = weight.detach().contiguous()
+        self.bias = None if bias is None else bias.detach().contiguous()
+        self.norm: Literal["final", "none"] = norm
+        self.layers, self.weights_hash = names, weights_hash
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def __repr__(self) -> str:
+        size = " x ".join(map(str, self.weight.shape))
+        bias = "" if self.bias is None else " with biases"
+        dtype = str(self.weight.dtype).removeprefix("torch.")
+        return f"ExitHeads({size}{bias}, {dtype}, norm={self.norm!r}, sha256 {self.digest[:12]})"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of weights, biases and the norm, in hex digits."""
+        tensors = {"weight": self.weight.cpu()} | ({} if self.bias is None else {"bias": self.bias.cpu()})
+        return checksum(self.norm, tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of weights and biases in bytes."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def plain(self) -> LayerHeads:
+        """The heads as kernels carry them, also to a server."""
+        return LayerHeads(self.weight, self.bias, self.digest)
+
+    def to(self, to: torch.device | torch.dtype | str) -> ExitHeads:
+        """The heads on another device or in another dtype.
+
+        Args:
+            to: a device or a dtype.
+        """
+        if self.weight.to(to) is self.weight:
+            return self
+        bias = None if self.bias is None else self.bias.to(to)
+        return ExitHeads(self.weight.to(to), bias, norm=self.norm, layers=self.layers, weights_hash=self.weights_hash)
+
+    @typed
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the heads to one safetensors file, without pickle.
+
+        Args:
+            path: of the file.
+        """
+        header = {"norm": self.norm, "layers": self.layers, "weights_hash": self.weights_hash}
+        return write_file(path, "heads", header, {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias}))
+
+    @staticmethod
+    @typed
+    def load(path: str | os.PathLike[str]) -> ExitHeads:
+        """Read heads that `save` wrote, or `heads.safetensors` in the folder that `AlignedTraining(save_to=)` names.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            LayersimError: the file is malformed, of another kind, or does not say how the heads were trained.
+        """
+        header, tensors = read_file(path, ("heads",))
+        with reading(path, "a whole file of heads", "copy the file again, or train again"):
+            if "norm" not in header:
+                raise LayersimError(
+                    f"{path} does not record with which norm its heads were trained. Read its tensors with "
+                    "safetensors.torch.load_file, and build ExitHeads(weight, norm=...)."
+                )
+            return ExitHeads(
+                tensors["weight"],
+                tensors.get("bias"),
+                norm=header["norm"],
+                layers=header["layers"],
+                weights_hash=header["weights_hash"],
+            )
+
+    def check(self, model: Model, linear: torch.nn.Linear | None = None) -> None:
+        """Refuse a model to whose layers the heads do not belong.
+
+        Args:
+            model: the description of the model.
+            linear: the last part of its head, where that is a linear layer in this process.
+
+        Raises:
+            LayersimError: the model has other layers, a head of another size, or other weights.
+        """
+        below = model.layers[1:-1]
+        if self.layers != below:
+            odd = next((a for a, b in zip(self.layers, below, strict=False) if a != b), "")
+            raise LayersimError(
+                f"`heads` has {len(self)} heads{f', one of them of {odd}' if odd else ''}; this model needs one for each "
+                f"layer below the last: {len(below)}, of {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
+            )
+        # A part before the last one may change the width, and a head that reads rows may join several vectors.
+        own: tuple[int | None, int | None] = (None, None)
+        if linear is not None:
+            own = (linear.out_features, linear.in_features)
+        elif model.head is not None and len(model.head.parts) == 1 and model.d_model is not None:
+            own = (None, model.d_model * (1 if model.head.pool is None else model.head.pool.vectors))
+        if any(size is not None and size != given for size, given in zip(own, self.weight.shape[1:], strict=True)):
+            raise LayersimError(
+                f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; the head of {model.name} has "
+                f"d_model {own[1]}" + (f" and {own[0]} classes or token ids." if own[0] is not None else ".")
+            )
+        if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
+            raise LayersimError(
+                f"`heads` were trained with weights {self.weights_hash}, and {model.name} has weights {model.weights_hash}. "
+                "If its weights were only cast or converted: ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
+            )
+
+
+def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
+    """Heads as a user passes them: the heads themselves, or their file.
+
+    Args:
+        heads: `ExitHeads`, the path of a file, or None.
+        norm: with which the layers are read; "" for that of the heads.
+
+    Raises:
+        LayersimError: the file does not exist or cannot be read, or the heads were trained with another norm.
+    """
+    if heads is None:
+        return None
+    found: ExitHeads = heads if isinstance(heads, ExitHeads) else ExitHeads.load(heads)
+    if norm and found.norm != norm:
+        raise LayersimError(f"`norm` is {norm!r}, and `heads` were trained with norm={found.norm!r}.")
+    return found
+
+
+def plain_heads(heads: Any) -> LayerHeads | None:
+    """What a kernel carries of heads that `as_heads` returned."""
+    return heads.plain if isinstance(heads, ExitHeads) else None

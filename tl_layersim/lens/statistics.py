@@ -1,0 +1,476 @@
+"""Statistics of the logit lens at every layer: logits are computed in chunks and reduced to a few numbers a token.
+
+Plain functions of torch, which are shipped with the kernels that call them. `torch.nn.functional.cross_entropy` sums a float32
+vocabulary in float32, which biases it: by -6e-5 nats for 152,000 ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..activations.view import View, padded_rows, row_ends
+from ..architectures.unembed import LayerHeads, Unembed, layer_logits
+from ..core.errors import LayersimError
+from ..data.labels import NO_LABEL
+
+# Number of logits that are widened to float64 at once; on a CPU so that they fit its cache.
+CPU_BLOCK, DEVICE_BLOCK = 2**16, 2**24
+# Differences to the largest logit are clamped here: such terms do not change a sum, and their exponential takes a CPU a hundred
+# times longer.
+LEAST = {torch.float64: -700.0, torch.float32: -80.0}
+
+
+def on_float64_device(x: Tensor) -> Tensor:
+    """Move a tensor on an Apple GPU, which has no float64, to the CPU; other tensors stay where they are."""
+    return x.cpu() if x.device.type == "mps" else x
+
+
+def block_size(z: Tensor) -> int:
+    """Number of logits that are widened to float64 at once."""
+    return CPU_BLOCK if z.device.type == "cpu" else DEVICE_BLOCK
+
+
+def need_classes(outputs: int) -> None:
+    """Refuse the softmax over a single output: it is 1 whatever the output is, so every layer would agree with the last.
+
+    Args:
+        outputs: number of logits at a position.
+
+    Raises:
+        LayersimError: there is one.
+    """
+    if outputs == 1:
+        raise LayersimError(
+            "The head has one output, so its predictions have no probabilities. lsim.TaskMetrics(labels=scores) measures "
+            "regression."
+        )
+
+
+def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy -ln softmax(z)[target] in nats, `row`, float64, of logits `row vocabulary` in any dtype; without gradients.
+
+    Args:
+        z: logits.
+        target: `row`, ids from 0 to vocabulary - 1.
+
+    Raises:
+        LayersimError: there is one class.
+    """
+    need_classes(z.shape[-1])
+    z = on_float64_device(z.detach())
+    target = target.to(z.device)
+    losses = torch.empty(len(z), dtype=torch.float64, device=z.device)
+    size = max(1, block_size(z) // z.shape[-1])
+    for start in range(0, len(z), size):
+        rows = slice(start, start + size)
+        losses[rows] = _shifted(z[rows].to(torch.float64, copy=True), target[rows])[0]
+    return losses
+
+
+def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy`, and the gradient by z of its sum over rows, weighted by `weight`; both without an autograd graph.
+
+    Exponentials are computed in the dtype of z, which is much faster on a GPU, and summed in float64. The cross-entropy differs
+    from that of float64 by about 1e-7.
+
+    Args:
+        z: float32 or float64 logits `row vocabulary`; overwritten if it needs no gradient.
+        target: `row`, ids from 0 to vocabulary - 1.
+        weight: `row`, weight of each row.
+
+    Returns:
+        `row`, float64 (float32 on Apple GPUs); and `row vocabulary`, in z's dtype.
+
+    Raises:
+        LayersimError: there is one class.
+    """
+    need_classes(z.shape[-1])
+    away = z.detach().clone() if z.requires_grad else z
+    losses, total = _shifted(away, target)
+    counts = weight.to(total)[:, None]
+    slopes = away.mul_((counts / total).to(away.dtype)).scatter_add_(-1, target[:, None], -counts.to(away.dtype))
+    return losses, slopes
+
+
+def _shifted(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy `row`, and softmax denominators `row 1`; z is overwritten with the numerators exp(z - max z)."""
+    wide = torch.float32 if z.device.type == "mps" else torch.float64
+    z.sub_(z.amax(-1, keepdim=True))
+    target_logit = z.gather(-1, target[:, None])[:, 0].to(wide)
+    total = z.clamp_(min=LEAST[z.dtype]).exp_().sum(-1, keepdim=True, dtype=wide)
+    return total.log()[:, 0] - target_logit, total
+
+
+def confidence(z: Tensor, margin: bool = False) -> Tensor:
+    """Confidence, `row`, float64: the largest probability under softmax(z); minus the second largest for `margin`.
+
+    Args:
+        z: logits `row vocabulary`, in any dtype.
+        margin: whether the second largest is subtracted.
+    """
+    z = on_float64_device(z)
+    out = torch.empty(len(z), dtype=torch.float64, device=z.device)
+    size = max(1, block_size(z) // z.shape[-1])
+    for start in range(0, len(z), size):
+        rows = slice(start, start + size)
+        best = z[rows].topk(2, -1).values.double() if margin else z[rows].amax(-1, keepdim=True).double()
+        total = z[rows].to(torch.float64, copy=True).sub_(best[:, :1]).clamp_(min=LEAST[torch.float64]).exp_().sum(-1)
+        out[rows] = (-torch.expm1(best[:, 1] - best[:, 0]) if margin else 1.0) / total
+    return out
+
+
+# Neighbouring logits whose maximum is taken first, so that the largest logits are searched in a few groups only.
+GROUP_SIZE = 256
+RANKED = 10
+
+
+def read_positions(view: View) -> Tensor | None:
+    """Indices of the tokens that the head reads, of the last token of each row if it reads rows; None for all tokens."""
+    if view.unembed is None or view.unembed.reads == "every":
+        return None
+    if view.unembed.reads == "first":
+        return (view.position == 0).nonzero()[:, 0]
+    return row_ends(view)
+
+
+def read_vectors(view: View, x: Tensor) -> Tensor:
+    """Of residuals `layer token d_model`, those that the head reads, `layer sample width`, before the final norm.
+
+    Where the head reads rows, a sample is the pooled vector of a row.
+    """
+    if view.unembed is not None and view.unembed.pool is not None:
+        return torch.stack([view.unembed.pool(*padded_rows(view, layer)) for layer in x])
+    index = read_positions(view)
+    return x if index is None else x[:, index]
+
+
+def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
+    """Vectors from which `Unembed` computes logits, `layer sample width`, and whether it is to apply the final norm to them.
+
+    Args:
+        view: of one batch.
+        x: `layer token d_model`, outputs of blocks.
+        normed: whether the final norm is to be applied below the last of these layers too, which matters to heads of rows.
+    """
+    unembed = view.unembed
+    if unembed is None or unembed.pool is None:
+        return read_vectors(view, x), True
+    # One layer at a time: the rows of a layer are a copy of its tokens.
+    last = len(x) - 1
+    return torch.stack([unembed.pooled(*padded_rows(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
+
+
+def logits_of_layers(
+    unembed: Unembed, x: Tensor, needs_norm: bool, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
+) -> Tensor:
+    """Logits `sample layer vocabulary` of what `head_input` returns; the last layer always has its norm, as in the model.
+
+    Args:
+        unembed: the model's own.
+        x: `layer sample width`, outputs of all blocks.
+        needs_norm: whether the norm is still to be applied.
+        normed: whether it is applied below the last layer too.
+        heads: of the layers below the last.
+        spare: memory `(sample layer) vocabulary` for the logits, None to allocate it.
+    """
+    x = x.transpose(0, 1)
+    if needs_norm and not normed:
+        x = torch.cat([x[:, :-1], unembed.normed(x[:, -1:]).to(x)], 1)
+    return layer_logits(unembed, x, normed and needs_norm, heads, spare)
+
+
+def read_lens(
+    view: View,
+    target: Tensor,
+    normed: bool,
+    memory_mb: float,
+    ranked: int,
+    key: str,
+    heads: LayerHeads | None = None,
+) -> dict[str, Tensor]:
+    """Statistics of the logit lens at every layer and token, each `layer token`.
+
+    The result is kept in `view.memo`, and all analyzers of a run use it.
+
+    Args:
+        view: with the model's unembedding.
+        target: `token`, the target at each position or row that the head reads, NO_LABEL where there is none.
+        normed: whether the final norm is applied at every layer; at the last layer it always is.
+        memory_mb: memory for the logits of one chunk of tokens.
+        ranked: number of ranks that are distinguished.
+        key: names the target in `view.memo`.
+        heads: of the layers below the last; None for the model's own at every layer.
+
+    Returns:
+        `best`, the id with the largest logit (the lowest id among equals), and `best_prob`; `target_log_prob`; `before`,
+        the number of ids with a higher rank than the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this
+        layer), in nats. All are computed in float64 from the logits in the model's own dtype.
+
+    Raises:
+        LayersimError: the head has one output, or the targets are none of its ids.
+    """
+    key = f"{_key_of(normed, heads)} target={key}"
+    if key in view.memo and view.memo[key]["ranked"] >= ranked:
+        known: dict[str, Tensor] = view.memo[key]["lens"]
+        return known
+    ranked = max(ranked, RANKED)
+    assert view.unembed is not None
+    x, needs_norm = head_input(view, view.activations[1:], normed)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
+    layers, tokens = x.shape[:2]
+    names = ("best_prob", "target_log_prob", "entropy", "kl")
+    out = {name: torch.zeros(layers, tokens, dtype=torch.float64, device=x.device) for name in names}
+    out |= {name: torch.zeros(layers, tokens, dtype=torch.int64, device=x.device) for name in ("best", "before")}
+    start, step, spare = 0, 1, None
+    while start < tokens:
+        span = slice(start, start + step)
+        # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
+        z = logits_of_layers(view.unembed, x[:, span], needs_norm, normed, heads, spare)
+        need_classes(z.shape[-1])
+        z_here = on_float64_device(z)
+        for name, value in _read_chunk(z_here, target[span].to(z_here.device), ranked).items():
+            out[name][:, span] = value.T.to(x.device)
+        start += step
+        step, spare = _room(view.unembed, z, memory_mb, tokens - start) if spare is None else (step, spare)
+    view.memo[key] = {"ranked": ranked, "lens": out}
+    return out
+
+
+def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely ids at every layer and token, and their probabilities, both `layer token rank`.
+
+    Logits of one token at all layers are held at once.
+
+    Args:
+        view: with the model's unembedding.
+        normed: see `read_lens`.
+        best: `layer token`, the most likely id, the lowest among equals; as `read_lens` returns it.
+        count: number of ids, at most those of the vocabulary.
+    """
+    assert view.unembed is not None
+    x, needs_norm = head_input(view, view.activations[1:], normed)
+    found = []
+    for token in range(x.shape[1]):
+        z = on_float64_device(logits_of_layers(view.unembed, x[:, token : token + 1], needs_norm, normed))[0].double()
+        first = best[:, token : token + 1].to(z.device)
+        # The id of `best` comes first, also where others have the same logit.
+        ids = z.scatter(1, first, torch.inf).topk(min(count, z.shape[-1]), -1).indices
+        found.append((ids.to(x.device), torch.softmax(z, -1).gather(1, ids).to(x.device)))
+    ids, probabilities = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+    return ids, probabilities
+
+
+def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
+    """The statistics of `read_lens`, each `token layer`, for one chunk of logits `token layer vocabulary`."""
+    known = target != NO_LABEL
+    target_id = target.where(known, 0)[:, None].expand(z.shape[:2])
+    if bool(((target_id < 0) | (target_id >= z.shape[-1])).any()):
+        raise LayersimError(
+            f"`labels` holds ids from {int(target[known].min())} to {int(target[known].max())}, which the head cannot "
+            f"predict; its ids are 0 to {z.shape[-1] - 1}, and {NO_LABEL} means no label."
+        )
+    target_logit = z.gather(-1, target_id[..., None])[..., 0].double()
+    groups, total, expected, cross = _moments(z)
+    excludes = torch.zeros_like(total, dtype=torch.bool)
+    if not bool((expected.isfinite() & cross.isfinite()).all()) and bool(z.isneginf().any()):
+        # Ids with a logit of -inf: 0 times -inf is 0 in these sums, and the KL divergence is infinite where the last layer's
+        # probability of such an id is above 0.
+        excludes = (z.isneginf() & (torch.softmax(z[:, -1].float(), -1) > 0)[:, None]).any(-1)
+        z = torch.where(z.isneginf(), z.amax(-1, keepdim=True) - 1000, z)
+        groups, total, expected, cross = _moments(z)
+    top, log_total = groups.amax(-1).double(), total.log()
+    return {
+        "best": top_id(z, groups),
+        "best_prob": 1 / total,
+        # Rounding may give a probability above 1.
+        "target_log_prob": (target_logit - top - log_total).clamp(max=0),
+        "before": _before(z, groups, target_id, target_logit, ranked),
+        "entropy": (log_total - expected).clamp(min=0),
+        # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
+        "kl": ((cross[:, -1:] - log_total[:, -1:]) - (cross - log_total)).clamp(min=0).masked_fill(excludes, torch.inf),
+    }
+
+
+def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Maxima of groups of logits, `token layer group`; and three moments of the logits minus the largest of their row.
+
+    The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
+    layer's distribution.
+
+    Args:
+        z: `token layer vocabulary`.
+    """
+    tokens, layers, vocabulary = z.shape
+    flat = z.flatten(0, 1)
+    groups = torch.empty(len(flat), -(-vocabulary // GROUP_SIZE), dtype=z.dtype, device=z.device)
+    total, expected, cross = (torch.empty(len(flat), dtype=torch.float64, device=z.device) for _ in range(3))
+    size = max(1, min(block_size(z) // vocabulary, len(flat)))
+    below, weights = (torch.empty(size, vocabulary, dtype=torch.float64, device=z.device) for _ in range(2))
+    final = torch.empty(tokens, vocabulary, dtype=torch.float64, device=z.device)
+    for start in range(0, len(flat), size):
+        rows = slice(start, start + size)
+        block = flat[rows]
+        top = _group_maxima(block, groups[rows]).amax(-1, keepdim=True).double()
+        away, e = below[: len(block)], weights[: len(block)]
+        # In float64 from here on: near 1, float32 holds 1 - p only to a few percent, too coarse for a threshold of 0.99999.
+        torch.exp(away.copy_(block).sub_(top).clamp_(min=LEAST[torch.float64]), out=e)
+        torch.sum(e, -1, out=total[rows])
+        ends = slice(start // layers, (start + len(block)) // layers)
+        final[ends] = e[layers - 1 - start % layers :: layers]
+        torch.sum(away.mul_(e), -1, out=expected[rows])
+    # Some ids at a time, in memory that is used again.
+    width = max(1, block_size(z) // layers)
+    wide = torch.empty(layers, min(width, vocabulary), dtype=torch.float64, device=z.device)
+    top = groups.amax(-1).double()
+    for token in range(tokens):
+        rows = slice(token * layers, (token + 1) * layers)
+        cross[rows] = -top[rows]
+        for start in range(0, vocabulary, width):
+            part = z[token, :, start : start + width]
+            cross[rows] += torch.mv(wide[:, : part.shape[1]].copy_(part), final[token, start : start + width]) / total[rows][-1]
+    expected /= total
+    total, expected, cross = (values.view(tokens, layers) for values in (total, expected, cross))
+    return groups.view(tokens, layers, -1), total, expected, cross
+
+
+def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
+    """Write the maximum of each GROUP_SIZE consecutive logits in each row of z into `out`; the last group may be smaller."""
+    whole = z.shape[-1] // GROUP_SIZE
+    if whole:
+        torch.amax(z[:, : whole * GROUP_SIZE].reshape(len(z), whole, GROUP_SIZE), -1, out=out[:, :whole])
+    if whole * GROUP_SIZE < z.shape[-1]:
+        torch.amax(z[:, whole * GROUP_SIZE :], -1, out=out[:, whole])
+    return out
+
+
+def _members(groups: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Ids of the members of groups `... group`, and whether each is below the vocabulary size; both `... (group member)`."""
+    ids = (groups[..., None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=groups.device)).flatten(-2)
+    return ids.clamp(max=vocabulary - 1), ids < vocabulary
+
+
+def top_id(z: Tensor, groups: Tensor) -> Tensor:
+    """The id with the largest logit, and the lowest id among equals: argmax takes the first group, then the first member."""
+    vocabulary, rows = z.shape[-1], groups.flatten(0, -2)
+    flat, best = z.reshape(-1, vocabulary), rows.argmax(-1)
+    whole = vocabulary // GROUP_SIZE
+    # Groups are neighbours in memory, so that they are copied as wholes and not id by id.
+    chosen = (
+        flat[:, : whole * GROUP_SIZE].reshape(-1, whole, GROUP_SIZE)[
+            torch.arange(len(flat), device=z.device), best.clamp(max=max(whole - 1, 0))
+        ]
+        if whole
+        else flat
+    )
+    first = chosen.argmax(-1)
+    if whole * GROUP_SIZE < vocabulary and len(rest := (best == whole).nonzero()[:, 0]):
+        first[rest] = flat[rest, whole * GROUP_SIZE :].argmax(-1)
+    return (best * GROUP_SIZE + first).view(groups.shape[:-1])
+
+
+def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
+    """Number of ids with a higher rank than the target, at most `ranked`. Among equal logits the lower id ranks higher."""
+    if groups.shape[-1] <= ranked:
+        # Nearly all groups would be searched.
+        count = _all_before(z.flatten(0, 1), target_id.flatten(), target_logit.flatten())
+        return count.view(target_logit.shape).clamp(max=ranked)
+    before = torch.full(target_logit.shape, ranked, device=z.device)
+    # Ids of a higher rank are in groups whose maximum is at least the target's logit; `ranked` larger groups already suffice.
+    near = (groups > target_logit[..., None]).sum(-1) < ranked
+    z, at = z.flatten(0, 1), near.flatten().nonzero()[:, 0]
+    groups, target_id, target_logit = groups[near], target_id[near], target_logit[near]
+    ids, exist = _members(groups.topk(ranked, -1).indices, z.shape[-1])
+    values = z[at[:, None], ids].to(target_logit.dtype)
+    ahead = (values > target_logit[:, None]) | ((values == target_logit[:, None]) & (ids < target_id[:, None]))
+    count = (ahead & exist).sum(-1)
+    # More groups than were searched have such a maximum: there are ties, and the whole row is counted.
+    for i in ((groups >= target_logit[:, None]).sum(-1) > ranked).nonzero()[:, 0].tolist():
+        row = z[at[i]].to(target_logit.dtype)
+        count[i] = (row > target_logit[i]).sum() + (row[: int(target_id[i])] == target_logit[i]).sum()
+    before[near] = count.clamp(max=ranked)
+    return before
+
+
+def _all_before(z: Tensor, target_id: Tensor, target_logit: Tensor) -> Tensor:
+    """Number of ids with a higher rank than the target in each row of z, found by reading whole rows."""
+    count = torch.empty_like(target_id)
+    # The target's logit is one of z, so that the comparison in its dtype is exact.
+    target_logit = target_logit.to(z.dtype)[:, None]
+    size = max(1, block_size(z) // z.shape[-1])
+    for start in range(0, len(z), size):
+        rows = slice(start, start + size)
+        count[rows] = (z[rows] > target_logit[rows]).count_nonzero(-1)
+        equal = (z[rows] == target_logit[rows]).count_nonzero(-1)
+        # Half precision has many equal logits.
+        tied = start + (equal > 1).nonzero()[:, 0]
+        lower = torch.arange(z.shape[-1], device=z.device) < target_id[tied, None]
+        count[tied] += lower.logical_and_(z[tied] == target_logit[tied]).count_nonzero(-1)
+    return count
+
+
+def bad_logits(lens: dict[str, Tensor]) -> Tensor:
+    """Number of positions with logits that are not finite, `layer`."""
+    return (~(lens["best_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)
+
+
+def _key_of(normed: bool, heads: LayerHeads | None) -> str:
+    """The first part of the keys in `view.memo`, which says how the layers are read."""
+    return f"lens normed={normed} heads={heads.digest if heads else ''}"
+
+
+def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
+    """Saturation layers, `token`: index of the block from which on the top-1 prediction equals the last layer's.
+
+    Layers are read from the last one down, and only at tokens that have agreed so far.
+
+    Returns:
+        The saturation layers, and `layer`, the number of positions with logits that are not finite, among those computed.
+
+    Raises:
+        LayersimError: the head has one output.
+    """
+    for key, known in view.memo.items():
+        if key.startswith(f"{_key_of(normed, heads)} "):
+            best: Tensor = known["lens"]["best"]
+            agree = (best == best[-1]).long()
+            return len(best) - agree.flip(0).cumprod(0).sum(0), bad_logits(known["lens"])
+    assert view.unembed is not None
+    x, needs_norm = head_input(view, view.activations[1:], normed)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
+    layers, tokens = x.shape[:2]
+    alive = torch.arange(tokens, device=x.device)
+    layer_of = torch.full((tokens,), layers - 1, device=x.device)
+    bad = torch.zeros(layers, dtype=torch.int64, device=x.device)
+    final, bad[-1] = _top_ids(view, x[-1], needs_norm, memory_mb)
+    for layer in range(layers - 2, -1, -1):
+        best_id, bad[layer] = _top_ids(view, x[layer, alive], normed and needs_norm, memory_mb, heads, layer)
+        alive = alive[best_id == final[alive]]
+        layer_of[alive] = layer
+    return layer_of, bad
+
+
+def _top_ids(
+    view: View, x: Tensor, normed: bool, memory_mb: float, heads: LayerHeads | None = None, layer: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The top-1 prediction at each row of x, `token d_model`; and the number of rows whose largest logit is not finite."""
+    assert view.unembed is not None
+    out, bad = torch.empty(len(x), dtype=torch.int64, device=x.device), torch.tensor(0, device=x.device)
+    start, step, spare = 0, 1, None
+    while start < len(x):
+        some = x[start : start + step]
+        z = view.unembed(some, normed, spare) if heads is None else heads.logits(view.unembed, some, layer, normed)
+        need_classes(z.shape[-1])
+        groups = torch.empty(len(z), -(-z.shape[-1] // GROUP_SIZE), dtype=z.dtype, device=z.device)
+        out[start : start + step] = top_id(z, _group_maxima(z, groups)).to(x.device)
+        bad += (~groups.amax(-1).isfinite()).sum().to(x.device)
+        start += step
+        step, spare = _room(view.unembed, z, memory_mb, len(x) - start) if spare is None else (step, spare)
+    return out, bad
+
+
+def _room(unembed: Unembed, z: Tensor, memory_mb: float, left: int) -> tuple[int, Tensor | None]:
+    """Number of tokens per chunk that fits into `memory_mb`, and a buffer for their logits, from the first chunk's logits z."""
+    step = min(max(1, int(memory_mb * 2**20 / (z[0].numel() * z.element_size()))), max(left, 1))
+    rows = step * z[0].numel() // z.shape[-1]
+    return step, z.new_empty(rows, z.shape[-1]) if unembed.linear is not None else None

@@ -1,0 +1,146 @@
+"""Targets: the token or class that a model should predict at each position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations.view import targets, tokens_alone
+from ..architectures.heads import is_detr
+from ..core.errors import LayersimError
+from ..data.batches import Batch
+from ..data.input_rows import labelled_without_tokens
+from ..data.labels import NO_LABEL, as_labels
+from ..sources.model import Model
+
+
+def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
+    """The targets of a batch: `batch pos`, or `batch` of a classifier; NO_LABEL where there is none.
+
+    Raises:
+        LayersimError: a row is one sample, the mean of its positions.
+    """
+    if batch.pooled:
+        raise LayersimError("`positions` is 'mean', but each target belongs to one position. Use positions='all'.")
+    ids = torch.full_like(batch.tokens, NO_LABEL)
+    ids[batch.counted] = targets(tokens_alone(batch), labels).cpu()
+    if model.head is None or model.head.reads == "every":
+        return ids
+    # All positions of a row have the class of the row.
+    first = (ids != NO_LABEL).int().argmax(1, keepdim=True)
+    return ids.gather(1, first)[:, 0]
+
+
+def gives_classes(model: Model) -> bool:
+    """Whether the model's head gives classes of rows or positions, not tokens."""
+    return model.head is not None and model.head.classifies
+
+
+def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
+    """Labels in the form of `as_labels`; by default the labels that the models' heads are made to predict.
+
+    Args:
+        labels: as the user passed them; None for the next token, or for the data's labels of classifiers and of rows without
+            tokens, which have no next token.
+        models: the description of each model, and its module.
+        data: as the user passed them.
+
+    Raises:
+        LayersimError: the models have heads of different kinds, or a masked language model has no labels.
+    """
+    kinds = {gives_classes(model) for model, _ in models}
+    if len(kinds) > 1:
+        raise LayersimError(
+            "The models must be all language models or all classifiers, but are "
+            f"{', '.join(model.source for model, _ in models)}."
+        )
+    masked = next((model for model, module in models if "MaskedLM" in type(module).__name__), None)
+    if labels is None and masked is not None:
+        raise LayersimError(
+            f"`labels` is None, and {masked.name} is a masked language model, which does not predict the next token. Use "
+            f"labels='data' with a column that is {NO_LABEL} wherever no token is masked."
+        )
+    if labels is not None:
+        return as_labels(labels)
+    # The labels of a DETR are objects, which are no targets of its queries one by one.
+    own = not any(is_detr(getattr(module, "config", None)) for _, module in models)
+    beside = own and any(labelled_without_tokens(data, model) for model, _ in models)
+    return "data" if kinds == {True} or beside else "next_token"
+
+
+def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
+    """Refuse a batch whose labels are missing, or are evidently not the targets of its positions.
+
+    Args:
+        labels: as `as_labels` gives them.
+        batch: the next batch of the model.
+        model: the model, where labels are targets of its head.
+
+    Raises:
+        LayersimError: labels are missing, are the tokens themselves, or are classes of rows.
+    """
+    if isinstance(labels, Tensor):
+        row, column = batch.sources
+        if bool((row < 0).any()):
+            raise LayersimError(
+                f"`labels` is a tensor of shape {tuple(labels.shape)}, which cannot be combined with pack=True: a packed row "
+                "joins several texts."
+            )
+        rows, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
+        if rows > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
+            raise LayersimError(
+                f"`labels` has shape {tuple(labels.shape)}, and the data have {rows} rows"
+                + (f" of {pos} positions." if labels.dim() == 2 else ".")
+            )
+        column = column.clamp(max=labels.shape[-1] - 1)
+        own_labels = labels[row].expand_as(row) if labels.dim() == 1 else labels[row, column]
+    elif labels == "data":
+        if batch.labels is None:
+            raise LayersimError(
+                "`data` has no labels. labels='data' reads a column `labels` or `label` of whole numbers, which pack=True "
+                "does not keep."
+            )
+        own_labels = batch.labels
+    else:
+        _refuse_no_next_tokens(labels, batch, model)
+        return
+    counted = batch.counted & (own_labels.cpu() != NO_LABEL)
+    if batch.pooled or (model is not None and model.head is not None and model.head.reads == "rows"):
+        _refuse_mixed_rows(own_labels, batch)
+    if model is not None and model.head is not None and not model.head.classifies:
+        # One token cannot be the target at every position of a row.
+        classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
+        if len(classes) > 1 and all(bool((row == row[0]).all()) for row in classes):
+            raise LayersimError(
+                f"`labels` holds one class for a whole row, in {len(classes)} rows, and the head predicts a token at every "
+                "position. Use a label for each position, or AutoModelForSequenceClassification."
+            )
+    if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
+        raise LayersimError(
+            f"`labels` are the input tokens at the same positions, not the targets: {int(counted.sum())} labels equal their "
+            "own token. Labels are not shifted here; use labels='next_token'."
+        )
+
+
+def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
+    """Refuse next tokens as targets of a head in rows that have no tokens."""
+    if labels == "next_token" and model is not None and not batch.has_tokens:
+        objects = "labels='none', or detection_by_layer(model, data)"
+        instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
+        raise LayersimError(
+            f"`labels='next_token'` needs rows of token ids, and these rows have {', '.join(batch.inputs)}. Use {instead}."
+        )
+
+
+def _refuse_mixed_rows(labels: Tensor, batch: Batch) -> None:
+    """Refuse labels `batch pos` that differ within a row that is one sample."""
+    # NaN, a score that is missing, differs from itself.
+    rows = (row[kept] for row, kept in zip(labels.cpu(), batch.counted, strict=True))
+    if any(not torch.equal(row.nan_to_num(torch.inf), row[:1].nan_to_num(torch.inf).expand_as(row)) for row in rows):
+        raise LayersimError(
+            "`labels` differ within a row, and "
+            + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
+        )

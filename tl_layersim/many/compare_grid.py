@@ -1,0 +1,392 @@
+"""`compare_grid`: all pairs of many models, each of which runs once a batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any, Unpack, get_type_hints, overload
+
+import torch
+from torch import Tensor
+
+from ..activations.pools import AnyKernel, PoolKernel
+from ..activations.view import Kernel, View
+from ..analyzers.analyzer import Analyzer, Exchange, Run, Weight, code_digest
+from ..core.arguments import typed
+from ..core.errors import LayersimError, recorded_warnings, warn
+from ..core.results import Report, Result
+from ..core.sums import Sums
+from ..core.wording import counted
+from ..data.batches import Batches
+from ..data.data import Data
+from ..engine.analyze import SeveralAnalyzers, SharedKeywords, run_analysis
+from ..engine.arguments import (
+    choose_analyzers,
+    is_several,
+    refuse_idle_options,
+    refuse_no_comparison,
+    shared_tokens,
+    with_tokenizer,
+)
+from ..engine.plan import DEFAULT, AtArgument, chosen_rule, plan_sites
+from ..engine.reports import record_of_models
+from ..engine.run import Analysis
+from ..engine.untrained import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
+from ..remote.open import open_source
+from ..sources.inputs import position_counter
+from ..sources.model import Model
+from ..sources.open import OpenedModel, records_of
+from .groups import group_labels
+from .model_grid import ModelGrid, either_order
+
+# What a run asks of an analyzer.
+PROPERTIES = (
+    "name",
+    "one_pass",
+    "first_without_model",
+    "needs_unembed",
+    "needs_sites",
+    "needs_calls",
+    "needs_rows",
+    "prompts",
+)
+# Options that identify the analyzer in a checkpoint, and that the results of pairs do not record.
+IDENTITY = ("analyzer", "code")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AllPairs(Analyzer):
+    """An analyzer of two models, applied to all pairs of many models, each with itself included.
+
+    Its kernel takes the views of all models, its sums are those of all pairs, and its result is a `ModelGrid`. Where the
+    measure has cross-model statistics, they are computed once for each model and batch.
+
+    Attributes:
+        measure: the analyzer of two models.
+        models: names of the models.
+        groups: the group of each model, or none.
+        distance: the number of a pair, from the result of that pair; None for the result's own `distance`.
+    """
+
+    measure: Analyzer
+    models: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    distance: Callable[[Any], float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in PROPERTIES:
+            object.__setattr__(self, name, getattr(self.measure, name))
+        if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
+            raise LayersimError(
+                f"`distance` is None, and the result of {type(self.measure).__name__} has no distance of its own. Pass a "
+                "function of the result, such as lambda result: 1 - float(result.values.diagonal().mean())."
+            )
+
+    def __repr__(self) -> str:
+        return repr(self.measure)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The pairs that are summed: each once where the measure is symmetric, else in both orders."""
+        numbers = range(len(self.models))
+        return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the measure."""
+        return getattr(self.measure, "seed", None)
+
+    @property
+    def whole_rows(self) -> bool:
+        return self.measure.whole_rows
+
+    @property
+    def needs_positions(self) -> bool:
+        return self.measure.needs_positions
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return self.measure.weighs
+
+    @property
+    def by_statistics(self) -> bool:
+        return self.measure.exchange() is not None
+
+    @property
+    def label_source(self) -> str:
+        return self.measure.label_source
+
+    def check_sites(self, *models: Model) -> None:
+        self.measure.check_sites(*models)
+        if self.distance is None and len({len(model.layers) for model in models}) > 1:
+            sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
+            raise LayersimError(
+                f"The models have different numbers of sites ({sites}), and their distance compares equal layers. Pass "
+                "`distance`, or as many sites of each model in `at`."
+            )
+
+    def check(self, *models: Model) -> None:
+        self.measure.check(*models)
+
+    def check_batch(self, batch: Any, model: Model) -> None:
+        self.measure.check_batch(batch, model)
+
+    def cost(self, model: Model) -> str:
+        return self.measure.cost(model)
+
+    def compute_seconds(self, model: Model) -> float:
+        models = len(self.models)
+        return models * (models - 1) / 2 * self.measure.compute_seconds(model)
+
+    def options(self) -> dict[str, Any]:
+        cls = type(self.measure)
+        identity = dict(zip(IDENTITY, (f"{cls.__module__}.{cls.__qualname__}", code_digest(self.measure)), strict=True))
+        return self.measure.options() | identity
+
+    def first_kernel(self) -> Kernel | None:
+        kernel = self.measure.first_kernel()
+        if kernel is None or self.first_without_model:
+            return kernel
+        return partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, kernel))
+
+    def kernel(self, first: Sums) -> AnyKernel:
+        kernels: Any = {pair: self.measure.kernel(self._first(first, pair)) for pair in self.pairs}
+        return partial(all_pairs_kernel, kernels=kernels)
+
+    def pool_kernel(self, first: Sums) -> PoolKernel | None:
+        own = self.measure.pool_kernel(first)
+        return None if own is None else replace(own, sums=partial(all_pairs_of_pools, pairs=self.pairs, sums=own.sums))
+
+    def pool_need(self, density: float) -> int:
+        return self.measure.pool_need(density)
+
+    def exchange(self) -> Exchange | None:
+        own = self.measure.exchange()
+        return None if own is None else replace(own, join=partial(join_all_pairs, pairs=self.pairs, join=own.join))
+
+    def compute(self, sums: Sums, run: Run) -> ModelGrid:
+        numbers = range(len(self.models))
+        with _warned_once(self.models):
+            results = {f"{a} {b}": self._result(sums, run, (a, b)) for a, b in self.pairs}
+        every = [[either_order(results, a, b) for b in numbers] for a in numbers]
+        values = [[float(one.distance() if self.distance is None else self.distance(one)) for one in row] for row in every]
+        sites = every[0][0].layers
+        equal = all(one.values.shape == (len(sites), len(sites)) for row in every for one in row)
+        by_site = [[one.values.diagonal() if equal else one.values.new_zeros(0) for one in row] for row in every]
+        return ModelGrid(
+            values=torch.tensor(values, dtype=torch.float64),
+            by_site=torch.stack([torch.stack(row) for row in by_site]),
+            models=self.models,
+            groups=self.groups,
+            sites=sites if equal else (),
+            quantity=getattr(_result_class(self.measure), "distance_name", "Distance") if self.distance is None else "Distance",
+            results=Report(results),
+            layers=(),
+            provenance=replace(run.provenance, options=_without_identity(run.provenance.options)),
+        )
+
+    def _first(self, first: Sums, pair: tuple[int, int]) -> Sums:
+        return first if self.first_without_model else sums_of_pair(first, pair)
+
+    def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
+        """The result of one pair, as `compare` returns it."""
+        models = [run.models[number] for number in pair]
+        options = _without_identity(run.provenance.options)
+        provenance = replace(run.provenance, options=options, **record_of_models(models))
+        about = (provenance, self._first(run.first, pair), models[0].head, models[0].stream, tuple(models))
+        try:
+            return self.measure.compute(sums_of_pair(sums, pair), Run(models[0].layers, models[1].layers, *about))
+        except LayersimError as error:
+            names = " and ".join(self.models[number] for number in pair)
+            raise LayersimError(f"{names}: {error}") from error
+
+
+def _result_class(analyzer: Analyzer) -> Any:
+    """The class of an analyzer's result, from the annotation of `compute`; None where it is not known."""
+    try:
+        return get_type_hints(type(analyzer).compute).get("return")
+    except NameError:
+        return None
+
+
+def _without_identity(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in IDENTITY}
+
+
+def all_pairs_kernel(*views: View, kernels: Mapping[tuple[int, int], Kernel]) -> dict[str, Tensor]:
+    """The outputs of kernels of two views, for pairs of many views; each name begins with the numbers of the pair.
+
+    Args:
+        *views: of the same tokens, one for each model.
+        kernels: by pair of views.
+    """
+    outputs = {(a, b): kernel(views[a], views[b]) for (a, b), kernel in kernels.items()}
+    return _named_by_pair(outputs)
+
+
+def all_pairs_of_pools(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    *about: Any,
+    pairs: list[tuple[int, int]],
+    sums: Callable[..., dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """The sums over a pool for pairs of many models, see `all_pairs_kernel`.
+
+    Args:
+        sides: samples of each model.
+        widths: of the sites of each.
+        *about: samples and draws, see `PoolKernel`.
+        pairs: numbers of the models.
+        sums: see `PoolKernel`.
+    """
+    return _named_by_pair({(a, b): sums([sides[a], sides[b]], [widths[a], widths[b]], *about) for a, b in pairs})
+
+
+def join_all_pairs(*statistics: Any, pairs: list[tuple[int, int]], join: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the prepared statistics of many models pair by pair.
+
+    Args:
+        *statistics: of one batch, one for each model.
+        pairs: numbers of the models that are joined.
+        join: see `Exchange`.
+    """
+    return _named_by_pair({(a, b): join(statistics[a], statistics[b]) for a, b in pairs})
+
+
+def _named_by_pair(outputs: Mapping[tuple[int, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{a} {b}/{name}": value for (a, b), own in outputs.items() for name, value in own.items()}
+
+
+def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
+    """The sums of one pair among those of all pairs.
+
+    Args:
+        sums: of all pairs, or none.
+        pair: numbers of the two models.
+    """
+    start = f"{pair[0]} {pair[1]}/"
+    return Sums({name.removeprefix(start): value for name, value in sums.fields.items() if name.startswith(start)})
+
+
+@contextmanager
+def _warned_once(models: tuple[str, ...]) -> Iterator[None]:
+    """A context in which warnings about the results of pairs are collected; the first is issued, with their number."""
+    with recorded_warnings(issued=False) as own:
+        yield
+    if own:
+        more = f" {len(own) - 1} more warnings concern other pairs of the {len(models)} models." if len(own) > 1 else ""
+        warn(own[0] + more)
+
+
+class _Grid(SharedKeywords, total=False):
+    groups: Any
+    distance: Callable[[Any], Any] | None
+
+
+@overload
+def compare_grid(models: Mapping[str, Any], data: Any, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
+@overload
+def compare_grid(models: Mapping[str, Any], data: Any, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
+@typed
+def compare_grid(
+    models: Mapping[str, Any],
+    data: Any,
+    analyzer: Any,
+    *,
+    groups: Any = None,
+    distance: Callable[[Any], Any] | None = None,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    intervals: bool = False,
+    baseline: BaselineArgument = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> ModelGrid | Report:
+    r"""Compare all pairs of some models on the same tokens: do they fall into groups?
+
+    Each model runs once a batch, however many it is compared with, and every pair has the result that `compare` gives. For CKA
+    of minibatches, the centred Gram matrices of each model are computed once a batch and joined for all pairs; beside the
+    models' own memory a batch needs 8 n bytes for each token and site of each model, n = `minibatch`. The exact estimator, and
+    measures without such statistics, hold the activations of all models on one batch. Memory does not grow with the data.
+
+    The distance of two models is that of the result, for CKA equation 2 of Brown et al.,
+
+    $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2},$$
+
+    over models of equal depth. Models of different depths, and analyzers without a distance, need `distance`.
+
+    Args:
+        models: a mapping from names to models, kinds as in `analyze`; statistics return from servers as in `compare`.
+        data: as in `analyze`, tokenised once, by the tokenizer of the first model that has one. One rule of positions holds for
+            all models.
+        analyzer: an analyzer that compares two models, such as `CKA()`, or its name; or several: a list, or a mapping from
+            names as in `analyze`.
+        groups: a mapping from names of models to groups, or a list of groups in the order of the models, for
+            `compare_groups` and the figures of the result.
+        distance: the number of a pair, from the result that `compare` gives; 0 for equal models.
+        at: the sites to read in all models, see `analyze`.
+        per_head: see `analyze`.
+        intervals: see `analyze`.
+        baseline: see `compare`; distances of untrained twins of all models are those of the results' `untrained`.
+        checkpoint: see `analyze`.
+
+    Returns:
+        A `ModelGrid`: distances `row_model column_model`, `grid["a", "b"]` for the result of a pair, heat map; for
+        `compare_groups` and `dendrogram`. For a list or a mapping of analyzers a `Report` with the grid of each.
+
+    Raises:
+        LayersimError: there are fewer than two models, they have different tokenizers or depths, or the analyzer does not
+            compare models.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 4, appendix C.2, equation 2, figures 2 and 8.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> models = {name: lsim.demo_model() for name in "abc"}
+        >>> grid = lsim.compare_grid(models, lsim.demo_text()[:4], lsim.CKA(minibatch=64))
+        >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
+        (torch.Size([3, 3]), True, torch.Size([9, 9]))
+    """
+    data = Data.of(data)
+    given = locals() | {"baseline": None}
+    names = tuple(models)
+    if len(names) < 2:
+        raise LayersimError(f"`models` holds {counted(len(names), 'model')}; it must hold two or more, each with its own name.")
+    opened = {name: OpenedModel.of(models[name]) for name in names}
+    if baseline is not None:
+        refuse_no_twin(opened.values(), data)
+
+        def twins(seed: int) -> Any:
+            own = {name: twin_of(opened[name], n) for name, n in zip(names, seeds_of(seed, len(names)), strict=True)}
+            return compare_grid(**given | {"models": own, "intervals": False, "checkpoint": None})
+
+        joined: ModelGrid | Report = with_untrained(compare_grid(**given), twins)
+        return joined
+    labels = () if groups is None else group_labels(groups, names)
+    chosen = choose_analyzers(analyzer)
+    refuse_no_comparison(chosen)
+    many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
+    for one in opened.values():
+        refuse_idle_options(one, True, checkpoint)
+    sources = [open_source(one, either_stack=True) for one in opened.values()]
+    plan = plan_sites(sources, chosen, at, per_head)
+    described = [source.model for source in sources]
+    rule = chosen_rule(data.positions, described, chosen, data.skip_first)
+    shared = with_tokenizer(_tokens_of_all(described, data.tokenizer is not None), data.tokenizer)
+    batches = Batches(data.counting(rule), shared, count_positions=position_counter(sources))
+    report = run_analysis(Analysis(sources, batches, many, plan, records_of(list(opened.values())), intervals), checkpoint)
+    assert isinstance(report, Report)
+    if is_several(analyzer):
+        return report
+    grid: ModelGrid = next(iter(report.values()))
+    return grid
+
+
+def _tokens_of_all(models: list[Model], given: bool) -> Model:
+    """A description of the inputs that all models accept; the first model with a tokenizer reads the data."""
+    with_own = sorted(models, key=lambda model: model.tokenizer is None)
+    return reduce(lambda a, b: shared_tokens(a, b, given=given), with_own)

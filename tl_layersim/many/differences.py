@@ -1,0 +1,281 @@
+"""`difference`: how two runs differ, with an interval and a p-value for every field of every result, as labelled tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.arguments import OpenFraction, typed
+from ..core.errors import LayersimError, warn
+from ..core.fields import declarations
+from ..core.intervals import aligned, has_margin, refuse_no_blocks, total_of, with_and_without_blocks
+from ..core.jackknife import ROUNDING_ERROR, degrees_of_freedom, p_value_from_error, standard_error, t_interval, welch_degrees
+from ..core.p_values import Correction, adjusted_together, is_symmetric
+from ..core.results import Report, Result
+from ..core.wording import with_article
+from .relative_depth import SITE_AXES, at_depths, depths, sites_along
+
+STATISTICS = ("first", "second", "difference", "low", "high", "se", "p_value", "p_adjusted")
+DEPTH = "Relative depth"
+# Options in which the runs of two models differ without a choice of the user.
+OF_MODEL_OR_DATA = (
+    "tokenizer",
+    "processor",
+    "main_input",
+    "layers",
+    "unembed",
+    "remote",
+    "verify",
+    "own_bos",
+    "masked_by_pad_id",
+    "cut_texts",
+)
+
+
+@typed
+def difference(
+    first: Report | Result,
+    second: Report | Result,
+    what: Callable[[Any], Any] | None = None,
+    *,
+    relative_depth: bool = False,
+    level: OpenFraction = 0.95,
+    adjust: Correction = "holm",
+    adjust_over: Literal["field", "call"] = "field",
+) -> Any:
+    """How two runs differ: second minus first, with an interval and a p-value for every field.
+
+    Runs on the same data in the same blocks are paired, which the digest of the data and the tokens of each block tell: the
+    difference is computed again without each block (delete-one-block jackknife, Student's t with one degree of freedom fewer
+    than blocks). Other runs are taken for independent: their squared errors add up, with the degrees of freedom of Welch and
+    Satterthwaite. The p-value is that of the two-sided t test that the difference is 0. Where no block changes the difference,
+    as on the diagonal of a similarity, there is no test: p is NaN.
+
+    Args:
+        first: a report or a result of a run with `intervals=True`.
+        second: the same of another run. Analyzers of only one of two reports are left out, with a warning.
+        what: takes a result, as it was measured, and returns a number or a tensor, such as `lambda result: result.distance()`.
+            None for all fields.
+        relative_depth: compare models with other layers at relative depths, where the first site has depth 0 and the last one
+            depth 1. Sites count as evenly spaced. The model with more sites is interpolated linearly at the depths of the other
+            one. Without it, results of other sites are refused. On the diagonal of a similarity matrix, interpolated values
+            are below 1 between two sites, so that differences there mean nothing.
+        level: of the intervals.
+        adjust: how p-values are corrected for their number: "holm" bounds the probability of any false finding (Holm 1979);
+            "fdr_bh" the expected fraction of false findings among all (Benjamini and Hochberg 1995).
+        adjust_over: the tests that are corrected together: of each "field", or of all fields of the "call". The two halves of
+            a symmetric matrix count once. Headline numbers are corrected over all headline numbers of the call.
+
+    Returns:
+        Of two results an `xarray.Dataset` with a variable for each field that both have with the same labels, over the axes of
+        the field and `statistic`: "first", "second", "difference", the ends "low" and "high" of its interval, its standard
+        error "se", "p_value" and "p_adjusted". The variable `headline` has the headline numbers, `quantity statistic`.
+        Attributes name both models, and say whether the runs are paired. Of two reports an `xarray.DataTree` of these; with
+        `what` an `xarray.DataArray`.
+
+    Raises:
+        LayersimError: the results are of different classes or sites, or a run kept no blocks.
+
+    Source:
+        Wolter 2007, Introduction to Variance Estimation, chapter 4; Welch 1947.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> data = lsim.Data(lsim.demo_text()[:16], batch_size=1)
+        >>> models = [lsim.demo_model(aligned=own) for own in (False, True)]
+        >>> runs = [lsim.analyze(model, data, lsim.LogitLens(), intervals=True) for model in models]
+        >>> found = lsim.difference(*runs)["logit_lens"]
+        >>> found["accuracy"].dims, found.attrs["paired"]
+        (('layer', 'statistic'), 1)
+        >>> bool((found["accuracy"].sel(statistic="p_adjusted") < 0.05).any())
+        True
+        >>> gain = lambda lens: lens.accuracy[-1] - lens.accuracy[0]
+        >>> lsim.difference(runs[0]["logit_lens"], runs[1]["logit_lens"], gain).sel(statistic="difference").item() < 0
+        True
+    """
+    import xarray
+
+    if isinstance(first, Report) and isinstance(second, Report) and what is None:
+        pairs = _shared_results(first, second)
+    elif isinstance(first, Result) and type(first) is type(second):
+        pairs = {"": (first, second)}
+    else:
+        raise LayersimError(
+            f"`first` is {with_article(type(first).__name__)} and `second` is {with_article(type(second).__name__)}; they must "
+            "be two results of one class or, without `what`, two reports."
+        )
+    tables = {}
+    for name, pair in pairs.items():
+        models = [result.provenance.model for result in pair]
+        paired = _are_paired(*pair, relative_depth)
+        about = {"first": models[0], "second": models[1], "paired": int(paired), "level": level}
+        arrays = {
+            variable: xarray.DataArray(array.numpy(), labels, tuple(labels), attrs=words | about)
+            for variable, (array, labels, words) in _variables(*pair, what, paired, relative_depth, level).items()
+        }
+        tables[name] = xarray.Dataset(arrays, attrs=about)
+    _warn_of_options(list(pairs.values()))
+    families: dict[Any, list[Any]] = {}
+    for name, table in tables.items():
+        for variable, array in table.items():
+            family = "headline" if variable == "headline" else adjust_over == "call" or (name, variable)
+            families.setdefault(family, []).append(array)
+    for arrays_together in families.values():
+        # Whether a measure is symmetric is seen in its values; small p-values of both halves differ by more than rounding.
+        p = [
+            (
+                torch.tensor(array.sel(statistic="p_value").values),
+                all(is_symmetric(torch.tensor(array.sel(statistic=run).values)) for run in ("first", "second")),
+            )
+            for array in arrays_together
+        ]
+        for array, corrected in zip(arrays_together, adjusted_together(p, adjust), strict=True):
+            array.loc[{"statistic": "p_adjusted"}] = corrected.numpy()
+    if what is not None:
+        return tables[""]["what"].rename(None)
+    return tables[""] if "" in tables else xarray.DataTree.from_dict(tables)
+
+
+def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Result]]:
+    """The results of two reports that are compared, by analyzer."""
+    alone = [name for report, other in ((first, second), (second, first)) for name in report if name not in other]
+    names = [name for name in first if name in second]
+    if not names:
+        raise LayersimError(
+            f"`first` and `second` have no analyzer in common: {', '.join(first) or 'none'}; {', '.join(second) or 'none'}."
+        )
+    if alone:
+        warn(f"Only one of the two reports has {', '.join(map(repr, alone))}, left out of the difference.")
+    if other := [name for name in names if type(first[name]) is not type(second[name])]:
+        kinds = " and ".join(with_article(type(report[other[0]]).__name__) for report in (first, second))
+        raise LayersimError(f"`first` and `second` hold results of other classes under {other[0]!r}: {kinds}.")
+    # An analyzer that is not defined without one of the blocks has no intervals, which its run said.
+    known = [name for name in names if first[name].has_intervals and second[name].has_intervals]
+    if known and len(known) < len(names):
+        without = ", ".join(repr(name) for name in names if name not in known)
+        warn(f"Results without intervals are left out of the difference: {without}.")
+    return {name: (first[name], second[name]) for name in known or names}
+
+
+def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
+    """Whether two results were measured on the same data in the same blocks; refuses those that cannot be compared."""
+    for result in (first, second):
+        refuse_no_blocks(result)
+    for axis in () if relative_depth else ("row", "column"):
+        one, other = sites_along(first, axis), sites_along(second, axis)
+        if one != other:
+            raise LayersimError(
+                f"`first` and `second` were measured at different sites ({first.provenance.model}: {_shown_labels(one)}; "
+                f"{second.provenance.model}: {_shown_labels(other)}). Pass relative_depth=True, or `at` in both runs."
+            )
+    records = first.provenance, second.provenance
+    same = records[0].data == records[1].data and first.block_tokens == second.block_tokens
+    paired = same and len(first.replicates) == len(second.replicates)
+    if not paired and len({(record.data, record.tokens) for record in records}) == 1:
+        warn(
+            "Both runs used the same data, but in other blocks, so the difference is not paired and its interval wider than it "
+            f"needs to be. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same batch_size= to both."
+        )
+    return paired
+
+
+def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
+    """Warn of options in which two runs differ, except those that follow from the model or the data."""
+    other: dict[str, str] = {}
+    for one, two in ([result.provenance.options for result in pair] for pair in pairs):
+        names = [name for name in {**one, **two} if name not in OF_MODEL_OR_DATA and one.get(name) != two.get(name)]
+        other |= {name: f"{name} ({one.get(name)!r} and {two.get(name)!r})" for name in names}
+    if other:
+        warn(f"The two runs differ in their options, which is part of the difference: {', '.join(other.values())}.")
+
+
+def _statistics(
+    first: Any, second: Any, function: Callable[[Any], Any], paired: bool, level: float, out_of: str = ""
+) -> Tensor:
+    """The `STATISTICS` of a number or tensor of two results along a last axis; p-values are not adjusted.
+
+    Args:
+        first: result with its replicates.
+        second: the same of the other run.
+        function: takes a result and returns a number or a tensor, of one shape for both.
+        paired: whether block j of one run has the data of block j of the other.
+        level: of the intervals.
+        out_of: for counts, the attribute whose sum they are counted out of.
+    """
+    (a, without_a), (b, without_b) = (with_and_without_blocks(result, function, out_of) for result in (first, second))
+    if paired:
+        error = standard_error(b - a, without_b - without_a)
+        degrees = degrees_of_freedom(b - a, without_b - without_a)
+    else:
+        errors = (standard_error(a, without_a), standard_error(b, without_b))
+        error = (errors[0].square() + errors[1].square()).sqrt()
+        degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a), degrees_of_freedom(b, without_b)))
+    # Ones on the diagonal of a similarity differ by rounding, which is no finding.
+    rounding = ROUNDING_ERROR * torch.maximum(a.abs(), b.abs())
+    is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
+    error, b = error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
+    p = p_value_from_error(b - a, error, degrees)
+    return torch.stack([a, b, *t_interval(b - a, error, degrees, level), p, p], -1)
+
+
+def _variables(
+    first: Result, second: Result, what: Callable[[Any], Any] | None, paired: bool, relative_depth: bool, level: float
+) -> dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+    """Statistics, labels and words of each field that two results have with the same labels, and of their headline numbers.
+
+    With `what`, those of its values alone.
+    """
+    compare = partial(_statistics, first, second, paired=paired, level=level)
+    last = {"statistic": list(STATISTICS)}
+    if what is not None:
+        sizes = [tuple(torch.as_tensor(what(result)).shape) for result in (first, second)]
+        if sizes[0] != sizes[1]:
+            raise LayersimError(f"`what` returns shapes {sizes[0]} and {sizes[1]} for the two results; they must be equal.")
+        return {"what": (compare(what), {f"dim_{n}": range(size) for n, size in enumerate(sizes[0])} | last, {})}
+    found: dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]] = {}
+    for field, own in declarations(second).items():
+        labels: dict[str, Any] = {axis: list(second.coordinates(axis)) for axis in own.axes}
+        grids = {axis: _grid(first, second, axis) for axis in own.axes if relative_depth and axis in SITE_AXES}
+        same = all(first.coordinates(axis) == second.coordinates(axis) for axis in own.axes if axis not in grids)
+        if own.within is not None and same and not bool(getattr(second, field).isnan().all()):
+            labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
+            read = partial(_read, first, second, field=field, relative_depth=relative_depth)
+            words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
+            found[own.name] = compare(read, out_of=total_of(second, field)), labels | last, words
+    heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
+    names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
+    if names:
+        each = [compare(partial(_headline, heads, name)) for name in names]
+        found["headline"] = torch.stack(each), {"quantity": names} | last, {}
+    return found
+
+
+def _headline(heads: dict[int, dict[str, float]], name: str, result: Result) -> float:
+    return heads[id(result)].get(name, math.nan)
+
+
+def _grid(first: Result, second: Result, axis: str) -> int:
+    """Number of sites of the model with fewer of them."""
+    return min(len(sites_along(first, axis)), len(sites_along(second, axis)))
+
+
+def _read(first: Result, second: Result, result: Result, field: str, relative_depth: bool) -> Tensor:
+    """A field of a result or of a replicate, at relative depths where they are asked for."""
+    is_first = result is first or any(result is one for one in first.replicates)
+    values = aligned(result, first if is_first else second, field)
+    for dim, axis in enumerate(result.tensor_fields()[field] if relative_depth else ()):
+        if axis in SITE_AXES:
+            values = at_depths(values, dim, len(sites_along(result, axis)), _grid(first, second, axis), axis)
+    return values
+
+
+def _shown_labels(names: tuple[Any, ...]) -> str:
+    """Labels in a message: all of a few, else their number, the first and the last."""
+    if len(names) < 4:
+        return ", ".join(map(str, names)) or "none"
+    return f"{len(names)} from {names[0]} to {names[-1]}"

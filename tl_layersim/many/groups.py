@@ -1,0 +1,356 @@
+"""Groups of models: distances within and between groups, a permutation test of their difference, and clusters of models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, islice, permutations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.arguments import PositiveInt, typed
+from ..core.errors import LayersimError
+from ..core.intervals import field_named
+from ..core.results import Result
+from ..core.wording import brief
+from .model_grid import ModelGrid
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+    import xarray
+
+# Number of relabelings that are evaluated at once.
+AT_ONCE = 4096
+
+
+@typed
+def compare_groups(
+    table: Any, groups: Any = None, *, field: str = "values", relabelings: PositiveInt = 100_000, seed: int = 0
+) -> xarray.Dataset:
+    """Distances between models of one group and between models of two groups, with a permutation test of their difference.
+
+    Distances of a pair that differ by direction, such as stitching penalties, count in both directions. The distances of one
+    model are not independent of each other, so the standard deviations describe spread and are no standard errors. The test
+    relabels whole models and allows for that.
+
+    Args:
+        table: a `ModelGrid`, a `StitchGrid`, or distances `model model ...` as an xarray.DataArray or a pandas.DataFrame; of
+            similarities, their negative. Each entry of further axes, such as sites or stitch points, is compared by itself.
+        groups: a mapping from names of models to groups, or a list in the order of the models. Default: the groups of the grid.
+        field: of a grid: `"by_site"` of a `ModelGrid` shows where the groups part, `"accuracy_penalty"` of a `StitchGrid` the
+            accuracy that is lost.
+        relabelings: the largest number of relabelings. All are evaluated if there are at most so many: two groups of ten
+            models have 92,378. Else so many random ones are drawn.
+        seed: of random relabelings.
+
+    Returns:
+        A Dataset, float64. Over `comparison` ("within groups", "between groups", then each group of two or more models, then
+        each two groups, in both directions if distances have one) and further axes of the table:
+
+        - `mean`, and `sd` over pairs of different models, divided by their number less 1; `count`, the number of pairs.
+        - `difference`: the mean between groups minus that within groups.
+        - `p_value`: the fraction of relabelings, with the sizes of the groups kept, whose difference is at least as large; of
+          `"by_site"`, which holds similarities such as CKA, at least as small. Those of several sites are not adjusted for
+          their number. Relabelings that only exchange the names of groups count once. Of random relabelings, the given labels
+          count as one more: (1 + number as large) / (1 + number drawn). NaN where a distance is not defined.
+        - `smallest_p`: the smallest p-value that so many models, or so many random relabelings, can give.
+        - `mean_low`, `mean_high`, `difference_low`, `difference_high`: 95 % intervals, if the grid was measured with
+          `intervals=True`. The p-value is of all data.
+
+        The attribute `relabelings` is their number, and `exact` is 1 if these are all.
+
+    Raises:
+        LayersimError: groups do not fit the models, or the table has no further axes and a distance is not defined.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 4, appendix B, figures 2 and 8.
+
+    Examples:
+        Of the 3 ways to divide four models into pairs, one separates the groups.
+
+        >>> import pandas
+        >>> import tl_layersim as lsim
+        >>> points = pandas.Series([0.0, 1.0, 10.0, 11.0], index=[*"abcd"])
+        >>> distances = pandas.DataFrame({name: (points - at).abs() for name, at in points.items()})
+        >>> found = lsim.compare_groups(distances, ["low", "low", "high", "high"])
+        >>> float(found["difference"]), round(float(found["p_value"]), 3), found.attrs["relabelings"]
+        (9.0, 0.333, 3)
+    """
+    import numpy as np
+    import xarray
+
+    array, names = distances_between(table, field)
+    labels = group_labels(_known_groups(table, groups), names)
+    values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
+    compared = pairs_by_groups(labels, have_directions(values))
+    sides, pairs = zip(*compared.values(), strict=True)
+    # Similarities of sites, such as CKA, are smaller where models differ more.
+    sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
+    each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
+    tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
+
+    def statistics(distances: Tensor) -> Tensor:
+        """The mean of each comparison, then the difference."""
+        means = torch.stack([distances[tuple(index)].mean(0) for index in pairs])
+        return torch.cat([means, means[1:2] - means[:1]])
+
+    spread = [values[tuple(index)] for index in pairs]
+    deviations = [one.std(0) if len(one) > 1 else one[0] * math.nan for one in spread]
+    over, shape = ("comparison", *further), values.shape[2:]
+    found: dict[str, Any] = {
+        "mean": (over, statistics(values)[:-1].numpy(), array.attrs),
+        "sd": (over, torch.stack(deviations).numpy()),
+        "count": ("comparison", [len(one) for one in spread]),
+        "difference": (further, np.reshape([sign * one.difference for one in tests], shape)),
+        "p_value": (further, np.reshape([one.p_value for one in tests], shape)),
+        "smallest_p": tests[0].smallest_p,
+    }
+    if isinstance(table, Result) and table.has_intervals:
+        ends = table.interval(lambda one: statistics(getattr(one, field_named(table, field))))
+        for name, end in (("low", ends.low), ("high", ends.high)):
+            found |= {f"mean_{name}": (over, end[:-1].numpy()), f"difference_{name}": (further, end[-1].numpy())}
+    coords = {name: one for name, one in array.coords.items() if set(one.dims) <= set(further)}
+    for n, name in enumerate(("first_group", "second_group")):
+        coords[name] = ("comparison", [side[n] for side in sides])
+    attrs = {"relabelings": tests[0].relabelings, "exact": int(tests[0].exact), "seed": seed}
+    return xarray.Dataset(found, {"comparison": list(compared), **coords}, attrs)
+
+
+@typed
+def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
+    """Draw the hierarchical clustering of models: average linkage on the mean distance of both directions.
+
+    A direction below 0, such as the penalty of a stitch that gains, is taken as 0 before the mean: else penalties of +0.01 and
+    -0.01 would make two models equal. Links within one group have the colour of the group.
+
+    Args:
+        table: a `ModelGrid`, or distances `model model` as an xarray.DataArray or a pandas.DataFrame.
+        groups: see `compare_groups`. Default: the groups of the grid, or none.
+
+    Raises:
+        LayersimError: a distance is not a finite number, or the table has further axes.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 4.
+
+    Examples:
+        >>> import pandas
+        >>> import tl_layersim as lsim
+        >>> distances = pandas.DataFrame([[0.0, 1.0, 4.0], [1.0, 0.0, 6.0], [4.0, 6.0, 0.0]], columns=[*"abc"], index=[*"abc"])
+        >>> sorted(float(max(link.y)) for link in lsim.dendrogram(distances).data)
+        [1.0, 5.0]
+    """
+    from ..reporting.many_runs import tree_of_models
+    from ..reporting.style import with_provenance
+
+    array, names = distances_between(table)
+    if array.ndim > 2:
+        raise LayersimError(
+            f"`table` has the axes {' x '.join(map(str, array.dims))}; it must have two. Select a label of "
+            f"{array.dims[2]}, or take the mean over it."
+        )
+    given = _known_groups(table, groups)
+    fig = tree_of_models(array, names, () if given is None else group_labels(given, names))
+    return with_provenance(fig, table.provenance) if isinstance(table, Result) else fig
+
+
+def _known_groups(table: Any, groups: Any) -> Any:
+    """The given groups, else those of a grid; None if there are none."""
+    return getattr(table, "groups", ()) or None if groups is None and isinstance(table, Result) else groups
+
+
+def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArray, tuple[str, ...]]:
+    """A table of distances with its axes, `model model ...`, and the names of the models.
+
+    Args:
+        table: a grid, a DataArray or a DataFrame.
+        field: of a grid.
+
+    Raises:
+        LayersimError: the first two axes do not name the same models, or there are no further axes and a distance of two
+            models is not a finite number.
+    """
+    import numpy as np
+    import xarray
+
+    if isinstance(table, Result):
+        name, declared = field_named(table, field), table.declared(field)
+        coords = {axis: list(table.coordinates(axis)) for axis in declared.axes}
+        attrs = {"long_name": declared.label, "units": declared.unit}
+        if not getattr(table, name).numel():
+            raise LayersimError(f"`field` is {field!r}, which is empty: the models have different numbers of sites.")
+        array = xarray.DataArray(getattr(table, name).numpy(), coords, declared.axes, attrs=attrs)
+    else:
+        array = xarray.DataArray(table)
+    sides = [tuple(map(str, array[dim].values)) for dim in array.dims[:2]]
+    if len(sides) < 2 or sides[0] != sides[1]:
+        raise LayersimError(
+            f"`table` has the axes {', '.join(map(str, array.dims)) or 'none'}; the first two must name the same models, in "
+            "one order."
+        )
+    array = array.astype(float)
+    undefined = [(a, b) for a, b in np.argwhere(~np.isfinite(array.values))[:, :2] if a != b]
+    if undefined and array.ndim == 2:
+        pairs = ", ".join(f"{sides[0][a]} and {sides[0][b]}" for a, b in undefined[:3])
+        raise LayersimError(
+            f"The distance is not a finite number for {pairs}. Leave these models out, or sites at which the measure is not "
+            "defined, such as the embedding."
+        )
+    return array, sides[0]
+
+
+def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
+    """The group of each model as text.
+
+    Args:
+        groups: a mapping from names of models to groups, or groups in the order of the models.
+        models: names of the models.
+
+    Raises:
+        LayersimError: a model has no group, or the groups cannot be compared.
+    """
+    if isinstance(groups, Mapping) and set(groups) == set(models):
+        groups = [groups[name] for name in models]
+    if isinstance(groups, str) or not isinstance(groups, Sequence) or len(groups) != len(models):
+        raise LayersimError(
+            f"`groups` is {brief(groups)}; it must name the group of each of the {len(models)} models, as a mapping from "
+            f"{', '.join(models[:6])}{', ...' if len(models) > 6 else ''}, or as a list in their order."
+        )
+    labels = tuple(str(group) for group in groups)
+    sizes = [labels.count(name) for name in dict.fromkeys(labels)]
+    if len(sizes) < 2 or max(sizes) < 2:
+        raise LayersimError(
+            f"`groups` has groups of {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
+            "two models or more."
+        )
+    return labels
+
+
+def have_directions(values: Tensor) -> bool:
+    """Whether values of pairs of different models depend on the order of the two by more than rounding.
+
+    Args:
+        values: `model model` or `model model site`.
+    """
+    different = ~torch.eye(len(values), dtype=torch.bool)
+    there, back = values[different], values.transpose(0, 1)[different]
+    # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
+    largest = float(there.nan_to_num(0, 0, 0).abs().max())
+    return not torch.allclose(there, back, rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
+
+
+def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
+    """The two groups of each comparison, and rows and columns of its pairs of different models, `2 pair`.
+
+    The first two comparisons, within groups and between groups, are of all groups: "" stands for these.
+
+    Args:
+        labels: the group of each model.
+        directed: whether both orders of a pair are listed.
+    """
+    names, listed = list(dict.fromkeys(labels)), permutations if directed else combinations
+    pairs = torch.tensor(list(listed(range(len(labels)), 2))).T
+    numbers = torch.tensor([names.index(label) for label in labels])
+    first, second = numbers[pairs]
+    found = {"within groups": (("", ""), first == second), "between groups": (("", ""), first != second)}
+    for a, b in [(name, name) for name in names if labels.count(name) > 1] + list(listed(names, 2)):
+        i, j = names.index(a), names.index(b)
+        chosen = (first == i) & (second == j) if directed else ((first == i) & (second == j)) | ((first == j) & (second == i))
+        name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
+        if name in found:
+            raise LayersimError(f"`groups` has the groups {', '.join(names)}; two comparisons would be named {name!r}.")
+        found[name] = ((a, b), chosen)
+    return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
+
+
+class Permutations(NamedTuple):
+    """A permutation test of the difference of means between and within groups, see `compare_groups`."""
+
+    difference: float
+    p_value: float
+    relabelings: int
+    exact: bool
+    smallest_p: float
+
+
+def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: int) -> Permutations:
+    """Test whether distances between groups exceed those within groups by more than for other labels of the models.
+
+    Args:
+        distances: `model model`, float64; the diagonal is not used.
+        labels: the group of each model.
+        most: all relabelings are evaluated if there are at most so many, else so many random ones.
+        seed: of random relabelings.
+
+    Examples:
+        Of the 3 ways to divide four models into pairs, one separates the groups.
+
+        >>> points = torch.tensor([0.0, 1.0, 10.0, 11.0]).double()
+        >>> test = permutation_test((points[:, None] - points).abs(), ["a", "a", "b", "b"], 1000, 0)
+        >>> test.difference, test.relabelings, round(test.p_value, 3) == round(test.smallest_p, 3) == 0.333
+        (9.0, 3, True)
+    """
+    names = list(dict.fromkeys(labels))
+    sizes = sorted(labels.count(name) for name in names)
+    count = math.factorial(len(labels))
+    for size in sizes:
+        count //= math.factorial(size)
+    for size in set(sizes):
+        count //= math.factorial(sizes.count(size))
+    exact = count <= most
+    given = torch.tensor([names.index(label) for label in labels])
+    [difference] = _mean_differences(distances, given[None], len(names)).tolist()
+    # Sums of the same distances in another order differ by rounding.
+    least = difference - 1e-10 * float(distances.clone().fill_diagonal_(0).abs().max())
+    larger = 0
+    for drawn in _all_relabelings(sizes) if exact else _random_relabelings(given, most, seed):
+        larger += int((_mean_differences(distances, drawn, len(names)) >= least).sum())
+    number = count if exact else most
+    p_value = larger / number if exact else (1 + larger) / (1 + number)
+    smallest = 1 / count if exact else 1 / (1 + number)
+    return Permutations(difference, p_value if math.isfinite(difference) else math.nan, number, exact, smallest)
+
+
+def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
+    """Mean distance between groups minus mean distance within groups, for each row of labels."""
+    apart = distances.clone().fill_diagonal_(0)
+    members = torch.nn.functional.one_hot(labels, groups).to(apart)
+    inside = torch.einsum("rmg,rmg->r", torch.einsum("mn,rng->rmg", apart, members), members)
+    sizes = members[0].sum(0)
+    within = (sizes * (sizes - 1)).sum()
+    between = len(apart) * (len(apart) - 1) - within
+    difference: Tensor = (apart.sum() - inside) / between - inside / within
+    return difference
+
+
+def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
+    """All divisions of models into groups of these sizes, each once, as rows of labels, some at a time."""
+    rows = _divisions(tuple(range(sum(sizes))), tuple(sizes))
+    while chunk := list(islice(rows, AT_ONCE)):
+        yield torch.tensor(chunk)
+
+
+def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) -> Iterator[list[int]]:
+    """Labels of the models for every division into groups of the sizes; the first model's group is drawn first."""
+    if not sizes:
+        yield []
+        return
+    for size in dict.fromkeys(sizes):
+        left = list(sizes)
+        left.remove(size)
+        for others in combinations(range(1, len(models)), size - 1):
+            own = {0, *others}
+            rest = tuple(model for n, model in enumerate(models) if n not in own)
+            for labels in _divisions(rest, tuple(left), group + 1):
+                remaining = iter(labels)
+                yield [group if n in own else next(remaining) for n in range(len(models))]
+
+
+def _random_relabelings(labels: Tensor, number: int, seed: int) -> Iterator[Tensor]:
+    """Random permutations of the labels, as rows, some at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, number, AT_ONCE):
+        order = torch.rand(min(AT_ONCE, number - start), len(labels), generator=generator).argsort(1)
+        yield labels[order]

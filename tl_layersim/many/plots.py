@@ -1,0 +1,129 @@
+"""`plot`: a figure of one field of a labelled table, such as of many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..core.arguments import typed
+from ..core.errors import LayersimError
+from ..core.wording import with_article
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+else:
+    # plotly is imported when a figure is made: a check of the type at every call would import it first.
+    Figure = Any
+
+# Dimensions whose labels are sites, beside those with a coordinate of relative depths.
+SITE_DIMS = {"residual", "layer", "row", "column", "row_block", "column_block", "skipped", "affected", "sublayer", "site"}
+
+
+@typed
+def plot(
+    table: Any,
+    field: str | None = None,
+    *,
+    over: str | Sequence[str] | None = None,
+    width: Literal["column", "text"] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """A figure of a labelled table: lines with bands, a heat map, or matrices side by side.
+
+    A field over one dimension is a line; over two, a line for each label of one over the other; over two dimensions of layers,
+    a matrix; over runs and two dimensions of layers, a matrix for each run, with one colour scale. Select a label of each
+    further dimension first, such as `table.sel(quantile=0.5)`.
+
+    Numbers that span two decades or more stand on a logarithmic axis, at whose left end 0 stands. Runs with different sites are
+    drawn over relative depth. Bands of up to three lines are 95 % intervals, from `x_low` and `x_high` of the table; intervals
+    of more lines are shown where the pointer is. More than eight lines, or five in an order, have labels at the ends of the
+    first, the middle and the last.
+
+    Args:
+        table: of one analyzer, from `stack` or `to_xarray`; or one variable of it, which has no intervals. The tables of
+            `difference` and `exponential_fit` have figures of their own.
+        field: name of a variable of the table; None for its first, which is the `values` of a result.
+        over: the horizontal dimension of lines; or the horizontal and the vertical dimension of a heat map. None takes numbers
+            such as training steps, else layers, for lines.
+        width: "column" (3.25 in) or "text" (6.75 in) for the size and the letters of a paper; None for the screen.
+        title: of the figure; by default the quantity in words, "" for none.
+
+    Returns:
+        A plotly figure.
+
+    Raises:
+        LayersimError: the table has no such field or dimension, or the field has too many dimensions.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), figure 1 b, coupling over training, and figure 25, line-shape score over training.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> models = {"standard": lsim.demo_model(), "aligned": lsim.demo_model(aligned=True)}
+        >>> found = lsim.stack(lsim.sweep(models, lsim.demo_text()[:4], [lsim.LogitLens(), lsim.CKA()]))
+        >>> figure = lsim.plot(found["logit_lens"], "accuracy")
+        >>> [line.name for line in figure.data], figure.layout.yaxis.title.text
+        (['standard', 'aligned'], 'Accuracy (fraction)')
+        >>> [matrix.type for matrix in lsim.plot(found["cka"]).data]
+        ['heatmap', 'heatmap']
+    """
+    from ..reporting.style import with_size
+
+    return with_size(_figure(table, field, over), width, title)
+
+
+def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> Figure:
+    """The figure before `width` and `title`."""
+    import xarray
+
+    from ..reporting.many_runs import line_plot, map_of_two, matrices
+
+    if isinstance(table, xarray.DataTree):
+        if table.children:
+            raise LayersimError(f"`table` is of a report; it must be one of its nodes: {', '.join(map(repr, table.children))}.")
+        table = table.to_dataset()
+    if isinstance(table, xarray.DataArray):
+        field = str(table.name or "value")
+        table = table.to_dataset(name=field)
+    elif not isinstance(table, xarray.Dataset):
+        raise LayersimError(
+            f"`table` is {with_article(type(table).__name__)}; it must be a table of `to_xarray` or `stack`, or a variable of "
+            "one."
+        )
+    elif field is None and {"amplitude", "rate"} <= set(table.data_vars):
+        from ..reporting.comparisons import fit_figure
+
+        return fit_figure(table)
+    elif field is None and "first_group" in table.coords:
+        from ..reporting.many_runs import group_figure
+
+        return group_figure(table)
+    field = next(iter(map(str, table.data_vars)), "") if field is None else field
+    if field not in table.data_vars:
+        raise LayersimError(f"`field` is {field!r}; the table has {', '.join(map(str, table.data_vars))}.")
+    if "statistic" in table[field].dims:
+        from ..reporting.comparisons import difference_figure
+
+        return difference_figure(table[field])
+    parts = {"value": field, "low": f"{field}_low", "high": f"{field}_high"}
+    drawn = xarray.Dataset({part: table[name] for part, name in parts.items() if name in table}, attrs=table.attrs)
+    dims = [str(dim) for dim in table[field].dims]
+    drawn = drawn.sortby([dim for dim in dims if drawn[dim].dtype.kind in "iuf"])
+    sites = [dim for dim in dims if dim in SITE_DIMS or f"{dim}_depth" in drawn.coords]
+    others = [dim for dim in dims if dim not in sites]
+    if over is None:
+        if len(sites) == 2 and len(others) == 1:
+            return matrices(drawn, (sites[0], sites[1]), others[0])
+        numeric = [dim for dim in others if drawn[dim].dtype.kind in "iuf"]
+        over = (sites[1], sites[0]) if len(sites) == 2 else next(iter([*numeric, *sites, *others]), "")
+    chosen = [over] if isinstance(over, str) else list(over)
+    if len(dims) not in (1, 2):
+        raise LayersimError(
+            f"`field` is {field!r} over {', '.join(dims) or 'no dimension'}; a figure has one or two dimensions, or a matrix "
+            "for each run. Select a label of each further one, as in table.sel(quantile=0.5)."
+        )
+    if not chosen or len(set(chosen) & set(dims)) < len(chosen):
+        raise LayersimError(f"`over` is {over!r}; it must be one or two of the dimensions of {field!r}: {', '.join(dims)}.")
+    if len(chosen) == 2:
+        return map_of_two(drawn, (chosen[0], chosen[1]), sites)
+    return line_plot(drawn, chosen[0], sites)

@@ -1,0 +1,222 @@
+"""How numbers of models relate to a score over models, checkpoints or prompts: regression and correlation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..core.arguments import OpenFraction, typed
+from ..core.errors import LayersimError
+from ..core.wording import brief
+from .exponential_fits import fit_exponential
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Relation:
+    """Regression of scores on one predictor or several by least squares. `relate` makes it.
+
+    Attributes:
+        predictors: `point predictor`, a table whose index holds the names of the points.
+        scores: `point`, a Series with the same index, whose name is the score in words.
+        fit: of a line, statsmodels' `RegressionResults`, with `fit.summary()`, `fit.f_pvalue` and so on; of an exponential,
+            `params` a and b of score = a exp(b value), their `covariance` and `rsquared`.
+        shape: "line" or "exponential".
+        confidence: level of the intervals and of the band.
+        coefficients: what `to_frame` returns.
+    """
+
+    predictors: pandas.DataFrame
+    scores: pandas.Series[float]
+    fit: Any
+    shape: str
+    confidence: float
+    coefficients: pandas.DataFrame
+
+    @property
+    def intercept(self) -> float:
+        """The fitted score where all predictors are 0."""
+        return float(self.fit.params[0])
+
+    @property
+    def r_squared(self) -> float:
+        """Fraction of the scores' variance that the fit explains."""
+        return float(self.fit.rsquared)
+
+    def __repr__(self) -> str:
+        table = self.coefficients.to_string(float_format=lambda number: f"{number:.4g}")
+        return f"Relation({self.scores.name}, {self.shape}, {len(self.scores)} points, R2 = {self.r_squared:.3g})\n{table}"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A table with a line for each predictor.
+
+        Columns: `coefficient`, of an exponential the rate; its standard error `se`; the ends `low` and `high` of its interval;
+        `p_value`, two-sided, under normal errors; `partial`, the correlation of predictor and score given the other predictors,
+        which on a line has the same p-value; the correlations `pearson` and `spearman`, which ignore the others, and their
+        p-values `pearson_p` and `spearman_p`. For models of one family, steps of one training and tokens of one text, which are
+        not independent, p-values are too small.
+        """
+        return self.coefficients.copy()
+
+    @typed
+    def band(self, predictor: str | None = None) -> pandas.DataFrame:
+        """The fit over one predictor, at the mean of the others, with the confidence interval of the mean score.
+
+        Args:
+            predictor: its name; None for the first.
+
+        Returns:
+            50 lines with columns `value`, `fit`, `low` and `high`.
+        """
+        import pandas
+        from scipy.stats import t
+        from statsmodels.api import add_constant
+
+        column = 0 if predictor is None else self.predictors.columns.get_loc(predictor)
+        points = np.tile(self.predictors.to_numpy().mean(0), (50, 1))
+        x = self.predictors.to_numpy()[:, column]
+        grid = points[:, column] = np.linspace(x.min(), x.max(), 50)
+        if self.shape == "line":
+            fit = self.intercept + points @ self.fit.params[1:]
+            low, high = self.fit.get_prediction(add_constant(points, has_constant="add")).conf_int(alpha=1 - self.confidence).T
+        else:
+            # From the covariance of a and b, to first order.
+            a, b = self.fit.params
+            fit = a * np.exp(b * grid)
+            gradient = np.column_stack([np.exp(b * grid), grid * fit])
+            spread = np.sqrt(np.einsum("np,pq,nq->n", gradient, self.fit.covariance, gradient))
+            margin = t.ppf(0.5 + self.confidence / 2, len(x) - 2) * spread
+            low, high = fit - margin, fit + margin
+        return pandas.DataFrame({"value": grid, "fit": fit, "low": low, "high": high})
+
+    @typed
+    def plot(self, predictor: str | None = None) -> plotly.graph_objects.Figure:
+        """The scores over one predictor, the fit, and its confidence band (Aubry et al. 2025, figures 1 a and 8).
+
+        Of several predictors, each score is moved along the fit to where the other predictors have their means, so that
+        the slope of the points is the coefficient and their scatter that of the residuals.
+
+        Args:
+            predictor: its name; None for the first.
+        """
+        from ..reporting.comparisons import regression
+
+        return regression(self, self.predictors.columns[0] if predictor is None else predictor)
+
+
+@typed
+def relate(
+    values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
+) -> Relation:
+    """Regress a score on numbers of each model, and correlate them: accuracy on coupling, difficulty on a prompt's value.
+
+    Args:
+        values: numbers by model: a mapping, a pandas Series, or a variable of a labelled table over one axis, such as
+            `mean_coupling` of `BlockCoupling` over models; one number for each prompt as a sequence or a tensor; or a pandas
+            DataFrame with a column for each of several predictors. The names of Series and columns are those of the axes in
+            figures.
+        scores: by the same names or in the same order.
+        shape: "line", or "exponential" for score = a exp(b value), fitted by least squares of the score to one predictor.
+        confidence: level of the intervals and of the band.
+
+    Raises:
+        LayersimError: there are fewer than two points more than predictors, names differ, all values or all scores are the
+            same, or a predictor is a linear combination of the others.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), section 5.4, figure 1 a (R² = 0.75 over their base models), figure 8 (exponential
+        fit between coupling and performance) and figure 10 (prompts). Their mean coupling includes the diagonal, see
+        `BlockCouplingResult.mean`.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> fit = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
+        >>> fit.to_frame()[["coefficient", "spearman"]].round(2).values.tolist(), round(fit.r_squared, 3)
+        ([[96.0, 1.0]], 0.985)
+        >>> import pandas
+        >>> both = pandas.DataFrame({"coupling": [0.1, 0.3, 0.2, 0.5, 0.4], "size": [1, 1, 2, 3, 5]})
+        >>> fit = lsim.relate(both, [1.2, 3.1, 2.3, 5.2, 4.5])
+        >>> fit.to_frame()["partial"].round(2).to_dict()
+        {'coupling': 1.0, 'size': 0.99}
+    """
+    import pandas
+    from scipy.stats import pearsonr, spearmanr, t
+    from statsmodels.api import OLS, add_constant
+
+    table = values if isinstance(values, pandas.DataFrame) else _series(values, "Value").to_frame()
+    if len(set(map(str, table.columns))) < len(table.columns):
+        raise LayersimError(f"`values` has two columns of one name: {', '.join(map(str, table.columns))}.")
+    table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
+    targets = _series(scores, "Score")
+    if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):
+        raise LayersimError(
+            f"`values` and `scores` must name the same models; only one of them has {', '.join(unmatched[:8])}."
+        )
+    count, size = table.shape
+    if count < size + 2 or size == 0:
+        raise LayersimError(
+            f"`values` holds {count} points of {size} predictors; a regression needs two points or more beyond its predictors."
+        )
+    if shape == "exponential" and size > 1:
+        raise LayersimError(f"`shape` is 'exponential', which takes one predictor; `values` has {size}.")
+    targets = targets.reindex(table.index)
+    x, y = np.ascontiguousarray(table.to_numpy()), targets.to_numpy()
+    flat = any(np.ptp(v) <= 1e-9 * np.abs(v).max() for v in (*x.T, y))
+    if flat or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise LayersimError(
+            f"`values` and `scores` must be finite and differ between points; they are {brief(x.squeeze().round(4).tolist())} "
+            f"and {brief(y.tolist())}."
+        )
+    if np.linalg.matrix_rank((x - x.mean(0)) / x.std(0)) < size:
+        raise LayersimError(
+            f"One of the columns of `values`, {', '.join(table.columns)}, is a linear combination of the others."
+        )
+    try:
+        fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
+    except RuntimeError as error:
+        raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.") from error
+    errors = fit.bse if shape == "line" else np.sqrt(np.diag(fit.covariance))
+    slopes, errors, degrees = fit.params[1:], errors[1:], count - size - 1
+    margin = t.ppf(0.5 + confidence / 2, degrees) * errors
+    pearson, spearman = ([correlate(v, y) for v in x.T] for correlate in (pearsonr, spearmanr))
+    with np.errstate(divide="ignore"):
+        ratio = np.abs(slopes / errors)
+        partial = np.sign(slopes) / np.hypot(1.0, np.sqrt(degrees) / ratio)
+    columns = {
+        **{"coefficient": slopes, "se": errors, "low": slopes - margin, "high": slopes + margin},
+        "p_value": 2 * t.sf(ratio, degrees),
+        "partial": partial if shape == "line" else pearson[0].statistic,
+        **{"pearson": [one.statistic for one in pearson], "pearson_p": [one.pvalue for one in pearson]},
+        **{"spearman": [one.statistic for one in spearman], "spearman_p": [one.pvalue for one in spearman]},
+    }
+    return Relation(
+        predictors=table,
+        scores=targets,
+        fit=fit,
+        shape=shape,
+        confidence=confidence,
+        coefficients=pandas.DataFrame(columns, index=pandas.Index(table.columns, name="predictor")),
+    )
+
+
+def _series(given: Any, default: str) -> pandas.Series[float]:
+    """Numbers by name or position, whose name is what they are in words."""
+    import pandas
+
+    words = getattr(given, "attrs", {})
+    label = words.get("long_name", "") + (f" ({words['units']})" if "units" in words else "")
+    if hasattr(given, "to_series"):
+        given = given.to_series()
+    if not isinstance(given, pandas.Series):
+        numbers = dict(given) if isinstance(given, Mapping) else dict(enumerate(np.asarray(given).reshape(-1).tolist()))
+        given = pandas.Series(list(numbers.values()), index=list(numbers), dtype=object)
+    if others := [one for one in given if isinstance(one, bool | str) or not hasattr(one, "__float__")]:
+        raise LayersimError(f"`values` and `scores` must be numbers; one of them is {brief(others[0])}.")
+    numeric: pandas.Series[float] = given.map(float).astype(float).rename(label or given.name or default)
+    return numeric

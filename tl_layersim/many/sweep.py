@@ -1,0 +1,327 @@
+"""`sweep`: one analysis of many models or checkpoints, which are loaded, measured and freed in turn, in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import Module
+from tqdm.auto import tqdm
+
+from ..analyzers.analyzer import Analyzer, code_digest
+from ..core.arguments import typed
+from ..core.distributed import rank_and_size
+from ..core.errors import LayersimError, warn
+from ..core.functions import digest_of_code
+from ..core.results import Report
+from ..core.resumable_file import ResumableFile
+from ..core.storage import refuse_unwritable_folder
+from ..core.wording import brief, counted
+from ..data.data import OPTIONS, Data
+from ..engine.analyze import analyze
+from ..engine.arguments import AnalyzersArgument, choose_analyzers
+from ..engine.plan import DEFAULT, AtArgument
+from ..engine.untrained import BaselineArgument
+from ..sources.open import is_nnsight
+from ..sources.out_of_memory import release_memory
+
+# Rows of the data that identify it, with its length: all of a large data set would have to be read.
+CHECKED_ROWS = 1000
+
+
+class SweepFolder:
+    """Reports of finished models as files in a folder; without a path, nothing is kept.
+
+    Args:
+        path: of the folder, which is made where it does not exist; None for none.
+        analyzers: by name.
+        data: of the call.
+        options: further keywords of the call.
+
+    Raises:
+        LayersimError: the folder cannot be written to, or holds another sweep.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        analyzers: Mapping[str, Analyzer],
+        data: Data,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        if self.path is None:
+            return
+        if self.path.parent.is_dir() and not self.path.exists():
+            self.path.mkdir()
+        refuse_unwritable_folder(self.path, "checkpoint")
+        reading = {name: getattr(data, name) for name in (*OPTIONS, "tokenizer")}
+        identity = {
+            "analyzers": {
+                name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)]
+                for name, analyzer in analyzers.items()
+            },
+            "options": {name: _option_text(value) for name, value in sorted({**options, **reading}.items())},
+            "data": data_digest(data.source),
+            "version": version("tl_layersim"),
+        }
+        record = ResumableFile(self.path / "sweep.safetensors", "sweep_folder", identity)
+        if record.resume(lambda notes, tensors: True) is None and rank_and_size()[0] == 0:
+            record.write({}, {})
+
+    def report(self, key: int | float | str) -> Report | None:
+        """The report of a model that was measured before; None for another model.
+
+        Args:
+            key: of the model.
+        """
+        if self.path is None or not (path := self._file(key)).exists():
+            return None
+        return Report.load(path)
+
+    def partial(self, key: int | float | str) -> Path | None:
+        """The checkpoint file of the analysis of one model.
+
+        Args:
+            key: of the model.
+        """
+        return None if self.path is None else self._file(key).with_suffix(".partial")
+
+    def keep(self, key: int | float | str, report: Report) -> None:
+        """Write the report of a model, and remove the checkpoint file of its analysis.
+
+        Args:
+            key: of the model.
+            report: of the model.
+        """
+        partial = self.partial(key)
+        if partial is None:
+            return
+        rank = rank_and_size()[0]
+        if rank == 0:
+            report.save(self._file(key))
+        Path(f"{partial}.rank{rank}" if rank else partial).unlink(missing_ok=True)
+
+    def _file(self, key: int | float | str) -> Path:
+        assert self.path is not None
+        # The digest tells keys apart that differ in signs which file names cannot have.
+        name = re.sub(r"[^\w.-]", "_", str(key))[:60]
+        return self.path / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
+
+
+def data_digest(data: Any) -> str:
+    """SHA-256 of the first rows of some data and of its length, 12 hex digits.
+
+    Args:
+        data: as `analyze` takes it.
+    """
+    digest = hashlib.sha256()
+    whole = isinstance(data, str | Mapping | torch.Tensor | np.ndarray)
+    for row in [data] if whole else islice(iter(data), CHECKED_ROWS):
+        _add(digest, row)
+    if not whole and hasattr(data, "__len__"):
+        digest.update(str(len(data)).encode())
+    return digest.hexdigest()[:12]
+
+
+def _add(digest: Any, item: Any) -> None:
+    """Add an item of data to a running hash."""
+    if isinstance(item, torch.Tensor):
+        digest.update(f"{item.dtype} {tuple(item.shape)} ".encode())
+        digest.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(item, Mapping):
+        for name in sorted(item, key=str):
+            digest.update(f"{name!r}:".encode())
+            _add(digest, item[name])
+    elif isinstance(item, str | int | float | bool | bytes | None):
+        digest.update(f"{type(item).__name__} {item!r},".encode())
+    elif hasattr(item, "tobytes"):
+        # Arrays of NumPy, and images.
+        shape = getattr(item, "shape", getattr(item, "size", ""))
+        digest.update(f"{type(item).__name__} {shape} ".encode() + item.tobytes())
+    elif isinstance(item, Iterable):
+        digest.update(b"[")
+        for one in item:
+            _add(digest, one)
+        digest.update(b"]")
+    else:
+        digest.update(type(item).__name__.encode())
+
+
+def _option_text(value: Any) -> Any:
+    """An option of a call as JSON holds it: functions by their code, other objects by their class."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, slice):
+        return f"slice({value.start}, {value.stop}, {value.step})"
+    if isinstance(value, FunctionType):
+        return f"{value.__qualname__} {digest_of_code([value])}"
+    if isinstance(value, Mapping):
+        return {json.dumps(_option_text(name)): _option_text(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_option_text(one) for one in value]
+    return type(value).__name__
+
+
+class SweepError(LayersimError):
+    """A model of a sweep could not be measured.
+
+    Attributes:
+        reports: of the models before it, by key.
+    """
+
+    reports: dict[Any, Report]
+
+
+@typed
+def sweep(
+    models: Mapping[Any, Any],
+    data: Any,
+    analyzers: AnalyzersArgument,
+    *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    intervals: bool = False,
+    baseline: BaselineArgument = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> dict[Any, Report]:
+    """Run the same analysis on many models or checkpoints, one after another: a training run, model sizes, fine-tunes.
+
+    A model may be given as a function that loads it. It is loaded when its turn comes and freed before the next one is
+    loaded, so that memory holds one model. A model that is given loaded is used as it is.
+
+    Args:
+        models: a mapping from training steps, model sizes or names to models, or to functions without arguments that load one,
+            such as `functools.partial(load, step)`. In a loop, write no `lambda: load(step)`: each would load the last step.
+        data: as in `analyze`; it is read once for each model, so that a generator must be made a list.
+        analyzers: as in `analyze`.
+        at: see `analyze`, as for the next three.
+        per_head: see `analyze`.
+        intervals: see `analyze`.
+        baseline: see `analyze`.
+        checkpoint: a folder for the report of each model that was measured, as a file that `load` reads. The same call
+            continues with the next model, within a model from its partial sums. Models may be added. The model behind a key is
+            taken to be the same.
+
+    Returns:
+        The report of each model by its key. `stack` makes one labelled table of them.
+
+    Raises:
+        LayersimError: `models` holds something else, the folder belongs to another sweep, or `data` can be read only once.
+        SweepError: a model could not be loaded or measured; `error.reports` holds the reports of those before it.
+
+    Warns:
+        LayersimWarning: two functions load models with the same weights.
+
+    Examples:
+        >>> from functools import partial
+        >>> import tl_layersim as lsim
+        >>> loaders = {"plain": partial(lsim.demo_model, False), "aligned": partial(lsim.demo_model, True)}
+        >>> found = lsim.sweep(loaders, lsim.Data(lsim.demo_text()[:4], seq_len=32), lsim.LogitLens())
+        >>> losses = lsim.stack(found, "model")["logit_lens"]["cross_entropy"].sel(layer="blocks.0.hook_resid_post")
+        >>> bool(losses.sel(model="aligned") < losses.sel(model="plain"))
+        True
+    """
+    chosen, data = choose_analyzers(analyzers), Data.of(data)
+    options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
+    # A key of NumPy or torch is the same number.
+    models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
+    keys = list(models)
+    for key, model in models.items():
+        if isinstance(model, str | os.PathLike):
+            raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must hold models, or functions that load one.")
+    if data.read_once:
+        raise LayersimError("`data` can be read only once, and a sweep reads it for each model. Pass list(data).")
+    folder = SweepFolder(checkpoint, chosen, data, options)
+    reports = {key: report for key in keys if (report := folder.report(key)) is not None}
+    _announce_sweep(keys, reports, chosen, folder)
+    bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
+    for key, model in zip(bar, models.values(), strict=True):
+        bar.set_postfix_str(str(key))
+        if key in reports:
+            continue
+        try:
+            reports[key] = _measure_model(model, data, chosen, folder.partial(key), options)
+            folder.keep(key, reports[key])
+        except BaseException as error:
+            where = f" in {folder.path}; the same call continues from there" if folder.path else ""
+            kept = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}. Reports of {len(reports)} are kept{where}."
+            if not isinstance(error, Exception):
+                error.add_note(kept if folder.path else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
+                raise
+            raise _failed(key, error, {k: reports[k] for k in keys if k in reports}, kept) from error
+    found = {key: reports[key] for key in keys}
+    _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
+    return found
+
+
+def is_loader(model: Any) -> bool:
+    """Whether a value of `models` is a function that loads a model, and not a model, which can be called too.
+
+    Args:
+        model: the value.
+    """
+    return callable(model) and not isinstance(model, Module) and not is_nnsight(model)
+
+
+def _measure_model(
+    model: Any, data: Data, analyzers: Mapping[str, Analyzer], partial: Any, options: Mapping[str, Any]
+) -> Report:
+    """The report of a model. A model that is given as a function is loaded before, and freed after it is measured."""
+    loads = is_loader(model)
+    if loads:
+        model = model()
+    report: Report = analyze(model, data, analyzers, checkpoint=partial, **options)
+    if loads:
+        # Models are in reference cycles, which plain counting does not free.
+        del model
+        release_memory()
+    return report
+
+
+def _announce_sweep(
+    keys: list[Any], reports: Mapping[Any, Report], analyzers: Mapping[str, Analyzer], folder: SweepFolder
+) -> None:
+    """Print the number of models and the names of the analyzers."""
+    if rank_and_size()[0] == 0:
+        known = f"; {len(reports)} of them were measured before, see {folder.path}" if reports else ""
+        tqdm.write(f"sweep: {counted(len(keys), 'model')}, each with {', '.join(analyzers)}{known}", file=sys.stderr)
+
+
+def _failed(key: Any, error: Exception, measured: dict[Any, Report], kept: str) -> SweepError:
+    why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
+    failed = SweepError(
+        f"Model {key!r} of the sweep could not be measured: {why}\n{kept}" + (" They are in error.reports." if measured else "")
+    )
+    failed.reports = measured
+    return failed
+
+
+def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:
+    """Warn of functions that load the same weights, as those of a loop do that share a variable."""
+    by_weights = defaultdict(list)
+    for key in loaded:
+        provenance = next(iter(found[key].values())).provenance
+        if provenance.weights_hash:
+            by_weights[provenance.weights_hash].append(key)
+    for keys in by_weights.values():
+        if len(keys) > 1:
+            shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
+            warn(
+                f"The models {shown} of the sweep have the same weights. Functions that are made in a loop share its variable: "
+                "write functools.partial(load, step) in place of lambda: load(step)."
+            )

@@ -1,0 +1,5 @@
+"""One prompt: figures of its predictions and paths, and the Jacobians of blocks between its tokens."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,261 @@
+"""Figures of one prompt: the prediction of each layer after each token, and the path of each token through the layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..activations.view import View
+from ..analyzers.analyzer import need_head
+from ..core.arguments import PositiveFloat, typed
+from ..core.errors import LayersimError
+from ..core.results import Result, axes
+from ..core.wording import brief
+from ..data.labels import NO_LABEL
+from ..lens.statistics import likeliest, read_lens, saturation_layers
+from ..remote.open import open_source
+from ..sources.checks import refuse_bad_logits
+from ..sources.model import Model
+from .run import PromptKernel, run_on_prompt
+
+if TYPE_CHECKING:
+    import pandas
+
+# Number of likely next tokens that a prediction grid holds for each block and token.
+RANKS = 5
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PredictionGrid(Result):
+    """First choice (most likely next token) of each block after each token of a prompt, by the logit lens. Tensors are float64.
+
+    Attributes:
+        values: `token layer`, the same as `probability`: probability of the layer's first choice.
+        saturation_layer: `token`, index from 0 of the block from which on the first choice is the final one.
+        entropy: `token layer`, entropy of the block's distribution, in nats.
+        top_probability: `token layer rank`, probabilities of the five most likely next tokens.
+        words: `token layer`, the first choices as text.
+        top_words: `token layer rank`, the five most likely next tokens as text.
+        tokens: the prompt's tokens as text.
+    """
+
+    file_kind: ClassVar[str] = "prediction_grid"
+    values_name = "probability"
+    values: Float64[Tensor, "token layer"] = axes(
+        "token",
+        "layer",
+        label="Probability of the first choice",
+        title="Prediction of each layer after each token",
+        within=(0, 1),
+        drawn="tokens",
+    )
+    saturation_layer: Float64[Tensor, " token"] = axes(
+        "token", label="Saturation layer (number)", title="Saturation layer of each token", within=(0, math.inf)
+    )
+    entropy: Float64[Tensor, "token layer"] = axes(
+        "token",
+        "layer",
+        label="Entropy",
+        unit="nats",
+        title="Entropy of the predictions at each token and layer",
+        within=(0, math.inf),
+    )
+    top_probability: Float64[Tensor, "token layer rank"] = axes("token", "layer", "rank", within=(0, 1))
+    words: tuple[tuple[str, ...], ...]
+    top_words: tuple[tuple[tuple[str, ...], ...], ...]
+    tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        Result.__post_init__(self)
+        if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
+            raise LayersimError(
+                f"`words` has rows of {brief([len(row) for row in self.words])} words; it must have "
+                f"{tuple(self.values.shape)}, `token layer`."
+            )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Labels of the `rank` axis, from 1."""
+        return tuple(range(1, len(self.top_words[0][0]) + 1))
+
+    @property
+    def probability(self) -> Tensor:
+        """Probability of each first choice, `token layer`; the same as `values`."""
+        return self.values
+
+    @typed
+    def to_frame(self, field: str | None = None) -> pandas.DataFrame:
+        """A tidy table; for `probability` also with the word, the token's position and whether the word is final."""
+        table = super().to_frame(field)
+        if field in (None, "values", "probability"):
+            blocks = self.values.shape[1]
+            table.insert(0, "position", [t for t in range(len(self.tokens)) for _ in range(blocks)])
+            table["word"] = [word for row in self.words for word in row]
+            final = torch.arange(blocks)[None] >= self.saturation_layer[:, None]
+            table["final"] = final.reshape(-1).numpy()
+        return table
+
+    def headline(self) -> dict[str, float]:
+        early = self.saturation_layer < self.values.shape[1] - 1
+        return {"saturated before the last block (fraction)": float(early.double().mean())}
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TrajectoryPCA(Result):
+    """The paths of a prompt's tokens in the plane of the last layer's first two principal components. Tensors are float64.
+
+    Attributes:
+        values: `token residual component`, coordinates; the last layer's mean is the origin.
+        explained: `component`, fraction of the last layer's variance along each.
+        tokens: the prompt's tokens as text.
+    """
+
+    file_kind: ClassVar[str] = "trajectory_pca"
+    values: Float64[Tensor, "token residual component"] = axes(
+        "token", "residual", "component", title="Paths of tokens through the layers", drawn="paths"
+    )
+    explained: Float64[Tensor, " component"] = axes(
+        "component", label="Variance of the last layer", unit="fraction", within=(0, 1)
+    )
+    tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        skipped = self.provenance.options.get("skip_first", 0)
+        # A bool is an int; positions of a figure are counted from this number.
+        if type(skipped) is not int or not 0 <= skipped < 2**31:
+            raise LayersimError(f"`skip_first` of the provenance is {brief(skipped)}; it must be a whole number of 0 or more.")
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Labels of the `component` axis."""
+        return ("PC 1", "PC 2")
+
+    def headline(self) -> dict[str, float]:
+        return {"variance of the last layer in the plane (fraction)": float(self.explained.sum())}
+
+
+@typed
+def prediction_grid(
+    model: Any,
+    prompt: Any,
+    *,
+    norm: Literal["final", "none"] = "final",
+    lens_memory_mb: PositiveFloat = 128,
+) -> PredictionGrid:
+    """The first choice (most likely next token) of each block after each token of one prompt, by the logit lens.
+
+    Args:
+        model: as in `analyze`.
+        prompt: a `Data`, or a text or token ids `pos`. Without a tokenizer, words are shown as ids.
+        norm: as in `LogitLens`.
+        lens_memory_mb: as in `LogitLens`.
+
+    Raises:
+        LayersimError: the model has no head over a vocabulary, or the prompt is longer than its context.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.1, figure 20.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> grid = lsim.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
+        >>> grid.words[-1][-1]
+        ' girl'
+    """
+
+    def check(described: Model) -> None:
+        need_head(described, "prediction_grid", targets=True)
+
+    kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
+    source = open_source(model)
+    needs = PromptKernel(make=lambda _: kernel, options={"norm": norm}, check=check, lens=True)
+    out, tokens, word, provenance = run_on_prompt(source, prompt, needs)
+    refuse_bad_logits(out["bad"], source.model.layers)
+    return PredictionGrid(
+        values=out["probability"].double().T.contiguous(),
+        saturation_layer=out["saturation"].double(),
+        entropy=out["entropy"].double().T.contiguous(),
+        top_probability=out["top_probability"].double().transpose(0, 1).contiguous(),
+        words=tuple(tuple(word(i) for i in row) for row in out["best"].T.tolist()),
+        top_words=tuple(tuple(tuple(word(i) for i in ids) for ids in own) for own in out["top"].transpose(0, 1).tolist()),
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+@typed
+def trajectory_pca(model: Any, prompt: Any) -> TrajectoryPCA:
+    """The paths of one prompt's tokens through the layers, in the plane of the last layer's first two principal components.
+
+    Args:
+        model: as in `analyze`.
+        prompt: a `Data`, or a text or token ids `pos`. `Data(prompt, skip_first=1)` leaves out the first position, whose path
+            is far longer than all others in many models. Without a tokenizer, tokens are shown as ids.
+
+    Raises:
+        LayersimError: there are fewer than three tokens.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> path = lsim.trajectory_pca(lsim.demo_model(), lsim.Data("Once upon a time there was a little girl", skip_first=1))
+        >>> path.values.shape[1:], bool(path.explained[0] > path.explained[1])
+        (torch.Size([9, 2]), True)
+    """
+    source = open_source(model)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, PromptKernel(make=lambda _: pca_kernel, options={}))
+    if not bool(out["explained"].isfinite().all()):
+        raise LayersimError(
+            f"The last layer has no principal plane: its residual is the same at all {len(tokens)} tokens of the prompt."
+        )
+    return TrajectoryPCA(
+        values=out["coordinates"].double(),
+        explained=out["explained"].double(),
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> dict[str, Tensor]:
+    """First choices `layer token`, the likeliest tokens, their probabilities, entropies, and each token's saturation layer."""
+    nothing = torch.full_like(view.tokens, NO_LABEL)
+    lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
+    saturation, bad = saturation_layers(view, normed, memory_mb)
+    top, top_probability = likeliest(view, normed, lens["best"], ranks)
+    return {
+        "bad": bad,
+        "best": lens["best"],
+        "entropy": lens["entropy"],
+        "probability": lens["best_prob"],
+        "saturation": saturation,
+        "top": top,
+        "top_probability": top_probability,
+    }
+
+
+def pca_kernel(view: View) -> dict[str, Tensor]:
+    """Coordinates `token residual component` in the plane of the last layer's first two principal components."""
+    x = view.activations.double()
+    mean = x[-1].mean(0)
+    _, sigma, basis = torch.linalg.svd(x[-1] - mean, full_matrices=False)
+    plane = basis[:2]
+    # A component's sign is arbitrary: its largest entry is positive.
+    plane = plane * plane.gather(1, plane.abs().argmax(1, keepdim=True)).sign()
+    return {
+        "coordinates": torch.einsum("ltd,cd->tlc", x - mean, plane),
+        # Rounding alone, where all tokens are alike, is no plane.
+        "explained": torch.where(sigma[0] > 1e-5 * x[-1].norm(), sigma[:2].square() / sigma.square().sum(), torch.nan),
+    }

@@ -1,0 +1,433 @@
+"""`block_jacobians` and `coupling_matrices`: Jacobians of blocks on one prompt, and their coupling across blocks and tokens."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..activations.view import Kernel, View
+from ..architectures.resolve import block_numbers
+from ..core.arguments import PositiveFloat, Seed, TwoOrMore, typed
+from ..core.errors import LayersimError
+from ..core.results import Result, axes
+from ..core.wording import brief
+from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
+from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
+from ..remote.open import open_source
+from ..sources.model import Model
+from .run import PromptKernel, connections_of, different, pair_of, run_on_prompt
+
+# The positions at the end of a label, in digits that `int` reads.
+POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
+
+
+def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
+    """Refuse labels of Jacobians that figures cannot read, such as those of a malformed file.
+
+    Args:
+        field: name of the attribute that holds the labels.
+        labels: of the Jacobians.
+        form: of each label, in words.
+        start: regular expression of what is before the positions.
+        tokens: of the prompt, which the positions count.
+
+    Raises:
+        LayersimError: a label has another form, or a position that the prompt does not have.
+    """
+    for label in labels:
+        found = re.fullmatch(start + POSITIONS, label)
+        if found is None or max(map(int, found.groups())) >= len(tokens):
+            raise LayersimError(
+                f"`{field}` contains {brief(label)}; a label must be {form}, with positions below {len(tokens)}."
+            )
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class BlockJacobians(Result):
+    """Jacobians of blocks without their skip connection, between tokens of one prompt. Tensors are float64.
+
+    Attributes:
+        values: `block pair output input`: d (block(X) - X)_{t_out} / d x_{t_in}; in a causal model 0 where t_in > t_out.
+        singular_values: `block pair direction`, all singular values in descending order.
+        step_error: `block`, of finite differences: relative change of a product with twice the step; 0 with gradients.
+        blocks: names of the chosen layers.
+        pairs: "t_in > t_out" of each pair, positions in the prompt.
+        tokens: the prompt's tokens as text.
+    """
+
+    file_kind: ClassVar[str] = "block_jacobians"
+    values_name = "jacobian"
+    values: Float64[Tensor, "block pair output input"] = axes("block", "pair", "output", "input")
+    singular_values: Float64[Tensor, "block pair direction"] = axes(
+        "block",
+        "pair",
+        "direction",
+        label="Singular value",
+        title="Singular values of the Jacobians",
+        caption="Of each block and pair of tokens, in descending order.",
+        within=(0, math.inf),
+        drawn="lines",
+    )
+    step_error: Float64[Tensor, " block"] = axes(
+        "block", label="Error of a replayed block", unit="relative", title="Error of replayed blocks", within=(0, math.inf)
+    )
+    blocks: tuple[str, ...]
+    pairs: tuple[str, ...]
+    tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_pair_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Labels of the `output` axis: numbers of the residual's dimensions."""
+        return tuple(range(self.values.shape[2]))
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Labels of the `input` axis: numbers of the residual's dimensions."""
+        return tuple(range(self.values.shape[3]))
+
+    @property
+    def directions(self) -> tuple[int, ...]:
+        """Labels of the `direction` axis: numbers of the singular values, from 1."""
+        return tuple(range(1, self.singular_values.shape[2] + 1))
+
+    def headline(self) -> dict[str, float]:
+        return {"largest singular value": float(self.singular_values.max())}
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CouplingMatrices(Result):
+    """Coupling of the Jacobians of one prompt's connections. A connection is a block, a varied token and a read token.
+
+    Tensors are float64. Entry (a, b) expresses the Jacobian of connection a in the singular basis of connection b.
+
+    Attributes:
+        values: `connection other`, mis-coupling m~ of each matrix; NaN where b has fewer than k singular values above rounding.
+        coupling: `connection other`, 1 - values.
+        null: `connection other`, as `values` with random orthonormal vectors in place of the singular vectors of b.
+        matrices: `connection other left right`, the matrices A = U' J V.
+        singular_values: `connection left`.
+        residual: `connection`, error of krylov's singular vectors, |J'u - s v| / s_1; 0 for the other methods.
+        step_error: `connection`, of finite differences, see `BlockJacobians`.
+        connections: "block: t_in > t_out" of each connection.
+        method: "dense", "krylov" or "finite-difference".
+        tokens: the prompt's tokens as text.
+    """
+
+    file_kind: ClassVar[str] = "coupling_matrices"
+    values_name = "miscoupling"
+    values: Float64[Tensor, "connection other"] = axes(
+        "connection", "other", label="Mis-coupling", title="Mis-coupling of blocks", within=(0, 1)
+    )
+    coupling: Float64[Tensor, "connection other"] = axes(
+        "connection",
+        "other",
+        label="Coupling",
+        title="Coupling of Jacobians on one prompt",
+        caption="1 where the Jacobian of a connection is diagonal between the singular vectors of another one "
+        "(Aubry et al. 2025, figures 2 to 4).",
+        within=(0, 1),
+    )
+    null: Float64[Tensor, "connection other"] = axes(
+        "connection", "other", label="Mis-coupling of random vectors", within=(0, 1)
+    )
+    matrices: Float64[Tensor, "connection other left right"] = axes("connection", "other", "left", "right")
+    singular_values: Float64[Tensor, "connection left"] = axes(
+        "connection", "left", label="Singular value", title="Singular values of the Jacobians", within=(0, math.inf)
+    )
+    residual: Float64[Tensor, " connection"] = axes(
+        "connection",
+        label="Error of the singular vectors",
+        unit="relative",
+        title="Error of the singular vectors of each block",
+        within=(0, math.inf),
+    )
+    step_error: Float64[Tensor, " connection"] = axes(
+        "connection", label="Error of a replayed block", unit="relative", title="Error of replayed blocks", within=(0, math.inf)
+    )
+    connections: tuple[str, ...]
+    method: str
+    tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Labels of the `other` axis."""
+        return self.connections
+
+    @property
+    def lefts(self) -> tuple[int, ...]:
+        """Labels of the `left` axis: numbers of the singular vectors, from 1."""
+        return tuple(range(1, self.matrices.shape[2] + 1))
+
+    @property
+    def rights(self) -> tuple[int, ...]:
+        """Labels of the `right` axis: numbers of the singular vectors, from 1."""
+        return self.lefts
+
+    def headline(self) -> dict[str, float]:
+        other = ~torch.eye(len(self.values), dtype=torch.bool)
+        if not other.any():
+            return {"largest singular value": float(self.singular_values.max())}
+        return {
+            "coupling, mean over different connections": float(self.coupling[other].nanmean()),
+            "coupling of random vectors": 1.0 - float(self.null[other].nanmean()),
+        }
+
+
+Along = Literal["depth", "self", "fixed-input", "fixed-output"]
+
+
+@typed
+def block_jacobians(
+    model: Any,
+    prompt: Any,
+    *,
+    layers: int | str | Sequence[int | str] | None = None,
+    positions: Any = "last",
+    method: Literal["dense", "finite-difference"] = "dense",
+    memory_mb: PositiveFloat = 1024,
+) -> BlockJacobians:
+    r"""Compute the Jacobians of blocks, without their skip connection, between tokens of one prompt.
+
+    $$J_{t_{in} t_{out}} = \frac{\partial (\mathrm{block}(X) - X)_{t_{out}}}{\partial x_{t_{in}}}$$
+
+    Computed in float64 for a model in float64, else in float32.
+
+    Args:
+        model: as in `analyze`. A server returns whole Jacobians of 4 d_model^2 bytes each.
+        prompt: a `Data`, or a text or token ids `pos`.
+        layers: blocks by number, negative from the end, or by the name of their output. Default: all.
+        positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative numbers from the
+            end.
+        method: "dense", or "finite-difference" for blocks that cannot be differentiated.
+        memory_mb: megabytes for products with many directions at once.
+
+    Raises:
+        LayersimError: a block or token does not exist, or blocks cannot be differentiated.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), equation 8.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.block_jacobians(lsim.demo_model(), "Once upon a time", layers=[0, -1], positions=[(0, 2), -1])
+        >>> found.values.shape, found.pairs
+        (torch.Size([2, 2, 128, 128]), ('0 > 2', '4 > 4'))
+    """
+    source = open_source(model)
+    outputs = source.model.layers[1:]
+    chosen = tuple(range(len(outputs))) if layers is None else block_numbers(layers, outputs, "layers")
+    if isinstance(positions, np.ndarray | torch.Tensor):
+        # An array of tokens, or of pairs of them.
+        positions = [tuple(each) if isinstance(each, list) else each for each in np.atleast_1d(np.asarray(positions)).tolist()]
+    requested = positions if isinstance(positions, list) else [positions]
+    pairs: list[tuple[int, int]] = []
+
+    def kernel(tokens: int) -> Kernel:
+        pairs[:] = different([pair_of(one, tokens) for one in requested])
+        return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
+
+    options = {"blocks": list(chosen), "positions": requested, "method": method}
+    check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
+    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
+    layers_of = tuple(source.model.layers[1 + block] for block in chosen)
+    refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
+    values = out["jacobians"].double()
+    return BlockJacobians(
+        values=values,
+        singular_values=torch.linalg.svdvals(values),
+        step_error=out["step_error"].double(),
+        blocks=layers_of,
+        pairs=tuple(f"{a} > {b}" for a, b in pairs),
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+@typed
+def coupling_matrices(
+    model: Any,
+    prompt: Any,
+    *,
+    along: Along = "depth",
+    layers: int | str | Sequence[int | str] | None = None,
+    token: int | None = None,
+    positions: list[int] | None = None,
+    k: TwoOrMore = 10,
+    method: Literal["auto", "dense", "krylov", "finite-difference"] = "auto",
+    diagonal: Literal["signed", "positive"] = "signed",
+    memory_mb: PositiveFloat = 1024,
+    seed: Seed = 0,
+) -> CouplingMatrices:
+    r"""Compute the coupling of Jacobians on one prompt, across blocks at one token or across tokens.
+
+    $$A = U^\top J V, \qquad \tilde m(A) = \frac{\lVert A - \operatorname{diag} A \rVert_F}{\lVert A \rVert_F}$$
+
+    J is the Jacobian of one connection, U and V are the k top singular vectors of another connection's Jacobian.
+
+    Args:
+        model: as in `analyze`.
+        prompt: a `Data`, or a text or token ids `pos`.
+        along: "depth" compares the chosen blocks at one token; "self" the effects of tokens on themselves (t > t);
+            "fixed-input" the effects of one token on later tokens (token > t); "fixed-output" the effects of earlier tokens on
+            one token (t > token).
+        layers: blocks by number, negative from the end, or by the name of their output. Default: all for
+            "depth", the middle block otherwise. Several blocks are compared across tokens as well.
+        token: the fixed token; the last by default, the first for "fixed-input". Not for "self".
+        positions: the other tokens; by default all possible tokens. Not for "depth".
+        k: number of singular vectors.
+        method: as in `BlockCoupling`.
+        diagonal: as in `BlockCoupling`.
+        memory_mb: as in `BlockCoupling`.
+        seed: as in `BlockCoupling`.
+
+    Raises:
+        LayersimError: a block or token does not exist, or blocks cannot be differentiated.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), equations 9 to 14, figures 2 to 4.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.coupling_matrices(lsim.demo_model(), "Once upon a time there was", along="fixed-output", k=4)
+        >>> found.connections[:2], found.matrices.shape
+        (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
+    """
+    for name, value, without in (("token", token, "self"), ("positions", positions, "depth")):
+        if value is not None and along == without:
+            raise LayersimError(f"`{name}` is {brief(value)}; it cannot be used with along={along!r}.")
+    source = open_source(model)
+    outputs = source.model.layers[1:]
+    default = tuple(range(len(outputs))) if along == "depth" else ((len(outputs) - 1) // 2,)
+    chosen = default if layers is None else block_numbers(layers, outputs, "layers")
+    where: list[tuple[int, int, int]] = []
+
+    def kernel(tokens: int) -> Kernel:
+        where[:] = different(connections_of(along, chosen, token, positions, tokens))
+        picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
+        return partial(
+            matrices_kernel,
+            where=tuple(where),
+            options=CouplingOptions((k,), picked, diagonal, float(memory_mb), seed),
+        )
+
+    options: dict[str, Any] = {
+        "along": along,
+        "blocks": list(chosen),
+        "token": token,
+        "positions": positions,
+        "k": k,
+        "method": method,
+    }
+    options |= {"diagonal": diagonal, "seed": seed}
+    check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
+    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
+    of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
+    refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
+    values, null = out["values"].double(), out["null"].double()
+    return CouplingMatrices(
+        values=values,
+        coupling=1.0 - values,
+        null=null,
+        matrices=out["matrices"].double(),
+        singular_values=out["singular_values"].double(),
+        residual=out["residual"].double(),
+        step_error=out["step_error"].double(),
+        connections=tuple(f"{block}: {a} > {b}" for block, a, b in where),
+        method=pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method,
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:
+    """Refuse a model whose blocks have no Jacobian, or one with fewer than k dimensions."""
+    need_calls(model, what, differences)
+    if k is not None and k > (model.d_model or k):
+        raise LayersimError(f"`k` is {k}; it must be at most {model.d_model}, d_model of {model.name}.")
+
+
+def jacobians_kernel(
+    view: View, *, blocks: tuple[int, ...], pairs: tuple[tuple[int, int], ...], method: str, memory_mb: float
+) -> dict[str, Tensor]:
+    """Jacobians of blocks on one prompt, `block pair d_model d_model`.
+
+    Args:
+        view: of one row of tokens, with the calls of the blocks.
+        blocks: numbers of the blocks.
+        pairs: t_in and t_out of each pair.
+        method: "dense" or "finite-difference".
+        memory_mb: megabytes for products with many directions at once.
+    """
+    calls = view.calls
+    assert calls is not None
+    device, d = calls[0].hidden.device, view.activations.shape[-1]
+    options = CouplingOptions((1,), method, "signed", memory_mb, 0)
+    out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.activations.dtype, device=device)
+    step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
+    for number, block in enumerate(blocks):
+        which = connections([(block, *pair) for pair in pairs], device)
+        for row, sample, connection in chunks_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+            with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
+                out[number, connection] = jacobian.dense().to(out)
+                step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
+                differs[number] |= jacobian.failures
+    return {"jacobians": out, "step_error": step_error, "differs": differs}
+
+
+def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
+    """Couplings of the connections of one prompt.
+
+    Args:
+        view: of one row of tokens, with the calls of the blocks.
+        where: block, t_in and t_out of each connection.
+        options: how the Jacobians are decomposed.
+    """
+    calls = view.calls
+    assert calls is not None
+    found = couple(calls, connections(list(where), calls[0].hidden.device), options, matrices=True)
+    assert found.matrices is not None
+    defined = found.defined[0, 0]
+    return {
+        "values": miscoupling(found.off[0, 0], found.norm[0, 0]).where(defined, torch.nan),
+        "null": found.null_miscoupling[0, 0].where(defined, torch.nan),
+        "matrices": found.matrices[0],
+        "singular_values": found.singular_values[0],
+        "residual": found.residual[0],
+        "step_error": found.step_error[0],
+        "differs": found.failures,
+    }
+
+
+def connections(where: list[tuple[int, int, int]], device: torch.device) -> Connections:
+    """The `Connections` of one prompt.
+
+    Args:
+        where: block, t_in and t_out of each connection.
+        device: of the activations.
+    """
+    ends = torch.tensor([[a, b] for _, a, b in where], device=device)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    return Connections(row, tuple(block for block, _, _ in where), ends[None, :, 0], ends[None, :, 1])

@@ -1,0 +1,123 @@
+"""An NDIF server: its address and API key, which no message shows, and its status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..core.errors import LayersimError, is_address, shown, without_login, without_secrets
+
+
+def host_of(remote: bool | str) -> str:
+    """The server's address: nnsight's setting NDIF_HOST if `remote` is True, else `remote`. The API key is nnsight's.
+
+    Raises:
+        LayersimError: `remote` is not an address.
+    """
+    from nnsight.schema.config import CONFIG
+
+    host = str(CONFIG.API.HOST if remote is True else remote).rstrip("/")
+    if not is_address(host):
+        raise LayersimError(
+            f"`remote` is {shown(remote)}; it must be True, 'local', or the address of a server, such as "
+            "'http://127.0.0.1:8001'."
+        )
+    return host
+
+
+class WithoutSecrets(logging.Filter):
+    """Removes logins and signatures from the addresses in log records."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = without_secrets(record.getMessage()), None
+        return True
+
+
+def keep_logins_out_of_logs() -> None:
+    """Add the filter to the logger of httpx, which logs the address of each request at level INFO."""
+    logger = logging.getLogger("httpx")
+    if not any(isinstance(known, WithoutSecrets) for known in logger.filters):
+        logger.addFilter(WithoutSecrets())
+
+
+def redacted(text: str, host: str = "") -> str:
+    """A server's message without the API key and the login, because some servers repeat what they were sent."""
+    from nnsight.schema.config import CONFIG
+
+    for secret in (CONFIG.API.APIKEY, urlsplit(host).password):
+        # A secret of a few letters would also occur in ordinary words.
+        if secret and len(secret) >= 6:
+            text = text.replace(secret, "***")
+    return without_secrets(text.replace(host, without_login(host)) if host else text)
+
+
+CRITICAL = ("nnsight", "transformers", "torch")
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """Status of a server and of one model on it, before any request is run.
+
+    Attributes:
+        running: names of the models that the server has loaded.
+        loaded: whether this model is among them.
+        dtype: of this model's weights on the server, "" where the server does not report it.
+        job_limit: seconds that a job may take; None where there is no limit or none is reported.
+        versions: of Python and of the packages that matter, on the server.
+        differences: descriptions of versions that differ from those of this process.
+    """
+
+    running: tuple[str, ...]
+    loaded: bool
+    dtype: str
+    job_limit: float | None
+    versions: Mapping[str, str]
+    differences: tuple[str, ...]
+
+
+def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
+    """Read the JSON of /status and /env. Malformed JSON raises ordinary Python errors.
+
+    Args:
+        model_key: the model's name on the server.
+        status: the JSON of /status.
+        env: the JSON of /env.
+    """
+    from nnsight.ndif import EnvComparison
+
+    # Entries of other users' models may be empty; they must not fail this model.
+    known = [entry for entry in status["deployments"].values() if isinstance(entry, dict)]
+    entries = [entry for entry in known if entry.get("application_state") == "RUNNING"]
+    own: dict[str, Any] = next((entry for entry in entries if entry.get("model_key") == model_key), {})
+    limit = own.get("execution_timeout_seconds")
+    compared = EnvComparison(_local_env(), env)
+    local, remote = compared.local_python, compared.remote_python
+    differing = [f"Python {local} here, {remote} there"] if _minor(local) != _minor(remote) else []
+    for package, versions in compared.critical_mismatches.items():
+        differing.append(f"{package} {versions['local']} here, {versions['remote']} there")
+    packages = env.get("packages", {})
+    return ServerStatus(
+        running=tuple(sorted({str(entry.get("repo_id")) for entry in entries})),
+        loaded=bool(own),
+        dtype=str(own.get("dtype") or ""),
+        job_limit=float(limit) if limit else None,
+        versions={"python": remote} | {name: str(packages[name]) for name in CRITICAL if name in packages},
+        differences=tuple(differing),
+    )
+
+
+@cache
+def _local_env() -> dict[str, Any]:
+    """Python and packages of this process; nnsight reads the files of every installed package for it, which takes a second."""
+    from nnsight.ndif import get_local_env
+
+    env: dict[str, Any] = get_local_env()
+    return env
+
+
+def _minor(version: Any) -> list[str]:
+    return str(version).split(".")[:2]

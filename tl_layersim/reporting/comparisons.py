@@ -1,0 +1,230 @@
+"""Figures of differences of two results, and of fits with their confidence bands."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from ..core.errors import LayersimError
+from ..core.wording import equation, p_value_text
+from .colour_scales import about_zero, on_cells
+from .heat_map import MATRICES, HeatMapAxis, heat_map
+from .interval_bands import Ends, add_band
+from .lines import Series, lines
+from .site_labels import axis_title, inside_title, quantity_with_unit, series_label, short_names
+from .style import (
+    BLUE,
+    GREEN,
+    GREY,
+    MOST_LINES,
+    ORANGE,
+    layer_axis,
+    model_name,
+    series_look,
+    styled,
+    with_room_for_legend,
+    with_subtitle,
+)
+
+if TYPE_CHECKING:
+    import xarray
+
+    from ..many.relations import Relation
+
+# Colour of cells without a difference, which no colour of the scale resembles.
+UNDEFINED = "#c8c8c8"
+
+
+def difference_figure(array: xarray.DataArray) -> go.Figure:
+    """The figure of the difference of one field: curves with their intervals as bands, or a heat map.
+
+    A dot in a cell of a heat map says that its adjusted p-value is below 1 minus the level. Cells that no block of the data
+    changes, such as the diagonal of a similarity, are grey.
+
+    Args:
+        array: a variable of `difference`, over one axis or two beside `statistic`.
+
+    Raises:
+        LayersimError: the array has other axes.
+    """
+    axes = [str(dim) for dim in array.dims if dim != "statistic"]
+    if axes == ["quantity"]:
+        raise LayersimError("Headline numbers have different units and no figure; `.to_pandas()` is their table.")
+    if len(axes) not in (1, 2):
+        raise LayersimError(
+            f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select labels."
+        )
+    about = array.attrs
+    words = quantity_with_unit(about, "Difference")
+    titles = f"Difference: {words.partition(' (')[0]}", f"Difference: {words}"
+    models = [model_name(str(about.get(which, which))) for which in ("first", "second")]
+    of_runs = f"{models[1]} minus {models[0]}" if models[0] != models[1] else "second run minus first run"
+    interval = f"{100 * about.get('level', 0.95):g} % interval"
+    value, low, high, error, p = (
+        array.sel(statistic=name).values for name in ("difference", "low", "high", "se", "p_adjusted")
+    )
+    labels = [tuple(array[axis].values.tolist()) for axis in axes]
+    # Sites stand at relative depths where they have no names.
+    places = [str(array[axis].attrs.get("long_name", "")) for axis in axes]
+    if len(axes) == 1 or (tuple(axes) not in MATRICES and len(value) <= MOST_LINES):
+        rows = zip(*(np.atleast_2d(one) for one in (value, low, high)), strict=True)
+        names = [series_label(axes[0], label) for label in labels[0]] if len(axes) == 2 else ["difference"]
+        looks = series_look(len(names), ordered=axes[0] in ("quantile", "k", "threshold"))
+        series = [
+            Series(name, own, Ends(least, most), **look)
+            for name, look, (own, least, most) in zip(names, looks, rows, strict=True)
+        ]
+        fig = lines(labels[-1], series, *titles, "relative_depth" if places[-1] else axes[-1])
+        fig.update_yaxes(rangemode="tozero", zeroline=True, zerolinecolor="#888888")
+        note = f"{of_runs}; band: {interval} of each point"
+        return with_subtitle(with_room_for_legend(fig) if len(names) > 1 else fig, html.escape(note, quote=False))
+    defined = (error > 0) | (value != 0)
+    shown = np.where(defined, value, np.nan)
+    scale = about_zero(shown)
+    # Two digits of the largest difference.
+    decimals = max(0, 1 - math.floor(math.log10(scale.high)))
+    sides = [_side(axis, own, place) for axis, own, place in zip(axes, labels, places, strict=True)]
+    fig = heat_map(
+        shown, (sides[0], sides[1]), scale, titles, ends=Ends(low, high), decimals=decimals, square=tuple(axes) in MATRICES
+    )
+    dots = on_cells(np.where(p < 1 - about.get("level", 0.95), "•", "").tolist(), shown, scale)
+    [cells] = fig.data
+    numbers = cells.text if cells.text is not None else np.full(shown.shape, "")
+    text = [["<br>".join(filter(None, pair)) for pair in zip(*own, strict=True)] for own in zip(numbers, dots, strict=True)]
+    cells.update(text=text, texttemplate="%{text}", hoverongaps=False)
+    note = f"{of_runs}; dot: p below {1 - about.get('level', 0.95):.2g} after correction for the number of cells"
+    if not bool(np.isfinite(shown).all()):
+        fig.update_layout(plot_bgcolor=UNDEFINED)
+        note += "; grey: no block of the data changes it"
+    return with_subtitle(fig, html.escape(note, quote=False))
+
+
+def _side(axis: str, labels: tuple[Any, ...], place: str) -> HeatMapAxis:
+    """Rows or columns: sites by name, relative depths, or other labels."""
+    if all(isinstance(label, str) for label in labels):
+        return HeatMapAxis(labels, "After block")
+    return HeatMapAxis(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])
+
+
+# Most points that carry their names.
+MOST_NAMES = 24
+
+
+def regression(found: Relation, predictor: str) -> go.Figure:
+    """Scores over one predictor with the names of the points, the fit through them, and its confidence band.
+
+    Args:
+        found: of `relate`.
+        predictor: its name. Scores are moved along the fit to where the others have their means.
+    """
+    own, others = found.predictors[predictor], found.predictors.drop(columns=predictor)
+    y = found.scores - (others - others.mean()) @ found.coefficients["coefficient"].drop(predictor)
+    band, few = found.band(predictor), len(y) <= MOST_NAMES
+    fig = go.Figure()
+    add_band(fig, band["value"].to_numpy(), Ends(band["low"].to_numpy(), band["high"].to_numpy()), BLUE)
+    fig.add_scatter(x=band["value"], y=band["fit"], mode="lines", line={"color": BLUE}, hoverinfo="skip")
+    # Names of neighbours stand above and below their points in turn, so that fewer of them overlap.
+    fig.add_scatter(
+        x=own,
+        y=y,
+        mode="markers+text" if few else "markers",
+        text=[html.escape(str(name)) for name in own.index],
+        textposition=["top center" if place % 2 else "bottom center" for place in own.rank(method="first")],
+        textfont={"size": 11, "color": GREY},
+        marker={"size": 9 if few else 6, "color": ORANGE},
+        cliponaxis=False,
+        hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
+    )
+    fig.update_layout(showlegend=False)
+    fig.update_xaxes(title=predictor)
+    fig.update_yaxes(title=str(found.scores.name))
+    score, *names = (str(name).partition(" (")[0] for name in (found.scores.name, predictor, *others))
+    title = f"{score} against {inside_title(names[0])}"
+    title += f", given {', '.join(map(inside_title, names[1:]))}" if len(names) > 1 else ""
+    p = equation("p", p_value_text(found.coefficients["p_value"][predictor]))
+    partial = f"partial r = {found.coefficients['partial'][predictor]:.2f}, " if len(names) > 1 else ""
+    note = f"{partial}{p}, R² = {found.r_squared:.2f} of the whole fit, {len(y)} points"
+    note += f" · band: {100 * found.confidence:g} % interval of the fit"
+    return with_subtitle(styled(fig, title), html.escape(note))
+
+
+def fit_figure(fit: xarray.Dataset) -> go.Figure:
+    """A quantity over depth, with its exponential and its line; of untrained models the points and the exponential.
+
+    The equations in the legend take the numbers of the axis.
+
+    Args:
+        fit: of `exponential_fit`, over no axis but `weights`.
+
+    Raises:
+        LayersimError: it is over other axes, of which a label has to be selected.
+    """
+    others = [str(dim) for dim in fit["rate"].dims if dim != "weights"]
+    if others:
+        raise LayersimError(f"The fits are over {', '.join(others)}; a figure shows one of them. Select a label of each axis.")
+    trained = fit.sel(weights="trained") if "weights" in fit.dims else fit
+    [axis] = trained["values"].dims
+    sites, depth = tuple(fit[axis].values.tolist()), fit["depth"].values
+    number, start, note = axis_number(sites, depth.tolist())
+    x = np.linspace(depth[0], depth[-1], 100)
+    fig = go.Figure()
+
+    def draw(one: Any, name: str, points: str, curve: str, symbol: str) -> None:
+        a, b = one["amplitude"].item(), one["rate"].item()
+        hover = "%{customdata}<br>%{y:.4g}<extra></extra>"
+        marker = {"size": 8, "color": points, "symbol": symbol}
+        y = one["values"].values
+        fig.add_scatter(x=depth, y=y, mode="markers", name=name, marker=marker, customdata=list(sites), hovertemplate=hover)
+        words = f"{a * np.exp(b * start):.4g} exp({b:.4g} {number}), R² = {one['r_squared'].item():.3f}"
+        fig.add_scatter(x=x, y=a * np.exp(b * x), mode="lines", name=words, line={"color": curve}, hoverinfo="skip")
+
+    draw(trained, "measured", BLUE, ORANGE, "circle")
+    slope, intercept = trained["slope"].item(), trained["intercept"].item()
+    words = f"{intercept + slope * start:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} {number}"
+    words += f", R² = {trained['linear_r_squared'].item():.3f}"
+    fig.add_scatter(
+        x=x, y=intercept + slope * x, mode="lines", name=words, line={"color": GREY, "dash": "dash"}, hoverinfo="skip"
+    )
+    if "weights" in fit.dims:
+        draw(fit.sel(weights="untrained"), "untrained, mean", GREEN, GREEN, "square-open")
+    layer_axis(fig.update_xaxes, sites, "After block")
+    # Positions of `layer_axis` are 0, 1, 2, ...; sites stand at their depths.
+    fig.update_xaxes(tickvals=[float(depth[at]) for at in fig.layout.xaxis.tickvals])
+    about = fit.attrs
+    fig.update_yaxes(title=quantity_with_unit(about, "Value"))
+    labels = [f"{name} {fit[name].item()}" for name in trained.coords if fit[name].ndim == 0 and name != "weights"]
+    title = ", ".join([f"{about.get('long_name', 'Value')} by depth: exponential and line", *labels])
+    on = [model_name(str(about["model"])), f"{about['tokens']:,} tokens"] if "model" in about else []
+    return with_subtitle(
+        with_room_for_legend(styled(fig, title)), html.escape(" · ".join([*on, *filter(None, [note.removeprefix("; ")])]))
+    )
+
+
+def axis_number(sites: tuple[str, ...], depth: Sequence[float]) -> tuple[str, float, str]:
+    """The number that an equation over depth takes: the block's number where tick labels are numbers, else the depth l.
+
+    Args:
+        sites: names of the sites.
+        depth: of each site.
+
+    Returns:
+        The name of the number, the depth at which it is 0, and a note on the axis, which is empty where labels are enough.
+
+    Examples:
+        >>> axis_number(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"), [0, 1, 2])
+        ('block', 1, '; embed: block -1')
+        >>> axis_number(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"), [0, 1, 2])
+        ('l', 0, '; l = 0 at into 0.mlp, l = 2 at 1.mlp')
+    """
+    labels = short_names(sites)
+    starts = {place - int(label) for place, label in zip(depth, labels, strict=True) if label.isdecimal()}
+    others = [n for n, label in enumerate(labels) if not label.isdecimal()]
+    if len(starts) != 1 or others not in ([], [0]):
+        return "l", 0, f"; l = {depth[0]:g} at {labels[0]}, l = {depth[-1]:g} at {labels[-1]}"
+    [start] = starts
+    return "block", start, f"; {labels[0]}: block {depth[0] - start:g}" if others else ""

@@ -1,0 +1,433 @@
+"""Figures of many models and runs: lines, heat maps, matrices side by side, dendrograms, and means within and between groups.
+
+Figures of a labelled table take an `xarray.Dataset` with the variables `value` and, for intervals, `low` and `high`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ..core.wording import equation, number_text, p_value_text
+from .colour_scales import ColourScale, about_zero, narrow_scale, scale_within
+from .heat_map import HeatMapAxis, heat_map
+from .interval_bands import Ends, add_band, cell_hover, intervals_in_words, point_hover
+from .lines import Series, lines, with_labelled_ends
+from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
+from .style import (
+    CELL_AXIS,
+    DARK,
+    DASHES,
+    GREY,
+    PALETTE,
+    SYMBOLS,
+    WIDTH,
+    colour_bar,
+    layer_axis,
+    names_of_models,
+    ordered_colours,
+    series_look,
+    styled,
+    turn_labels,
+    with_room_for_legend,
+    with_subtitle,
+)
+
+if TYPE_CHECKING:
+    import xarray
+
+# Numbers that span this factor or more stand on a logarithmic axis.
+WIDE = 100
+# Most lines with a legend, of named runs and of runs or sites in an order; most lines with bands.
+MOST_NAMED, MOST_ORDERED, MOST_BANDS = 8, 5, 3
+# Most lines that all have their names at their ends.
+MOST_ENDS = 14
+# Matrices in a row, most ticks of one, and pixels between two and around all.
+PER_ROW, MOST_TICKS, BETWEEN, AROUND = 2, 10, 92, 160
+# Letters of a label that needs not be turned.
+SHORT_LABEL = 3
+DEPTH_TITLE = "Relative depth (0: first site, 1: last)"
+# Titles of dimensions of sites that say more than "After block".
+SIDES = {"row_block": "Jacobian of block", "column_block": "Singular vectors of block"}
+STREAM_DIMS = ("residual", "layer", "row", "column", "sublayer", "site")
+
+
+def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figure:
+    """Lines over one dimension, one for each label of the other.
+
+    Args:
+        drawn: over one or two dimensions.
+        over: the horizontal one.
+        sites: the dimensions whose labels are sites.
+    """
+    other = next((str(dim) for dim in drawn["value"].dims if dim != over), None)
+    depth = drawn.coords.get(f"{over}_depth")
+    by_depth = over in sites and depth is not None and other in depth.dims
+    if over in sites:
+        drawn = drawn.dropna(over, how="all", subset=["value"])
+    labels = [] if other is None else drawn[other].values.tolist()
+    each = [drawn] if other is None else [drawn.isel({other: number}) for number in range(len(labels))]
+    if by_depth:
+        each = [one.dropna(over, subset=["value"]) for one in each]
+    names = _names(labels, other in sites)
+    ordered = other in sites or (bool(labels) and not any(isinstance(label, str) for label in labels))
+    legend = len(each) <= (MOST_ORDERED if ordered else MOST_NAMED)
+    looks = series_look(len(each), ordered) if legend else [{"colour": c} for c in ordered_colours(len(each))]
+    places, ticks = ([], {}) if over in sites else _places(drawn[over].values.tolist())
+    fig = go.Figure()
+    rows = []
+    for one in each:
+        x = one[f"{over}_depth"].values.tolist() if by_depth else places or list(range(one.sizes[over]))
+        rows.append((x, one["value"].values, _ends(one)))
+    if len(each) <= MOST_BANDS:
+        for (x, _, ends), look in zip(rows, looks, strict=True):
+            if ends is not None:
+                add_band(fig, x, ends, look["colour"])
+    for one, (x, y, ends), look, name in zip(each, rows, looks, names, strict=True):
+        fig.add_scatter(
+            x=x,
+            y=y,
+            name=html.escape(name),
+            mode="lines+markers",
+            line={"color": look["colour"], "dash": look.get("dash", "solid")},
+            marker={"color": look["colour"], "symbol": look.get("symbol", "circle")},
+            **point_hover([_text(label) for label in one[over].values.tolist()], ends, html.escape(name)),
+        )
+    if by_depth:
+        fig.update_xaxes(title=DEPTH_TITLE)
+    elif over in sites:
+        layer_axis(fig.update_xaxes, _labels(drawn, over), _side(drawn, over))
+        turn_labels(fig, _labels(drawn, over))
+    else:
+        fig.update_xaxes(title=axis_title(over), **ticks)
+    fig.update_yaxes(title=_words(drawn))
+    of_lines = _axis_words(drawn, other, sites) if other is not None and ordered else ""
+    styled(fig, _title(drawn, sites, "" if over in sites else over)).update_layout(showlegend=legend and len(each) > 1)
+    with_subtitle(fig, html.escape(_note(drawn, intervals_in_words(fig))))
+    if legend:
+        return with_room_for_legend(fig, of_lines if len(each) > 1 else "")
+    # Of more lines in an order than have room, the first, the middle and the last.
+    chosen = range(len(rows)) if len(rows) <= MOST_ENDS else (0, len(rows) // 2, len(rows) - 1)
+    shown = [(rows[n][0], rows[n][1], names[n], looks[n]["colour"]) for n in chosen]
+    return with_labelled_ends(fig, shown, of_lines)
+
+
+def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str]) -> go.Figure:
+    """A heat map of two dimensions.
+
+    Args:
+        drawn: over these two.
+        over: the horizontal and the vertical one.
+        sites: the dimensions whose labels are sites.
+    """
+    drawn = _pairs(drawn, sites)
+    for dim in set(over) & set(sites):
+        drawn = drawn.dropna(dim, how="all", subset=["value"])
+    drawn = drawn.transpose(over[1], over[0])
+    others = [dim for dim in over if dim not in sites]
+    by = others[0] if len(others) == 1 else ""
+    words = _title(drawn, sites, by), _words(drawn)
+    sides = _map_side(drawn, over[1], sites), _map_side(drawn, over[0], sites)
+    values, square = drawn["value"].values, not others
+    fig = heat_map(values, sides, _scale(values, not square), words, ends=_ends(drawn), decimals=2, square=square)
+    # The first layer on top, as in matrices of layers by layers.
+    return with_subtitle(fig.update_yaxes(autorange="reversed"), html.escape(_note(drawn, "")))
+
+
+def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Figure:
+    """Heat maps of layers by layers side by side, one for each run, with one colour scale.
+
+    Args:
+        drawn: over the sides and runs.
+        sides: the dimensions of rows and of columns.
+        runs: the dimension of runs.
+    """
+    drawn = _pairs(drawn, sides).transpose(runs, *sides)
+    each = [drawn.isel({runs: number}) for number in range(drawn.sizes[runs])]
+    for side in sides:
+        each = [one.dropna(side, how="all", subset=["value"]) for one in each]
+    scale = _scale(drawn["value"].values, sides[0] in SIDES)
+    columns = min(PER_ROW, len(each))
+    rows = -(-len(each) // columns)
+    plot = rows * (WIDTH - AROUND - BETWEEN * (columns - 1)) / columns + BETWEEN * (rows - 1)
+    fig = make_subplots(
+        rows=rows,
+        cols=columns,
+        subplot_titles=[_run_title(runs, label) for label in drawn[runs].values.tolist()],
+        horizontal_spacing=BETWEEN / (WIDTH - AROUND) if columns > 1 else 0,
+        vertical_spacing=BETWEEN / plot if rows > 1 else 0,
+    )
+    fig.update_annotations(font={"size": 13})
+    plain = CELL_AXIS | {"constrain": "domain"}
+    for number, one in enumerate(each):
+        at = {"row": number // columns + 1, "col": number % columns + 1}
+        names = [_labels(one, side) for side in sides]
+        hover = cell_hover(names[0], names[1], _ends(one), html.escape(_words(drawn), quote=False))
+        places = {"x": list(range(len(names[1]))), "y": list(range(len(names[0])))}
+        fig.add_trace(go.Heatmap(z=one["value"].values, coloraxis="coloraxis", **places, **hover), **at)
+        for update, own, side in zip((fig.update_yaxes, fig.update_xaxes), names, sides, strict=True):
+            step = max(1, -(-len(own) // MOST_TICKS))
+            ticks = {"tickvals": list(range(0, len(own), step)), "ticktext": short_names(own)[::step], "tickmode": "array"}
+            words = site_axis_title(own, _side(one, side))
+            update(title=words, tickfont={"size": 10}, tickangle=0, **ticks, **plain, **at)
+        if max(map(len, short_names(names[1])), default=0) > SHORT_LABEL:
+            fig.update_xaxes(tickangle=-90, **at)
+        anchor = fig.get_subplot(at["row"], at["col"]).xaxis.plotly_name.replace("axis", "")
+        fig.update_yaxes(autorange="reversed", scaleanchor=anchor, **at)
+    bar = colour_bar(_words(drawn)) | {"thickness": 16}
+    fig.update_layout(coloraxis=scale.axis() | {"colorbar": bar})
+    styled(fig, _title(drawn, sides, ""), height=int(plot + 140))
+    with_subtitle(fig, html.escape("; ".join(filter(None, (_note(drawn, ""), scale.note))), quote=False))
+    # Room for the names of the runs above their matrices.
+    return fig.update_layout(height=fig.layout.height + 20, margin_t=fig.layout.margin.t + 20)
+
+
+def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
+    """The table without what a block and itself give, which is no pair."""
+    return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(SIDES) <= set(sides) else drawn
+
+
+def _scale(values: Any, narrow: bool) -> ColourScale:
+    """The colour scale from 0 or, for values that may all be far from it, from the smallest; about 0 for negative values."""
+    if narrow:
+        return about_zero(values) if np.nanmin(values) < 0 < np.nanmax(values) else narrow_scale(values)
+    return scale_within(values, (-math.inf, math.inf))
+
+
+def _ends(drawn: xarray.Dataset) -> Ends | None:
+    return Ends(drawn["low"].values, drawn["high"].values) if "low" in drawn else None
+
+
+def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapAxis:
+    if dim in sites:
+        return HeatMapAxis(_labels(drawn, dim), _side(drawn, dim))
+    texts = [_text(label) for label in drawn[dim].values.tolist()]
+    return HeatMapAxis(tuple(texts), axis_title(dim), texts)
+
+
+def _places(labels: list[Any]) -> tuple[list[float], dict[str, Any]]:
+    """Positions of labels along an axis, and plotly's settings of its ticks.
+
+    Numbers that span a factor of `WIDE` or more have logarithmic positions; 0 then stands half a decade below the smallest
+    other number. Names are evenly spaced.
+    """
+    if any(isinstance(label, str) for label in labels):
+        places = list(map(float, range(len(labels))))
+        texts = [html.escape(_text(label)) for label in labels]
+        return places, {"tickmode": "array", "tickvals": places, "ticktext": texts, "range": [-0.5, len(labels) - 0.5]}
+    above = [label for label in labels if label > 0]
+    if not above or min(labels) < 0 or max(above) < WIDE * min(above):
+        return list(map(float, labels)), {}
+    zero = math.log10(min(above)) - 0.5
+    places = [math.log10(label) if label > 0 else zero for label in labels]
+    decades = range(math.ceil(math.log10(min(above))), math.floor(math.log10(max(above))) + 1)
+    marks = ({zero: "0"} if 0 in labels else {}) | {float(decade): _short(10.0**decade) for decade in decades}
+    return places, {"tickmode": "array", "tickvals": list(marks), "ticktext": list(marks.values())}
+
+
+def _short(value: float) -> str:
+    """A number as a short text, such as "1k" or "135M"."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def _names(labels: list[Any], of_sites: bool) -> list[str]:
+    """Names of lines; of a single line none."""
+    return (short_names(tuple(labels)) if of_sites else [_text(label) for label in labels]) if labels else [""]
+
+
+def _run_title(dim: str, label: Any) -> str:
+    return html.escape(_text(label) if isinstance(label, str) else f"{axis_title(dim)} {_text(label)}", quote=False)
+
+
+def _text(label: Any) -> str:
+    return label if isinstance(label, str) else f"{label:,}" if isinstance(label, int) else f"{label:g}"
+
+
+def _labels(drawn: xarray.Dataset, dim: str) -> tuple[str, ...]:
+    return tuple(map(str, drawn[dim].values.tolist()))
+
+
+def _side(drawn: xarray.Dataset, dim: str) -> str:
+    """The title of an axis of sites."""
+    if dim not in STREAM_DIMS:
+        return SIDES.get(dim, axis_title(dim))
+    return "After block" if _labels(drawn, dim)[:1] and _labels(drawn, dim)[0].endswith("resid_pre") else "Block"
+
+
+def _axis_words(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> str:
+    return site_axis_title(_labels(drawn, dim), _side(drawn, dim)) if dim in sites else axis_title(dim)
+
+
+def _words(drawn: xarray.Dataset) -> str:
+    about = drawn["value"].attrs
+    return quantity_with_unit(about, str(about.get("standard_name", "Value")))
+
+
+def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
+    """The title of the field's own figure, or its name, and the horizontal dimension in small letters."""
+    about = drawn["value"].attrs
+    names = next((_labels(drawn, dim) for dim in sites), ())
+    # The title of a field is of its layers, which may have been selected or averaged away.
+    words = site_words(names, str((names and about.get("description")) or about.get("long_name", "Value")))
+    return html.escape(words + (f", by {inside_title(axis_title(by).partition(' (')[0])}" if by else ""))
+
+
+def _note(drawn: xarray.Dataset, more: str) -> str:
+    """The model and the number of tokens that all runs share, the labels that were selected, and further words."""
+    about = drawn.attrs
+    models = names_of_models(str(about.get("model", "")))
+    data = f"{about['tokens']:,} tokens" if "tokens" in about else "different data" if about else ""
+    selected = [
+        f"{str(name).replace('_', ' ')} {_text(coordinate.item())}"
+        for name, coordinate in drawn.coords.items()
+        if not coordinate.dims and not str(name).endswith("_depth")
+    ]
+    return " · ".join(filter(None, [" and ".join(models), data, *selected, more]))
+
+
+# Distances of a model to itself are 0 up to this.
+OWN_DISTANCE = 1e-9
+# Longest names below a heat map of models that are not turned; most letters side by side below a dendrogram.
+UPRIGHT, ACROSS = 2, 70
+
+
+def clusters(distances: Any) -> Any:
+    """Average linkage of models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it.
+
+    The distance of two models is the mean over both directions, each at least 0.
+
+    Args:
+        distances: `model model`, an array.
+    """
+    from scipy.cluster.hierarchy import linkage
+
+    above = np.clip(distances, 0, None)
+    both = (above + above.T) / 2
+    return linkage(both[np.triu_indices(len(both), 1)], method="average", optimal_ordering=True)
+
+
+def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
+    """Heat map of models by models, with similar models side by side. Names have the colours of their groups.
+
+    Args:
+        grid: a `ModelGrid`.
+        title: of the figure.
+        quantity: title of the colour bar.
+        ends: of the intervals of the values; None without intervals.
+    """
+    from scipy.cluster.hierarchy import leaves_list
+
+    values = grid.values.numpy()
+    known = bool(np.isfinite(values[~np.eye(len(values), dtype=bool)]).all())
+    order = leaves_list(clusters(values)) if known else np.arange(len(values))
+    values, ends = values[order][:, order], ends and ends.at(np.ix_(order, order))
+    names = tuple(grid.models[n] for n in order)
+    groups = [grid.groups[n] for n in order] if grid.groups else []
+    scale = about_zero(values) if np.nanmin(values) < -OWN_DISTANCE else scale_within(values, (-math.inf, math.inf))
+    side = HeatMapAxis(names, "Model", list(names))
+    fig = heat_map(values, (side, side), scale, (title, quantity), ends=ends, decimals=2)
+    ticks = {"tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
+    fig.update_xaxes(tickangle=-90 if max(map(len, names)) > UPRIGHT else 0, **ticks).update_yaxes(**ticks)
+    return styled(_with_groups(fig, groups), title)
+
+
+def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequence[str]) -> go.Figure:
+    """Dendrogram of models. A link that joins models of one group has the colour of the group.
+
+    Args:
+        array: distances, `model model`, finite off the diagonal.
+        names: of the models.
+        groups: of the models, or none.
+    """
+    from scipy.cluster.hierarchy import dendrogram
+
+    merges = clusters(array.values)
+    below = [{group} for group in groups or [""] * len(names)]
+    for first, second in merges[:, :2].astype(int):
+        below.append(below[first] | below[second])
+    colours = [_colours(groups).get("".join(one), GREY) if len(one) == 1 else GREY for one in below]
+    drawn = dendrogram(merges, no_plot=True, link_color_func=lambda n: colours[n])
+    fig = go.Figure()
+    for x, y, colour in zip(drawn["icoord"], drawn["dcoord"], drawn["color_list"], strict=True):
+        fig.add_scatter(x=x, y=y, mode="lines", line={"color": colour, "width": 2}, hoverinfo="y", showlegend=False)
+    order = drawn["leaves"]
+    ticktext = _coloured([names[n] for n in order], [groups[n] for n in order] if groups else [])
+    # Leaves stand at 5, 15, 25, ...
+    places = {"tickmode": "array", "tickvals": [10 * n + 5 for n in range(len(names))], "range": [0, 10 * len(names)]}
+    turned = -45 if sum(len(name) + 2 for name in names) > ACROSS else 0
+    fig.update_xaxes(title="Model", ticktext=ticktext, tickangle=turned, showgrid=False, **places)
+    fig.update_yaxes(title=quantity_with_unit(array.attrs, "Distance"), rangemode="tozero")
+    fig = styled(_with_groups(fig, groups), "Dendrogram of the models")
+    return with_subtitle(fig, "directions below 0 count as 0" if bool((array < -OWN_DISTANCE).any()) else "")
+
+
+def group_figure(found: xarray.Dataset) -> go.Figure:
+    """Means within and between groups of models: lines over sites with bands, or points with whiskers, of one deviation.
+
+    A comparison within a group has the colour of the group in other figures of the models, one between groups is dark or grey.
+
+    Args:
+        found: what `compare_groups` returns.
+    """
+    # The first two comparisons are of all groups together.
+    found = found.isel(comparison=slice(2, None)).transpose("comparison", ...)
+    names, firsts, seconds = (found[one].values.tolist() for one in ("comparison", "first_group", "second_group"))
+    further = [str(dim) for dim in found["mean"].dims[1:]]
+    mean, sd = found["mean"].values, found["sd"].fillna(0).values
+    labels = tuple(map(str, found[further[0]].values)) if further else tuple(names)
+    # A stitch point joins other layers in each model.
+    joined = any("," in label for label in labels) and bool(further)
+    if joined:
+        labels = tuple(str(n + 1) for n in range(len(labels)))
+    if not further:
+        mean = np.where(np.eye(len(names), dtype=bool), mean, np.nan)
+    colours, series, between = _colours(firsts + seconds), [], 0
+    for n, name in enumerate(names):
+        within = firsts[n] == seconds[n]
+        between += not within
+        colour, look = (colours[firsts[n]], 0) if within else ((DARK, GREY)[between % 2], between)
+        dash, symbol = DASHES[look % len(DASHES)], SYMBOLS[look % len(SYMBOLS)]
+        series.append(Series(html.escape(name), mean[n], Ends(mean[n] - sd[n], mean[n] + sd[n]), colour, symbol, dash))
+    title = f"{found['mean'].attrs.get('long_name', 'Distance')} within and between groups"
+    fig = lines(labels, series, title, quantity_with_unit(found["mean"].attrs, "Distance"), "site" if further else "comparison")
+    fig.update_layout(showlegend=bool(further)).update_yaxes(rangemode="normal")
+    if joined:
+        fig.update_xaxes(title="Stitch point")
+    if further:
+        return with_subtitle(with_room_for_legend(fig), "Bands: standard deviation over pairs of models")
+    p, drawn = equation("p", p_value_text(float(found["p_value"]))), "" if found.attrs["exact"] else "random "
+    test = f"{float(found['difference']):.3g}, {html.escape(p)} ({found.attrs['relabelings']:,} {drawn}relabelings, "
+    test += f"smallest possible {number_text(float(found['smallest_p']))})"
+    return with_subtitle(fig, f"Whiskers: standard deviation over pairs of models. Difference of means {test}")
+
+
+def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """Names in the colours of their groups."""
+    colours = _colours(groups)
+    shown = zip(map(html.escape, names), groups or [""] * len(names), strict=True)
+    return [f'<span style="color:{colours[group]}">{name}</span>' if group in colours else name for name, group in shown]
+
+
+def _colours(groups: Sequence[str]) -> dict[str, str]:
+    """A colour for each group, by its place among the sorted groups."""
+    return {group: PALETTE[n % len(PALETTE)] for n, group in enumerate(sorted(set(groups)))}
+
+
+def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
+    """The figure with a legend of the groups, if there are any."""
+    for group, colour in _colours(groups).items():
+        marker = {"color": colour, "size": 10, "symbol": "square"}
+        # Dark pages find by `meta` that these colours are those of tick labels, and change both.
+        entry = {"name": html.escape(group), "marker": marker, "showlegend": True, "meta": "tick labels"}
+        fig.add_scatter(x=[None], y=[None], mode="markers", **entry)
+    # There is nothing that a click could hide.
+    return fig.update_layout(showlegend=bool(groups), legend={"itemclick": False, "itemdoubleclick": False})

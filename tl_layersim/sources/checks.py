@@ -1,0 +1,498 @@
+"""Checks: activations are finite, the lens gives the model's logits, and sublayers add up to the residual stream.
+
+Bridges and converted weights of new architectures have given other activations than the model that they were made from,
+without an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activations.view import View
+from ..architectures.points import HookPoint
+from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
+from ..architectures.unembed import rounding, tensor_of
+from ..core.errors import LayersimError
+from ..core.wording import first_line, with_article
+from ..data.batches import Batch
+from ..data.positions import Positions
+from .hooked import HookedSource
+from .hooks import on_tensor, temporary_hooks
+from .model import Model
+from .out_of_memory import is_out_of_memory
+from .source import CanCountPositions, CanReadSites, CanUnembed, Source
+
+
+def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
+    """Run `measure`, which compares the lens with the model's logits; failures of the head become a `LayersimError`.
+
+    Args:
+        model: the model.
+        measure: calls `unembed_gap`.
+
+    Raises:
+        LayersimError: the head cannot be called.
+    """
+    try:
+        return measure()
+    except LayersimError:
+        # The data, not the head, is refused: the error names what is wrong with it.
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise other_logits(model, f"fails: {first[:160]}") from error
+
+
+def check_lens(source: Source, batch: Batch) -> None:
+    """Refuse a source whose logit lens does not reproduce the model's logits on the batch's first row.
+
+    Raises:
+        LayersimError: the lens differs, the head cannot be called, or the source cannot compare them.
+    """
+    if not isinstance(source, CanUnembed):
+        raise LayersimError(
+            f"The model of {type(source).__name__} has the head {source.model.head}, so the source must be a `CanUnembed`, "
+            "whose `unembed_gap` checks the logit lens."
+        )
+    refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(batch)), source.model)
+
+
+def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:
+    """Refuse a lens that does not reproduce the model's logits at the last layer.
+
+    Args:
+        gap: as `unembed_gap` returns it.
+        model: the model.
+        computed: the coarsest dtype in which the model's own logits were computed, where it is not that of its weights.
+    """
+    difference, size = gap.tolist()
+    own = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
+    allowed = rounding(own, computed)
+    if difference <= allowed * max(size, 1e-3):
+        return
+    off = "gives logits of another shape" if math.isnan(size) else f"is off by {difference / max(size, 1e-3):.2g} of their size"
+    raise other_logits(model, off)
+
+
+def other_logits(model: Model, given: str) -> LayersimError:
+    """The error for a lens that does not reproduce the model's logits."""
+    return LayersimError(
+        f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Name the final norm "
+        "and the head as unembed=['path.of.norm', 'path.of.head']; hooks on the head and blocks left out of layers= change "
+        "logits too."
+    )
+
+
+def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]], where: str) -> None:
+    """Refuse activations that are not finite, and name their layers.
+
+    Args:
+        counts: for each model `layer`, the number of activations that are not finite.
+        layers: for each model, the names of its layers.
+        where: the batch, for the message.
+    """
+    for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
+        if len(names) != len(count):
+            raise LayersimError(
+                f"`view.activations` has {len(count)} residual layers, and `model.layers` names {len(names)}, {names[0]} to "
+                f"{names[-1]}."
+            )
+        bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
+        if bad:
+            raise LayersimError(
+                f"Activations are NaN or infinite in {where}{f', model {number + 1}' if len(layers) > 1 else ''}: "
+                + ", ".join(f"{count} values at {name}" for name, count in list(bad.items())[:4])
+                + ". Load the model in float32 or bfloat16."
+            )
+
+
+def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
+    """Refuse logits that are not finite, and name their layers.
+
+    Args:
+        bad: `layer`, the number of positions with such logits.
+        layers: the residual layers, with the input of block 0 first.
+    """
+    where = {name: int(n) for name, n in zip(layers[1:], bad, strict=True) if n}
+    if where:
+        raise LayersimError(
+            "Logits are NaN or infinite, "
+            + ", ".join(f"at {n} positions of {name}" for name, n in list(where.items())[:4])
+            + ". Load the model in float32 or bfloat16."
+        )
+
+
+def need_stream(model: Model, what: str, parts: bool = False) -> None:
+    """Refuse sites that are not the residual stream.
+
+    Args:
+        model: the description of the model.
+        what: the analyzer or function that needs the residual stream, for the message.
+        parts: whether blocks may be left out between the layers.
+    """
+    named = ", ".join(model.layers[1:4]) + (", ..." if len(model.layers) > 4 else "")
+    if model.stream == "none":
+        raise LayersimError(
+            f"{what} needs the residual stream, and these modules do not pass it on: {named}. Leave out layers=, or name "
+            "whole blocks."
+        )
+    if model.stream == "parts" and not parts:
+        raise LayersimError(f"{what} needs every block of the residual stream, and layers= names {named}.")
+
+
+def need_equal_width(model: Model, what: str) -> None:
+    """Refuse sites of different widths.
+
+    Args:
+        model: the description of the model with these sites.
+        what: the analyzer that needs one width, for the message.
+    """
+    if len(set(model.widths)) > 1:
+        odd = next(n for n, width in enumerate(model.widths) if width != model.widths[0])
+        raise LayersimError(
+            f"{what} needs sites of equal width: {model.layers[0]} has width {model.widths[0]} and {model.layers[odd]} has "
+            f"width {model.widths[odd]}. CKA takes sites of different widths."
+        )
+
+
+def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
+    """Refuse sites whose activations do not add up to the residual stream on the batch's first row.
+
+    Args:
+        source: the model.
+        batch: of the data.
+
+    Raises:
+        LayersimError: names the first block at which a sum is not the stream.
+    """
+    sums = source.stream_sums()
+    if not sums:
+        return
+    points = _distinct([point for one in sums for point in (one.total, *one.terms)])
+    number = {point.name: at for at, point in enumerate(points)}
+    groups = tuple((number[one.total.name], tuple(number[term.name] for term in one.terms)) for one in sums)
+    row = batch.short_row
+    with source.reading_at(points):
+        if not row.has_positions:
+            # These sites may have another number of positions than the first one of the run, which lies in another stage.
+            assert isinstance(source, CanCountPositions)
+            row = row.with_positions(source.count_positions(row), Positions())
+        source.settle(row)
+        _, out = source.run(row, {"sums": partial(stream_gaps, groups=groups)})
+    if not out:
+        # Activations that are not finite are refused where the batch is measured.
+        return
+    gap, size = out["sums"]["gap"], out["sums"]["size"]
+    dtype = getattr(torch, source.model.dtype.removeprefix("torch."), torch.float32)
+    wrong = (gap > rounding(dtype) * size.clamp(min=1e-6)).nonzero()[:, 0]
+    if len(wrong):
+        one = sums[int(wrong[0])]
+        raise LayersimError(
+            f"The hook points of {source.model.name} do not add up to its residual stream: "
+            f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
+            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of its norm. Name module paths in at=."
+        )
+
+
+def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
+    """For each sum, the norm of its difference from the total, and the norm of the total.
+
+    Args:
+        view: of one row.
+        groups: for each sum, the site of its total and the sites of its terms.
+    """
+    x = view.activations.double()
+    gaps = [(x[list(terms)].sum(0) - x[total]).norm() for total, terms in groups]
+    # Terms that cancel leave a small total with the rounding of large terms.
+    sizes = [x[[total, *terms]].norm(dim=(1, 2)).max() for total, terms in groups]
+    return {"gap": torch.stack(gaps).cpu(), "size": torch.stack(sizes).cpu()}
+
+
+def _distinct(points: Sequence[HookPoint]) -> tuple[HookPoint, ...]:
+    by_name: dict[str, HookPoint] = {}
+    for point in points:
+        by_name.setdefault(point.name, point)
+    return tuple(by_name.values())
+
+
+PROBLEMS = (ImportError, OSError, RuntimeError, ValueError)
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Residual stream that a Hugging Face model computes for one row.
+
+    Attributes:
+        names: for each residual layer, which of the model's `hidden_states` it is, or the block that computes it.
+        residuals: input of the first block and output of every block, `pos d_model` each.
+        end: which tensor the last of `hidden_states` is: "stream", the output of the last block; "normed", the output of the
+            final norm; "unknown", another tensor.
+        last: the last of `hidden_states`.
+        logits: `pos vocabulary`; None for a model without a head.
+    """
+
+    names: tuple[str, ...]
+    residuals: Sequence[Tensor]
+    end: str
+    last: Tensor
+    logits: Tensor | None
+
+
+class Pair(NamedTuple):
+    """Two tensors that are compared.
+
+    Attributes:
+        site: name of the first.
+        counterpart: name of the second, in the Hugging Face model.
+        layer: number of the residual layer that they belong to.
+        own: `pos width`.
+        other: `pos width`.
+    """
+
+    site: str
+    counterpart: str
+    layer: int
+    own: Tensor
+    other: Tensor
+
+
+def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) -> None:
+    """Let a source compare its residual stream with the Hugging Face model's hidden states, before it measures its first row.
+
+    Args:
+        source: the model.
+        verify: "hf" for the checkpoint that the model was loaded from; or the Hugging Face model itself; None for no check.
+
+    Raises:
+        LayersimError: the model has no Hugging Face model, or its weights were processed; or `verify` is no untouched model.
+    """
+    if verify is None:
+        return
+    if not isinstance(source, HookedSource) or not is_transformer_lens(source.module):
+        raise LayersimError(
+            f"`verify` is given for {source.model.name} ({source.model.source}), which is no TransformerLens model in this "
+            "process."
+        )
+    processing = stream_processing(source.module)
+    if processing:
+        what, instead = processing
+        raise LayersimError(
+            f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another basis. "
+            f"Pass {instead}."
+        )
+    if isinstance(verify, torch.nn.Module):
+        _refuse_other_modules(verify)
+        source.check_first_row(lambda batch: check_residuals(source, verify, batch))
+    else:
+        load = _checkpoint_of(source)
+        source.check_first_row(lambda batch: check_residuals(source, load(), batch))
+
+
+def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) -> None:
+    """Refuse a model whose residual stream differs from the Hugging Face model's hidden states on the batch's first row.
+
+    Args:
+        source: the model.
+        model: the Hugging Face model.
+        batch: of the data.
+
+    Raises:
+        LayersimError: names the first site that differs.
+    """
+    row = _attended(batch.first_row)
+    reference = HookedSource(model)
+    theirs = _hidden_states(reference, row)
+    with source.evaluating(), source.reading_at(source.residual_points):
+        ours = source.collect(row).activations
+    if len(ours) != len(theirs.residuals):
+        given = f"{len(ours) - 1} blocks, and {len(theirs.residuals) - 1} in the Hugging Face model"
+        raise _differ(source, reference, given)
+    allowed = rounding(_dtype(source), _dtype(reference))
+    cancelled = _cancellation(theirs.residuals)
+    for pair in _compared_tensors(source, row, ours, theirs):
+        if pair.own.shape != pair.other.shape:
+            given = f"{pair.site} has width {pair.own.shape[-1]}, {pair.counterpart} has {pair.other.shape[-1]}"
+            raise _differ(source, reference, given)
+        gap = _gap(pair.own, pair.other, cancelled[pair.layer])
+        # The rounding of each block adds to that of the blocks before it, as in a random walk.
+        limit = allowed * (1 + pair.layer) ** 0.5
+        # A gap of NaN is a difference too.
+        if not gap <= limit:
+            given = f"{pair.site} differs from {pair.counterpart} by {gap:.2g} of its norm"
+            raise _differ(source, reference, given)
+
+
+def _compared_tensors(source: HookedSource, row: Batch, ours: Tensor, theirs: HiddenStates) -> Iterator[Pair]:
+    """What is compared, in the order in which a forward pass computes it."""
+    names, end = source.model.layers, len(ours) - 1
+    # The final norm hides a wrong scale, so the residual before the norm is compared too.
+    for i, (name, other) in enumerate(zip(theirs.names, theirs.residuals, strict=True)):
+        yield Pair(names[i], name, i, ours[i], other)
+    if theirs.end == "normed" and source.unembed is not None and not norms_are_folded(source.module):
+        normed = source.unembed.normed(ours[end])
+        yield Pair(f"the final norm of {names[end]}", "the last of hidden_states", end, normed, theirs.last)
+    if theirs.end == "unknown" and theirs.logits is not None:
+        with source.evaluating(), torch.no_grad():
+            logits = tensor_of(source.call(row))[0]
+        # TransformerLens may centre the logits of a position.
+        yield Pair(
+            "the output of the model",
+            "the logits of the Hugging Face model",
+            end,
+            _minus_mean(logits),
+            _minus_mean(theirs.logits),
+        )
+
+
+def _hidden_states(reference: HookedSource, row: Batch) -> HiddenStates:
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str, tensor: Tensor) -> None:
+        # A copy, because additions in place change outputs.
+        seen[name] = tensor.detach()[0].clone()
+
+    blocks, head = reference.blocks, reference.model.head
+    with reference.evaluating(), temporary_hooks() as handles, torch.no_grad():
+        handles.append(on_tensor(blocks[0], True, partial(note, "input of block 0")))
+        for number, block in enumerate(blocks):
+            handles.append(on_tensor(block, False, partial(note, f"output of block {number}")))
+        if head is not None and head.norm:
+            norm = reference.module.get_submodule(head.norm)
+            handles.append(on_tensor(norm, False, partial(note, "normed")))
+        output = reference.call(row, output_hidden_states=True)
+    states, logits = [state[0] for state in getattr(output, "hidden_states", None) or ()], getattr(output, "logits", None)
+    if not states:
+        raise LayersimError(f"`verify` is {with_article(type(reference.module).__name__)}, which gives no hidden states.")
+    normed = seen.pop("normed", None)
+    residuals, last = list(seen.values()), states[-1]
+    # Which tensors `hidden_states` holds depends on the class: the last is after the final norm in most, and Mamba leaves out
+    # the input of block 0. So the tensors decide.
+    names = tuple(_name_in(states, name, tensor) for name, tensor in seen.items())
+    end = "stream" if torch.equal(residuals[-1], last) else "unknown"
+    end = "normed" if normed is not None and torch.equal(normed, last) else end
+    return HiddenStates(names, residuals, end, last, None if logits is None else logits[0])
+
+
+def _name_in(states: Sequence[Tensor], name: str, tensor: Tensor) -> str:
+    equal = [number for number, state in enumerate(states) if torch.equal(state, tensor)]
+    return f"hidden_states[{equal[0]}]" if equal else f"the {name} of the Hugging Face model"
+
+
+def _attended(row: Batch) -> Batch:
+    """The attended positions of a row as a batch without padding, because bridges number positions after padding anew."""
+    kept = row.attention[0]
+    tokens = row.tokens[:, kept]
+    every = torch.ones_like(tokens, dtype=torch.bool)
+    inputs = {name: value[:, kept] if name in row.positional else value for name, value in row.inputs.items()}
+    return replace(row, tokens=tokens, attention=every, counted=every, labels=None, pooled=False, inputs=inputs)
+
+
+def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
+    """Root mean square over positions of the norm of the difference, relative to the norm of `other`.
+
+    Each position counts alike, because massive activations at the first one would hide differences at the others.
+
+    Args:
+        own: `pos width`.
+        other: `pos width`.
+        cancelled: factor by which the residual of each position was larger before, whose rounding it keeps.
+    """
+    own, other = own.detach().double().cpu(), other.detach().double().cpu()
+    # Where both are infinite, they agree.
+    own = torch.where(own.isfinite() | other.isfinite(), own, 0.0)
+    other = torch.where(other.isfinite(), other, 0.0)
+    size = (other.norm(dim=-1) * cancelled).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((own - other).norm(dim=-1) / size).square().mean().sqrt())
+
+
+def _cancellation(states: Sequence[Tensor]) -> Tensor:
+    """Norm of the largest residual of each position up to each layer, relative to the residual there; `layer pos`."""
+    norms = torch.stack([state.double().cpu().norm(dim=-1).nan_to_num() for state in states])
+    return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
+
+
+def _minus_mean(logits: Tensor) -> Tensor:
+    logits = logits.double()
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def _dtype(source: HookedSource) -> torch.dtype:
+    known: torch.dtype = getattr(torch, source.model.dtype.removeprefix("torch."), torch.float32)
+    return known
+
+
+def _differ(source: HookedSource, reference: HookedSource, given: str) -> LayersimError:
+    kind = type(source.module).__name__
+    return LayersimError(
+        f"The residual stream of {source.model.name} ({kind}) is not that of {type(reference.module).__name__}: {given}. If "
+        f"the weights of the {kind} were changed on purpose: verify=model, a Hugging Face model with the same weights."
+    )
+
+
+def _refuse_other_modules(module: torch.nn.Module) -> None:
+    """Refuse a module that is no Hugging Face model, or that a TransformerBridge has changed."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        raise LayersimError(
+            f"`verify` is {with_article(type(module).__name__)}; it must be 'hf' or a transformers PreTrainedModel."
+        )
+    bridged = [path for path, sub in module.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
+    if bridged:
+        raise LayersimError(
+            f"`verify` is a {type(module).__name__} that a TransformerBridge wraps, and {bridged[0]} is TransformerLens's. "
+            "Pass copy.deepcopy(model), made before the bridge."
+        )
+
+
+def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
+    """A function that loads the checkpoint that a TransformerLens model was loaded from, as it was loaded there.
+
+    Raises:
+        LayersimError: the checkpoint is not known.
+    """
+    import transformers
+
+    wrapped: Any = vars(source.module).get("original_model")
+    cfg: Any = source.module.cfg
+    if wrapped is not None:
+        kind, config = type(wrapped), getattr(wrapped, "config", None)
+        name = getattr(config, "_name_or_path", "")
+        options = {"revision": getattr(config, "_commit_hash", None), "device_map": getattr(wrapped, "hf_device_map", None)}
+        attention = getattr(config, "_attn_implementation", None)
+    else:
+        kind = getattr(transformers, str(cfg.original_architecture), None)  # type: ignore[assignment]  # None without a class
+        # Of a configuration written by hand, the name of the tokenizer is not that of the weights.
+        name = cfg.tokenizer_name if str(cfg.tokenizer_name).split("/")[-1] == cfg.model_name else ""
+        # The revision of a training checkpoint is not kept.
+        name, options, attention = "" if cfg.from_checkpoint else name, {}, None
+    if not name or not hasattr(kind, "from_pretrained"):
+        raise LayersimError(
+            f"`verify` is 'hf', but the checkpoint that {cfg.model_name!r} was loaded from is not known. Pass verify=model, "
+            "a Hugging Face model with the same weights: copy.deepcopy(model) before it is bridged."
+        )
+    given = {key: value for key, value in options.items() if value is not None}
+    return partial(_load_checkpoint, source, kind, name, given | {"attn_implementation": attention or "eager"})
+
+
+def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
+    """Load a checkpoint from a folder or from the hub's cache, in the dtype and on the device of the source."""
+    try:
+        model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source), local_files_only=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except PROBLEMS as error:
+        raise LayersimError(
+            f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first_line(error)}. Pass "
+            f"verify={kind.__name__}.from_pretrained({name!r})."
+        ) from error
+    return model if "device_map" in options else model.to(next(source.module.parameters()).device)

@@ -1,0 +1,449 @@
+"""Source of a model in this process that is read by forward hooks: TransformerLens, Hugging Face and plain torch models.
+
+Hooks are placed on TransformerLens hook points where the model has them. The model itself is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..activations.block_call import BlockCall, record_call
+from ..activations.site_buffer import SiteBuffer
+from ..activations.view import Kernel, Reduced, View, reduce, tokens_alone
+from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
+from ..architectures.feature_maps import positions_of, to_positions
+from ..architectures.heads import open_head
+from ..architectures.points import HookPoint, at_point, residual_points
+from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.unembed import Unembed, tensor_of, unembed_gap
+from ..core.errors import LayersimError
+from ..data.batches import Batch
+from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks
+from .inputs import device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
+from .model import describe, open_transformer_lens, same_stream, settled
+from .out_of_memory import refusing_full_memory, refusing_one_row
+from .source import PointSource, SitesRead
+
+
+def firing_order(
+    points: Sequence[HookPoint], modules: Mapping[str, torch.nn.Module], run: Callable[[], Any], pos: int | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The order in which a forward pass reaches hook points, as indices of the points, and the width of each point.
+
+    Args:
+        points: the hook points.
+        modules: the module of each point, by its path.
+        run: runs the forward pass; its errors after the last hook point are ignored.
+        pos: number of positions of a row, where tokens give it.
+
+    Raises:
+        LayersimError: a module runs more than once in a forward pass, or never.
+    """
+    order: list[int] = []
+    widths: dict[int, int] = {}
+    together: dict[tuple[str, bool], list[int]] = {}
+    for number, point in enumerate(points):
+        together.setdefault((point.module, point.incoming), []).append(number)
+
+    def see(numbers: list[int], given: Tensor) -> None:
+        if numbers[0] in widths:
+            raise not_once(points[numbers[0]].name, points[numbers[0]].module, "it runs more than once in a forward pass")
+        order.extend(numbers)
+        for number in numbers:
+            point = points[number]
+            hidden = to_positions(given, point.channels, point.name, pos)
+            widths[number] = at_point(hidden, point.part, name=point.name).shape[-1]
+
+    # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
+    with temporary_hooks() as handles, torch.no_grad(), kernels_alone():
+        handles += [on_tensor(modules[path], incoming, partial(see, numbers)) for (path, incoming), numbers in together.items()]
+        try:
+            run()
+        except LayersimError:
+            raise
+        except Exception:
+            if len(order) < len(points):
+                raise
+    for number, point in enumerate(points):
+        if number not in widths:
+            raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
+    return tuple(order), tuple(widths[number] for number in range(len(points)))
+
+
+def not_once(name: str, module: str, why: str) -> LayersimError:
+    """The error for a hook point whose module does not run exactly once in a forward pass.
+
+    Args:
+        name: of the hook point.
+        module: its path.
+        why: how often it runs.
+    """
+    return LayersimError(f"`at` names {name}, and its module {module} does not run once in a forward pass: {why}.")
+
+
+class StreamTest:
+    """Tests in one forward pass whether each module takes what the module before it gives.
+
+    Args:
+        paths: of the modules, in order.
+
+    Attributes:
+        strangers: paths of the modules that do not, or that give a feature map of a convolution.
+
+    Examples:
+        >>> import torch
+        >>> test = StreamTest(["blocks.0", "blocks.1"])
+        >>> test.leave(0, torch.zeros(1, 4, 8))
+        >>> test.enter(1, torch.ones(1, 4, 8))
+        >>> test.strangers
+        ['blocks.1']
+    """
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths, self.strangers = paths, list[str]()
+        self._last: Tensor | None = None
+
+    def enter(self, number: int, entering: Tensor) -> None:
+        """Compare the input of a module after the first with the output of the module before it.
+
+        Args:
+            number: of the module.
+            entering: its input.
+        """
+        if self._last is None or not same_stream(entering.detach()[:1], self._last):
+            self.strangers.append(self.paths[number])
+
+    def leave(self, number: int, output: Tensor) -> None:
+        """Keep the output of a module; that of the first begins a forward pass.
+
+        Args:
+            number: of the module.
+            output: its output.
+        """
+        if number == 0:
+            self.strangers = []
+        if output.dim() > 3:
+            self.strangers.append(self.paths[number])
+        # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
+        self._last = output.detach()[:1].clone()
+
+
+class SiteReader:
+    """Stores the activations of one forward pass over a batch, at its counted positions.
+
+    Args:
+        points: the sites.
+        names: of the sites.
+        order: the order in which the forward pass reaches the sites; None for any order.
+        batch: the batch that runs.
+
+    Attributes:
+        buffer: the activations.
+        seen: the sites that were read so far.
+    """
+
+    def __init__(
+        self, points: tuple[HookPoint, ...], names: tuple[str, ...], order: tuple[int, ...] | None, batch: Batch
+    ) -> None:
+        self.points, self.order, self.seen = points, order, list[int]()
+        self.pos = batch.token_positions
+        keep = batch.counted.reshape(-1).nonzero()[:, 0]
+        shape = (batch.counted.shape[0], batch.counted.shape[1])
+        self.buffer = SiteBuffer(names, keep, shape, batch.pooled, batch.has_positions)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every site was read."""
+        return len(self.seen) == len(self.points)
+
+    def read(self, sites: list[int], hidden: Tensor) -> None:
+        """Store the sites that are parts of one tensor.
+
+        Args:
+            sites: their numbers.
+            hidden: the input or the output of a module.
+
+        Raises:
+            LayersimError: a site runs twice or out of order, or its activations do not fit the batch.
+        """
+        for site in sites:
+            point, count = self.points[site], len(self.seen)
+            if site in self.seen or (self.order is not None and site != self.order[count]):
+                raise LayersimError(
+                    f"{point.name} ran after {count} of {len(self.points)} sites were read, so its module {point.module} does "
+                    "not run once and in order in a forward pass. Name the blocks in the order in which they run, as "
+                    "layers=[...]; a hook of yours must not run the model again."
+                )
+            self.buffer.put(
+                site, to_positions(whole_tensor(hidden, point.name), point.channels, point.name, self.pos), point.part
+            )
+            self.seen.append(site)
+
+
+def whole_tensor(hidden: Tensor, name: str) -> Tensor:
+    """The activations of a site as one tensor, also where every process holds a copy of them.
+
+    Args:
+        hidden: a plain tensor, or one that is distributed over processes.
+        name: of the site.
+
+    Raises:
+        LayersimError: each process holds a part.
+    """
+    shared: Any = hidden
+    placements = getattr(shared, "placements", None)
+    if placements is None:
+        return hidden
+    if not all(placement.is_replicate() for placement in placements):
+        raise LayersimError(
+            f"The activations at {name} are {' x '.join(map(str, hidden.shape))} in parts on several processes (sequence "
+            "parallelism); every process must hold all of them."
+        )
+    whole: torch.Tensor = shared.to_local()
+    return whole
+
+
+class HookedSource(PointSource):
+    """Source of a model whose blocks are modules of this process, read by forward hooks.
+
+    Args:
+        model: HookedTransformer, TransformerBridge, or a Hugging Face model.
+        layers: paths of the blocks of a plain model whose layout is not known.
+        unembed: paths of its final norm and head, where the layout does not give them.
+    """
+
+    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
+        self.module = model
+        self.embed: torch.nn.Module | None
+        self.blocks: list[torch.nn.Module]
+        self._is_transformer_lens = is_transformer_lens(model)
+        self._open(layers, unembed)
+        self._place_blocks()
+        self._check: Callable[[Batch], None] | None = None
+
+    def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
+        """Set the paths of the blocks, the embedding and the description of the model."""
+        model = self.module
+        if self._is_transformer_lens:
+            refuse_paths(layers, unembed, "TransformerLens models")
+            self.embed, self._model = open_transformer_lens(model)
+            self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
+        else:
+            self._check_weights(model)
+            self.paths, self._named = find_blocks(model, layers), layers is not None
+            self.embed = find_embedding(model)
+            tokenizer = getattr(model, "tokenizer", None)
+            self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
+        self._home, self._head_paths = self.paths, unembed
+
+    def _check_weights(self, model: torch.nn.Module) -> None:
+        """Refuse a model whose weights were never loaded."""
+        refuse_no_weights(model)
+
+    def _place_blocks(self) -> None:
+        """Set the blocks, the places of the residual layers and the head."""
+        if self._is_transformer_lens:
+            self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
+            points = tuple(HookPoint(name, name) for name in self._model.layers)
+        else:
+            self.blocks = [self.module.get_submodule(path) for path in self.paths]
+            points = residual_points(self._model.layers, self.paths)
+        self._start_reading(points, tuple(range(len(points))))
+        self.head, self.unembed = self._open_head()
+
+    def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
+        """The module that gives logits (before scale and soft-cap), and the logit lens."""
+        return (None, None) if self._model.head is None else open_head(self.module, self._model.head)
+
+    @property
+    def points_read(self) -> tuple[HookPoint, ...]:
+        """The hook points that forward passes read."""
+        return self._reading.points
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The order in which a forward pass reaches these hook points; None where none has shown it yet."""
+        return self._reading.order
+
+    def aside(self) -> bool:
+        """True while the forward pass is not to be recorded."""
+        return False
+
+    @property
+    def is_settled(self) -> bool:
+        return super().is_settled and self._check is None
+
+    def check_first_row(self, check: Callable[[Batch], None]) -> None:
+        """Let `settle` call `check` with its batch, once."""
+        self._check = check
+
+    def count_positions(self, batch: Batch) -> int:
+        seen, point = list[int](), self._reading.points[0]
+
+        def note(hidden: Tensor) -> None:
+            seen.append(positions_of(hidden.shape, point.channels, point.name))
+            run.stop()
+
+        with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as run:
+            handles.append(on_tensor(self._module_at(point.module), point.incoming, note))
+            self._forward(batch)
+        if not seen:
+            raise self._not_in_order(f"no {point.name}")
+        return seen[0]
+
+    def settle(self, batch: Batch) -> None:
+        if self._check is not None:
+            check, self._check = self._check, None
+            check(batch)
+        if self._model.stream == "unknown":
+            row = batch.first_row
+            with refusing_one_row(row), torch.no_grad(), ForwardRun() as run, self.settling(run.stop):
+                self._forward(row)
+        if self._reading.order is None:
+            points, row = self._reading.points, batch.short_row
+            modules = {point.module: self._module_at(point.module) for point in points}
+            self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(row), row.token_positions))
+
+    def note_widths(self, view: View) -> None:
+        """Take the widths of sites from a view, where no forward pass of this package has shown them."""
+        if not self.reads_residual:
+            self._reading = replace(self._reading, widths=view.widths)
+
+    def _module_at(self, path: str) -> torch.nn.Module:
+        """The module at a path, or the hook point of a TransformerLens model of that name."""
+        points: Any = self.module.hook_dict if self._is_transformer_lens else {}
+        point: torch.nn.Module | None = points.get(path)
+        return self.module.get_submodule(path) if point is None else point
+
+    def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
+        """The sites that are parts of one tensor, by module and by whether its input is read."""
+        together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
+        for site, point in enumerate(self._reading.points):
+            together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
+        return together
+
+    @contextmanager
+    def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A context whose first forward pass tests whether the modules pass on one residual stream, where this is not known.
+
+        Args:
+            end: called when the last module has run.
+        """
+        with temporary_hooks() as handles:
+            for place in self.stream_test(end):
+                handles.append(on_tensor(*place))
+            yield
+
+    def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
+        """What `settling` hooks, as the arguments of `on_tensor`; empty where it is known what the modules pass on.
+
+        Args:
+            end: called when the last module has run.
+        """
+        if self._model.stream != "unknown":
+            return []
+        test = StreamTest(self.paths)
+
+        def leave(number: int, output: Tensor) -> None:
+            test.leave(number, output)
+            if number == len(self.blocks) - 1 and self._model.stream == "unknown":
+                self._model = settled(self._model, self.module, self.paths, self._named, test.strangers)
+                end()
+
+        places: list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]] = []
+        for number, block in enumerate(self.blocks):
+            if number:
+                places.append((block, True, partial(test.enter, number)))
+            places.append((block, False, partial(leave, number)))
+        return places
+
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        view = self.collect(batch)
+        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
+            return reduce(kernels, view)
+
+    def collect(self, batch: Batch) -> View:
+        return self._parts.collect(batch, self._collect, self._indivisible)
+
+    def _collect(self, batch: Batch) -> View:
+        """The view of one forward pass over the batch."""
+        reader, calls = SiteReader(self._reading.points, self.sites, self._reading.order, batch), list[BlockCall]()
+
+        def read(sites: list[int], hidden: Tensor) -> None:
+            if not self.aside():
+                reader.read(sites, hidden)
+                if reader.is_complete and (not self.calling or len(calls) == len(self.blocks)):
+                    run.stop()
+
+        with torch.no_grad(), temporary_hooks() as handles, ForwardRun() as run:
+            if self.calling:
+                handles += self._note_calls(calls)
+            for (module, incoming), sites in self.modules_read().items():
+                handles.append(on_tensor(module, incoming, partial(read, sites)))
+            self._forward(batch)
+        if not reader.is_complete:
+            raise self._not_in_order(f"{len(reader.seen)} of {len(self.sites)} sites")
+        if self.calling and len(calls) != len(self.blocks):
+            raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
+        known, device = tokens_alone(batch), reader.buffer.activations.device
+        names = ("tokens", "next_token", "row", "column", "labels")
+        given: dict[str, Any] = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
+        return View(**reader.buffer.fields(), **given, unembed=self.unembed, calls=tuple(calls) if self.calling else None)
+
+    def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
+        """Register hooks that append each block's call, with all its arguments, to a list."""
+        given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
+
+        def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[block] = (args, kwargs)
+
+        def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
+            if not self.aside():
+                calls.append(record_call(block, *given.pop(block), output))
+
+        # Before all other hooks, which will change the arguments once more when the block is called again.
+        entering = [on_enter(block, in_this_thread(before), first=True) for block in self.blocks]
+        return entering + [on_leave(block, in_this_thread(after)) for block in self.blocks]
+
+    def _not_in_order(self, given: str) -> LayersimError:
+        return LayersimError(
+            f"The forward pass of {self.model.name} did not go through its layers in order: {given}. Name the blocks in the "
+            "order in which they run, as layers=[...]."
+        )
+
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        assert self.unembed is not None
+        row = batch.first_row
+        seen: list[Tensor] = []
+        with refusing_one_row(row), temporary_hooks() as handles, torch.no_grad():
+            handles.append(on_tensor(self._module_at(self.residual_points[-1].module), False, seen.append))
+            logits = tensor_of(self.call(row))
+            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
+
+    def _forward(self, batch: Batch) -> None:
+        """Run one forward pass, and explain an error that it raises.
+
+        Raises:
+            LayersimError: the model cannot be run on tokens and a mask alone.
+        """
+        with refusing_failed_forward(self.module, batch.inputs):
+            self.call(batch)
+
+    def call(self, batch: Batch, **more: Any) -> Any:
+        """One forward pass, over all inputs of the batch, with `more` keyword arguments."""
+        device = device_of(self.module)
+        if self.embed is not None:
+            device = next(self.embed.parameters(), torch.empty(0, device=device)).device
+        # accelerate loads offloaded weights and moves their inputs by its own hooks.
+        device = torch.device("cpu") if device.type == "meta" else device
+        args, options = forward_arguments(self.module, batch, self._model)
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        return self.module(*(value.to(device) for value in args), **options, **more)

@@ -1,0 +1,165 @@
+"""Forward hooks, early ends of forward passes and evaluation mode: how this package runs a model and leaves it unchanged.
+
+No other module registers torch hooks or stops forward passes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..activations.block_call import first_tensor
+from ..core.arguments import typed
+
+
+def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = False) -> RemovableHandle:
+    """Register a forward pre-hook.
+
+    Args:
+        module: the module.
+        call: called with the module, its positional and its keyword arguments; a pair returned replaces these arguments.
+        first: whether to run before the hooks that the module has already.
+    """
+    return module.register_forward_pre_hook(call, with_kwargs=True, prepend=first)
+
+
+def on_leave(
+    module: torch.nn.Module, call: Callable[..., Any], with_kwargs: bool = False, always: bool = False
+) -> RemovableHandle:
+    """Register a forward hook.
+
+    Args:
+        module: the module.
+        call: called with the module, its positional arguments and its output; a value returned replaces the output.
+        with_kwargs: whether to call with the keyword arguments too, before the output.
+        always: whether to call also after an exception in the module's forward.
+    """
+    return module.register_forward_hook(call, with_kwargs=with_kwargs, always_call=always)
+
+
+def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], object]) -> RemovableHandle:
+    """Register a hook that reads the first tensor of a module's input or output, in forward passes of this thread.
+
+    Args:
+        module: the module.
+        incoming: whether its input is read; else its output.
+        see: takes the tensor.
+    """
+
+    def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(first_tensor((*args, *kwargs.values())))
+
+    def leave(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        see(first_tensor(output))
+
+    return on_enter(module, in_this_thread(enter)) if incoming else on_leave(module, in_this_thread(leave))
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that runs only in the current thread, because other threads may run the same modules at the same time."""
+    thread = threading.get_ident()
+
+    def call(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return call
+
+
+@contextmanager
+def temporary_hooks() -> Iterator[list[RemovableHandle]]:
+    """A context that yields a list; the hooks whose handles the caller appends to the list are removed at the end."""
+    handles: list[RemovableHandle] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class StopForward(Exception):
+    """Ends a forward pass early.
+
+    Args:
+        run: the run that ends with it.
+    """
+
+    def __init__(self, run: ForwardRun) -> None:
+        super().__init__(run)
+        self.run = run
+
+
+class ForwardRun:
+    """A context for forward passes that a hook may end early.
+
+    A hook that calls `stop` ends the forward pass, and execution continues after the `with` block. A `StopForward` of another
+    run passes through.
+
+    Examples:
+        >>> import torch
+        >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))  # the second would raise
+        >>> seen = []
+        >>> with temporary_hooks() as handles, ForwardRun() as run:
+        ...     handles.append(on_leave(module[0], lambda _m, _args, output: (seen.append(output), run.stop())))
+        ...     _ = module(torch.ones(1, 2))
+        >>> seen[0].shape
+        torch.Size([1, 2])
+    """
+
+    def stop(self) -> NoReturn:
+        """End the forward pass; called by a hook."""
+        raise StopForward(self)
+
+    def __enter__(self) -> ForwardRun:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        return isinstance(error, StopForward) and error.run is self
+
+
+@contextmanager
+@typed
+def eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """A context in which every submodule is in evaluation mode; each submodule's own mode is restored at the end."""
+    modes = [(sub, sub.training) for sub in every_module(module)]
+    try:
+        for sub, _ in modes:
+            sub.training = False
+        yield
+    finally:
+        for sub, training in modes:
+            sub.training = training
+
+
+def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """All submodules of a module, including those inside a TransformerBridge that the bridge itself does not list."""
+    inner = vars(module).get("original_model")
+    more = inner.modules() if isinstance(inner, torch.nn.Module) else ()
+    return list(dict.fromkeys((*module.modules(), *more)))
+
+
+# Kernels set the precision of float32 products, and some of them the kind of attention, for the whole process.
+_KERNELS = threading.RLock()
+_thread_of_kernels: int | None = None
+
+
+@contextmanager
+def kernels_alone() -> Iterator[None]:
+    """A context for kernels: no other thread runs kernels meanwhile, and probes do not record block calls made inside."""
+    global _thread_of_kernels
+    with _KERNELS:
+        before, _thread_of_kernels = _thread_of_kernels, threading.get_ident()
+        try:
+            yield
+        finally:
+            _thread_of_kernels = before
+
+
+def in_kernel() -> bool:
+    """True while this thread runs a kernel."""
+    return _thread_of_kernels == threading.get_ident()

@@ -1,0 +1,469 @@
+"""Identity of a model: checksums of all its weights, quantised ones too, and changes that are not in its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from ..core.errors import LayersimError
+from ..core.functions import ValueNames, defined_in, digest_of_code
+from .hooks import every_module
+
+# Packed weights of GPTQ and AWQ, which are buffers.
+PACKED = "qweight"
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Whether a parameter is stored as the numbers that it stands for: not as integers, 8-bit floats or packed tensors.
+
+    Examples:
+        >>> import torch
+        >>> is_plain(torch.zeros(2, 2)), is_plain(torch.zeros(2, 2, dtype=torch.int8))
+        (True, False)
+    """
+    # Tensors that are sharded over processes are a subclass too.
+    packed = hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "placements")
+    return parameter.is_floating_point() and parameter.dtype not in EIGHT_BIT_FLOATS and not packed
+
+
+def quantised_among(modules: Sequence[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Those of some modules whose own weights are quantised.
+
+    Args:
+        modules: their submodules do not count.
+    """
+    found = {module for module in modules if PACKED in module._buffers}
+    # Whether a parameter is plain depends on its class and dtype alone, of which a model has few.
+    holders: dict[tuple[type, torch.dtype], tuple[Tensor, set[torch.nn.Module]]] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault((type(parameter), parameter.dtype), (parameter, set()))[1].add(module)
+    return found.union(*(held for parameter, held in holders.values() if not is_plain(parameter)))
+
+
+def quantised_modules(module: torch.nn.Module) -> list[str]:
+    """Paths of the modules whose weights are quantised: by torchao, bitsandbytes, GPTQ, AWQ, HQQ, Quanto and similar packages.
+
+    Args:
+        module: the model.
+
+    Examples:
+        >>> import torch
+        >>> quantised_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        []
+    """
+    found = quantised_among(list(module.modules()))
+    return [path for path, sub in module.named_modules() if sub in found]
+
+
+def plain_parts(value: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of which a tensor subclass consists; the tensor itself where it is plain.
+
+    Args:
+        value: a parameter or a buffer.
+    """
+    if is_plain(value) or not hasattr(value, "__tensor_flatten__"):
+        yield value
+        return
+    names, _ = value.__tensor_flatten__()
+    for name in names:
+        yield from plain_parts(getattr(value, name))
+
+
+def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
+    """Refuse a model with quantised weights for what needs plain ones.
+
+    Args:
+        module: the model.
+        what: what is refused, as a sentence without its full stop.
+        do: the call to make instead.
+
+    Raises:
+        LayersimError: the model has quantised weights.
+    """
+    paths = quantised_modules(module)
+    if paths:
+        kinds = sorted({type(module.get_submodule(path)).__name__ for path in paths})
+        raise LayersimError(f"{what}: {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}. Use {do}.")
+
+
+# Attributes of a module, or of torch for all modules, that hold hooks.
+KINDS_OF_HOOKS = {
+    "forward hook": "_forward_hooks",
+    "forward pre-hook": "_forward_pre_hooks",
+    "backward hook": "_backward_hooks",
+    "backward pre-hook": "_backward_pre_hooks",
+}
+# Packages whose hooks belong to how a model is loaded, divided and read. The last is the placeholder of a pickled `Hook`.
+OWN_PACKAGES = (
+    *("tl_layersim", "nnsight", "accelerate", "transformers", "transformer_lens", "peft", "bitsandbytes", "deepspeed"),
+    *("torch.nn.utils", "torch.nn.parallel", "torch.distributed", "torch.ao", "torch.utils", "torch._dynamo", "contextlib"),
+)
+EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
+
+
+def hooks_on(module: torch.nn.Module) -> str:
+    """The hooks of others on a model's modules, and forward methods that were replaced, as text.
+
+    It has the place, the qualified name, and a digest of code and captured values of each. Hooks of this package, nnsight,
+    accelerate, transformers, TransformerLens and torch are left out. Hooks that users add to hook points of TransformerLens
+    count, and so do hooks that only observe.
+
+    Args:
+        module: the model.
+
+    Returns:
+        "" if there are none. A hook that is no function, or that holds objects without a name in every process, is marked with
+        `UNKNOWN`.
+
+    Examples:
+        >>> module = torch.nn.Linear(2, 2)
+        >>> module._forward_hooks[0] = len
+        >>> hooks_on(module).split(" sha256 ")[0]
+        'forward hook of Linear: builtins.len'
+    """
+    paths = _paths(module)
+    known = {id(sub): f"module {path}" for sub, path in paths.items()}
+    found = []
+    for sub, path in [*paths.items(), (None, "every module")]:
+        for kind, name in KINDS_OF_HOOKS.items():
+            hooks = getattr(torch_module, f"_global{name}") if sub is None else getattr(sub, name)
+            for hook in hooks.values():
+                function = _user_function(hook)
+                if not _is_own(function):
+                    names = ValueNames(known)
+                    found.append(_marked(f"{kind} of {path}: {names.function(function)}", names))
+    for sub, path in paths.items():
+        forward = _replaced_forward(sub)
+        if forward is not None and not _is_own(forward):
+            names = ValueNames(known)
+            found.append(_marked(f"forward of {path}: {names.function(forward)}", names))
+    return "; ".join(found)
+
+
+def edits_of(model: Any) -> str:
+    """The edits of an nnsight model (`model.edit()`), as text: a digest of the source and the captured values of each.
+
+    Args:
+        model: of nnsight.
+
+    Returns:
+        "" if there are none. An edit that holds objects without a name in every process is marked with `UNKNOWN`.
+    """
+    from nnsight.intervention.serialization import reduce_block
+
+    known = {id(envoy): f"envoy {envoy.path}" for envoy in model.modules()}
+    known |= {id(sub): f"module {path}" for sub, path in _paths(model._module).items()}
+    found = []
+    for edit in model._edits:
+        # An edit of a model that was deserialised has no source.
+        source, *values = ("", {"edit": edit}) if edit.node is None else reduce_block(edit.node, edit.glbls, edit.lcls)
+        names = ValueNames(known | {id(envoy): f"envoy {envoy.path}" for held in values for envoy in _envoys_in(held)})
+        found.append(_marked(f"{EDIT} sha256 {names.digest(source.strip(), values)}", names))
+    return "; ".join(found)
+
+
+def refuse_unknown(changes: str, argument: str) -> None:
+    """Refuse a run that is compared with a later one, for a model with a change that cannot be compared.
+
+    Args:
+        changes: of the model, see `hooks_on` and `edits_of`.
+        argument: that names the file of the run.
+
+    Raises:
+        LayersimError: a change has contents that are unknown.
+    """
+    unknown = [change for change in changes.split("; ") if change.endswith(UNKNOWN)]
+    if unknown:
+        raise LayersimError(
+            f"`{argument}` cannot be used: {', '.join(unknown)} cannot be compared with that of a later call. Write it as a "
+            "function of plain values."
+        )
+
+
+def refuse_edits(changes: str, what: str) -> None:
+    """Refuse an nnsight model with edits for what calls its modules outside of a trace, where the edits do not apply.
+
+    Args:
+        changes: of the model, see `edits_of`.
+        what: the analyzer or function, for the message.
+
+    Raises:
+        LayersimError: the model has edits.
+    """
+    if EDIT in changes:
+        raise LayersimError(
+            f"{what} runs blocks of the model on their own, where {changes} does not apply. Use a forward hook of PyTorch, "
+            "or model.clear_edits()."
+        )
+
+
+def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """The paths of all submodules; the model itself by its class."""
+    inner = vars(module).get("original_model")
+    paths: dict[torch.nn.Module, str] = {}
+    for root, prefix in ((module, ""), (inner, "original_model.")):
+        if isinstance(root, torch.nn.Module):
+            paths = {sub: prefix + path for path, sub in root.named_modules()} | paths
+    return {sub: paths[sub] or type(sub).__name__ for sub in every_module(module)}
+
+
+def _envoys_in(values: Mapping[str, Any]) -> Iterator[Any]:
+    """The envoys of the model, or of the copy of it that an edit was written against, among captured values."""
+    for value in values.values():
+        if hasattr(type(value), "interleave"):
+            yield from value.modules()
+
+
+def _user_function(hook: Any) -> Any:
+    """The function that a user has added to a hook point of TransformerLens, which wraps it; other hooks as they are."""
+    while defined_in(hook) == "transformer_lens.hook_points" and getattr(hook, "__closure__", None):
+        held = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))
+        inner = held.get("hook", held.get("full_hook"))
+        if inner is None:
+            break
+        hook = inner
+    return hook
+
+
+def _replaced_forward(module: torch.nn.Module) -> Any:
+    """The forward method of a module in place of that of its class; None where it is that of its class."""
+    forward = vars(module).get("forward")
+    # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
+    forward = getattr(getattr(forward, "state", None), "body", forward)
+    if forward is None or getattr(forward, "__func__", forward) is type(module).forward:
+        return None
+    held = inspect.getclosurevars(forward).nonlocals if defined_in(forward).startswith("nnsight.") else {}
+    return held.get("forward", forward)
+
+
+def _is_own(function: Any) -> bool:
+    home = defined_in(function)
+    # A wrapper has the name of what it wraps.
+    home = function.__globals__["__name__"] if hasattr(function, "__wrapped__") and hasattr(function, "__globals__") else home
+    return any(home == name or home.startswith(f"{name}.") for name in OWN_PACKAGES)
+
+
+def _marked(change: str, names: ValueNames) -> str:
+    return f"{change} with {', '.join(dict.fromkeys(names.unknown))}, {UNKNOWN}" if names.unknown else change
+
+
+# Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each
+# thread stay in the cache of a processor; a GPU takes more rows at a time.
+WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
+# Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
+PASSING = {"training", "gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
+PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
+# Private attributes by which layers of PEFT compute; others are of how a model was made.
+PRIVATE = {"_active_adapter", "_disable_adapters"}
+
+
+class StoredWeights:
+    """The weights of a model in this process. Their checksum is computed when it is first read, and then kept.
+
+    A pickled or copied object is the text of its checksum.
+
+    Args:
+        module: the model.
+
+    Examples:
+        >>> module = torch.nn.Linear(2, 2)
+        >>> str(StoredWeights(module)) == hash_weights(module)
+        True
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    @cached_property
+    def _checksum(self) -> str:
+        return hash_weights(self._module)
+
+    def __str__(self) -> str:
+        return self._checksum
+
+    def again(self) -> StoredWeights:
+        """The same weights, without the checksum that was computed of them."""
+        return StoredWeights(self._module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self._checksum,)
+
+
+@torch.no_grad()
+def hash_weights(module: torch.nn.Module) -> str:
+    """Checksum of a model's weights and of the modules that compute with them; "" if the weights are not all in this process.
+
+    All bytes of parameters and buffers count, and of each module its class and its attributes that are numbers, texts or
+    collections of them, such as the epsilon of a norm or the scaling of a LoRA adapter. It has 12 hex digits.
+
+    Equal bits have equal checksums on every device and in every memory layout. Dtypes, shapes and the order of the tensors
+    count, names do not. Of quantised weights the stored integers and scales are taken. Weights that accelerate has offloaded
+    are read one by one from the memory or the disk that holds them. The checksum guards against mistakes, not attackers.
+
+    Each row of `WORDS` words is multiplied with constants and added modulo 2^64, the lower and the upper half of each word
+    with constants of their own: the multilinear hashing of Carter and Wegman (1979), "Universal classes of hash functions".
+    Two tensors that differ have the same sum with a probability of at most 2^-32. SHA-256 joins the sums of all rows.
+
+    Args:
+        module: the model. Sharded tensors (`DTensor`) and weights that were not loaded give "".
+
+    Examples:
+        >>> module = torch.nn.Linear(2, 2)
+        >>> before = hash_weights(module)
+        >>> module.weight.data[0, 0] += 1e-3
+        >>> hash_weights(module) == before
+        False
+    """
+    whole, known, count = hashlib.sha256(), dict[int, bytes](), 0
+    for tensor, is_own in _stored_tensors(module):
+        if tensor.is_meta or hasattr(tensor, "placements"):
+            return ""
+        # Tied weights are one tensor. The address of one that is read or made for the checksum may be that of the next.
+        digest = known[id(tensor)] if id(tensor) in known else digest_of_tensor(tensor)
+        known |= {id(tensor): digest} if is_own else {}
+        whole.update(digest)
+        count += 1
+    whole.update(repr([_settings_of(sub) for sub in every_module(module)]).encode())
+    return whole.hexdigest()[:12] if count else ""
+
+
+def digest_of_tensor(tensor: Tensor) -> bytes:
+    """SHA-256 of a tensor's dtype and shape, and of the sums of its rows of words, see `hash_weights`.
+
+    Args:
+        tensor: of any dtype, on any device.
+    """
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # A tensor of one element counts as contiguous with any stride.
+    flat = (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+    per_row = 8 * WORDS
+    rows = ROWS_ON_GPU if flat.is_cuda else ROWS_ON_CPU * torch.get_num_threads()
+    whole = len(flat) - len(flat) % per_row
+    sums = [_sums_of_rows(flat[start : min(start + rows * per_row, whole)]) for start in range(0, whole, rows * per_row)]
+    if whole < len(flat):
+        last = flat.new_zeros(per_row)
+        last[: len(flat) - whole] = flat[whole:]
+        sums.append(_sums_of_rows(last))
+    if sums:
+        digest.update(torch.cat(sums).cpu().numpy().astype("<i8").tobytes())
+    return digest.digest()
+
+
+def _sums_of_rows(flat: Tensor) -> Tensor:
+    """For each row of `WORDS` words, here as bytes, the sum of the words' products with constants."""
+    if flat.storage_offset() % 8:
+        # Words begin at multiples of their size.
+        flat = flat.clone()
+    words = flat.view(torch.int64).view(-1, WORDS)
+    lower, upper = (constants.to(words.device) for constants in _multipliers())
+    sums: Tensor = (words * lower).add_((words >> 32).mul_(upper)).sum(-1)
+    return sums
+
+
+@cache
+def _multipliers() -> tuple[Tensor, Tensor]:
+    """Two rows of `WORDS` odd numbers of 64 bits without a pattern, the same in every version of torch: SplitMix64."""
+    numbers, state = [], 0
+    for _ in range(2 * WORDS):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        z = (z ^ (z >> 31)) | 1
+        numbers.append(z - 2**64 if z >= 2**63 else z)
+    lower, upper = torch.tensor(numbers).view(2, WORDS)
+    return lower, upper
+
+
+def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
+    """A module's class, and the names and texts of its plain attributes."""
+    kept = {name for name in vars(module) if name in PRIVATE or not name.startswith("_")} - PASSING
+    # Libraries that place a model wrap its methods, such as `to`. `model_changes` names a `forward` that is replaced.
+    kept -= {name for name in kept if callable(getattr(type(module), name, None))}
+    plain = [(name, text) for name in sorted(kept) if (text := _plain_text(vars(module)[name])) is not None]
+    return f"{type(module).__module__}.{type(module).__qualname__}", plain
+
+
+def _plain_text(value: Any) -> str | None:
+    """Text of a number, a text, a function, or a collection of them, in an order of its own; None for other objects."""
+    if value is None or isinstance(value, str | bool | int | float | complex | np.generic):
+        return repr(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, partial):
+        return _plain_text([value.func, value.args, value.keywords])
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        code = digest_of_code([value]) if isinstance(value, FunctionType) else ""
+        return f"{value.__module__}.{value.__qualname__} {code}"
+    items = [list(item) for item in value.items()] if isinstance(value, dict) else value
+    if not isinstance(items, list | tuple | set | frozenset):
+        return None
+    # Of a collection with other objects too, the plain ones.
+    known = [text for item in items if (text := _plain_text(item)) is not None]
+    return None if items and not known else str(known if isinstance(value, list | tuple) else sorted(known))
+
+
+def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that determine what a model computes, in the order of its modules, and whether a module holds the tensor.
+
+    Weights that were not loaded are on the meta device.
+    """
+    holders, modules = _offloaded(module), every_module(module)
+    quantised = quantised_among(modules)
+    for sub in modules:
+        if sub in quantised:
+            # bitsandbytes and HQQ keep scales in objects of their own, which the state dict contains.
+            stored = [value for value in sub.state_dict().values() if isinstance(value, Tensor)]
+            yield from ((part, False) for value in stored for part in plain_parts(value))
+            continue
+        for name, value in [*sub._parameters.items(), *sub._buffers.items()]:
+            if value is None or _is_recomputed(sub, name):
+                continue
+            held = [_held(weights, path + name) for weights, path in holders.get(sub, ())] if value.is_meta else []
+            read = next((one for one in held if one is not None), None)
+            yield (value, True) if read is None else (read, False)
+
+
+def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
+    """By module, the mappings in which accelerate keeps offloaded weights, with the path of the module in each."""
+    found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
+    for holder in every_module(module):
+        hook = vars(holder).get("_hf_hook")
+        for one in getattr(hook, "hooks", (hook,)):
+            weights = getattr(one, "weights_map", None)
+            if one is None or weights is None:
+                continue
+            inside = holder.named_modules() if one.place_submodules else [("", holder)]
+            for path, sub in inside:
+                found.setdefault(sub, []).append((weights, f"{path}." if path else ""))
+    return found
+
+
+def _held(weights: Any, name: str) -> Tensor | None:
+    """An offloaded tensor, read from where it is; None where the mapping does not hold it."""
+    try:
+        value = weights[name]
+    except KeyError:
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
+def _is_recomputed(module: torch.nn.Module, name: str) -> bool:
+    """Whether forward passes recompute a buffer: rotary frequencies that depend on the length of the row."""
+    if name in module._parameters or not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
+        return False
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)

@@ -1,0 +1,265 @@
+"""Arguments of a model's forward pass: the inputs of a batch by name, a mask where there is padding, and no cache."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..core.wording import first_line
+from ..data.batches import Batch
+from ..data.inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
+from .model import Model
+from .out_of_memory import is_out_of_memory
+from .source import CanCountPositions, Source
+
+# Masks over positions that are known only inside a forward pass, by the stack of an encoder-decoder that they mask.
+INNER_MASKS = {"encoder": "pixel_mask", "decoder": "decoder_attention_mask"}
+# Inputs that mean nothing where all of their values are 0, also to a model that does not take them.
+EMPTY_IF_ZERO = ("token_type_ids",)
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """The device of a module's first weight or buffer; the CPU for a module without either."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a forward pass over a batch.
+
+    Token ids are positional, because modules give them different names; those of a decoder beside an encoder, and all other
+    inputs, are passed by name.
+
+    Args:
+        module: the model.
+        batch: the rows.
+        model: the description of the same model.
+
+    Raises:
+        LayersimError: the model does not take an input of the batch, or takes no mask and the batch is padded.
+    """
+    _refuse_masked_positions(batch, model)
+    options: dict[str, Any] = {}
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        options["use_cache"] = False
+    if batch.padded:
+        options[model.mask_input] = _attention_mask(module, batch, model.mask_input)
+    main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS
+    for name, values in batch.inputs.items():
+        if name == main or name in model.inputs:
+            options[name] = _in_dtype(values, model)
+        elif name not in EMPTY_IF_ZERO or bool(values.any()):
+            raise _not_taken(name, model)
+    if batch.has_tokens:
+        if model.main_input in ROW_AXES:
+            raise _not_tokens(model)
+        if model.token_input != TOKEN_IDS:
+            return (), options | {model.token_input: batch.tokens}
+        return (batch.tokens,), options
+    # A TransformerBridge has one argument for tokens, pixels and embeddings.
+    return ((options.pop(main),), options) if type(module).__name__ == "TransformerBridge" else ((), options)
+
+
+def _refuse_masked_positions(batch: Batch, model: Model) -> None:
+    """Refuse rows without token ids of which a mask hides positions of the stack that is read, which would be counted.
+
+    Raises:
+        LayersimError: it hides some.
+    """
+    mask = INNER_MASKS.get(model.layers[0].partition(".")[0])
+    if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
+        hidden = int((batch.inputs[mask] == 0).sum())
+        raise LayersimError(
+            f"`{mask}` {tuple(batch.inputs[mask].shape)} hides positions of the stack that is read: it has {hidden} zeros, "
+            f"and positions of {model.layers[0]} are masked only inside a forward pass. Give images without padding, or "
+            "measure with lsim.attach."
+        )
+
+
+def _attention_mask(module: torch.nn.Module, batch: Batch, name: str) -> Tensor:
+    """The attention mask of a padded batch.
+
+    Raises:
+        LayersimError: the model takes none.
+    """
+    accepts = inspect.signature(type(module).forward).parameters.values()
+    if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in accepts):
+        raise LayersimError(
+            f"{type(module).__name__} takes no `{name}`, and these rows are of different lengths. Use batch_size=1."
+        )
+    return batch.attention.long()
+
+
+def _in_dtype(values: Tensor, model: Model) -> Tensor:
+    """Floats in the dtype of the model's parameters; whole numbers and truth values as they are."""
+    dtype = getattr(torch, model.dtype.removeprefix("torch."), None)
+    return values.to(dtype) if values.is_floating_point() and isinstance(dtype, torch.dtype) else values
+
+
+def _not_taken(name: str, model: Model) -> LayersimError:
+    return LayersimError(
+        f"`{name}` in the data is no input of {model.name}, which takes "
+        f"{', '.join(dict.fromkeys((model.main_input, *model.inputs)))}."
+    )
+
+
+def _not_tokens(model: Model) -> LayersimError:
+    return LayersimError(
+        f"{model.name} takes `{model.main_input}`, and the data are tokens. Pass data={{'{model.main_input}': ...}}, or "
+        "images with tokenizer=processor."
+    )
+
+
+def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Arguments of a forward pass over as little as the model takes: one token, or one image or recording of zeros.
+
+    Args:
+        module: the model.
+        model: the description of the same model.
+        decodes: whether a decoder beside the encoder takes tokens of its own.
+
+    Raises:
+        LayersimError: the size of its main input is not known from its configuration.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long)
+    more = {"decoder_input_ids": token} if decodes else {}
+    # A decoder that is read has tokens for its main input; what the model as a whole takes is what its encoder takes.
+    main = getattr(module, "main_input_name", model.main_input) if decodes else model.main_input
+    if main not in ROW_AXES:
+        return (token,), more
+    return (), {main: _in_dtype(torch.zeros(1, *shape_of_row(module, model, main)), model)} | more
+
+
+def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int, ...]:
+    """Shape of one image or recording that a model takes.
+
+    Args:
+        module: the model.
+        model: the description of the same model.
+        name: of the input.
+
+    Raises:
+        LayersimError: the size is not known from the configuration.
+    """
+    config = getattr(module, "config", None)
+    config = getattr(config, "vision_config", config) if name == PIXELS else config
+    size, bins = getattr(config, "image_size", None), getattr(config, "num_mel_bins", None)
+    length = getattr(config, "max_source_positions", None)
+    if name == PIXELS and size is not None:
+        return (getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
+    if name == "input_features" and bins is not None and length is not None:
+        return (bins, 2 * length)
+    raise LayersimError(f"The configuration of {model.name} does not give the size of `{name}`.")
+
+
+def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None:
+    """Gives the number of positions of a row without token ids; None if a source does not take such rows."""
+    able = [source for source in sources if isinstance(source, CanCountPositions)]
+    return partial(_shared_positions, able) if len(able) == len(sources) else None
+
+
+def _shared_positions(sources: Sequence[CanCountPositions], batch: Batch) -> int:
+    """The number of positions that rows without token ids have in every model.
+
+    Args:
+        sources: the models.
+        batch: one row.
+
+    Raises:
+        LayersimError: the models give the row different numbers of positions.
+    """
+    counts = [source.count_positions(batch) for source in sources]
+    # The mean of a row is one sample in each of them.
+    if len(set(counts)) > 1 and not batch.pooled:
+        raise LayersimError(
+            "The models have different numbers of positions for the same row, so their samples do not match: "
+            + ", ".join(f"{count} in {source.model.name}" for source, count in zip(sources, counts, strict=True))
+            + ". positions='mean' compares one sample of each row."
+        )
+    return counts[0]
+
+
+def refuse_no_weights(module: torch.nn.Module) -> None:
+    """Refuse a model whose weights were never loaded. Weights that accelerate has offloaded are loaded when they are needed."""
+    brought = [name for name, sub in module.named_modules() if hasattr(sub, "_hf_hook")]
+    for name, sub in module.named_modules():
+        if any(p.is_meta for p in sub.parameters(recurse=False)):
+            if any(holder in ("", name) or name.startswith(f"{holder}.") for holder in brought):
+                continue
+            raise LayersimError(
+                f"{type(module).__name__} has no weights: {name or 'its parameter'} is on the meta device. Load it with "
+                "from_pretrained(name), outside of torch.device('meta')."
+            )
+
+
+@contextmanager
+def refusing_failed_forward(module: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context of a forward pass, in which an exception that the inputs cause becomes the error of `no_forward`.
+
+    Args:
+        module: the model.
+        inputs: of the forward pass, by name.
+
+    Raises:
+        LayersimError: the forward pass raised an exception.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, LayersimError) or is_out_of_memory(error):
+            raise
+        raise no_forward(module, error, inputs) from error
+
+
+def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, Tensor]) -> LayersimError:
+    """The error for a model whose forward pass fails on the data.
+
+    Args:
+        module: the model.
+        error: of the forward pass.
+        inputs: of the batch, by name.
+    """
+    images = inputs.get("pixel_values")
+    if images is not None and (other := _other_size(module, images, error)) is not None:
+        return other
+    reads = [
+        p.name
+        for p in inspect.signature(type(module).forward).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
+    ]
+    parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
+    return LayersimError(
+        f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}. Give "
+        f"all inputs that the model needs by name ({', '.join(reads[:6])})"
+        + (f", or measure {' or '.join(parts)} alone." if parts else ".")
+    )
+
+
+def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> LayersimError | None:
+    """The error for images of another size than the model's configuration names; None where it names none, or theirs."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "vision_config", config)
+    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
+    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    found = tuple(images.shape[1:])
+    wanted = tuple(own if own is None else int(own) for own in (channels, *sides))
+    if len(found) == 3 and all(own in (None, given) for own, given in zip(wanted, found, strict=True)):
+        return None
+    name, last = type(module).__name__, found[-1:] == wanted[:1] != found[:1]
+    return LayersimError(
+        f"`pixel_values` has images of {' x '.join(map(str, found))}; {name} takes "
+        f"{' x '.join('any' if own is None else str(own) for own in wanted)}, channels x height x width."
+        + (
+            " Use pixel_values.movedim(-1, 1), which puts channels first."
+            if last
+            else " Give the images with tokenizer=processor."
+        )
+    )

@@ -1,0 +1,382 @@
+"""Model: the description of a model before it runs, from its modules and its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..architectures.blocks import (
+    MODULES,
+    NORMS_BETWEEN,
+    POST_NORM,
+    PRE_NORM,
+    blocks_of_tower,
+    encoder_or_decoder,
+    find_blocks,
+    in_both_stacks,
+    is_last_stack,
+    is_post_norm,
+    layer_names,
+    locate,
+    module_sites,
+    unsupported_blocks,
+)
+from ..architectures.heads import find_head, norms_between_layers
+from ..architectures.layouts import NUMBERED_FROM_PAD
+from ..architectures.transformer_lens import basis_of, head_of
+from ..architectures.unembed import Head
+from ..core.errors import LayersimError, without_secrets
+from ..data.inputs import PIXELS
+from .identity import StoredWeights, hooks_on, refuse_unknown
+
+
+@dataclass(frozen=True)
+class Model:
+    """Description of a model before it runs.
+
+    Attributes:
+        name: under which the model was loaded.
+        config_hash: see `Provenance`; "" if there is no configuration.
+        weights: whose checksum `weights_hash` is computed when it is first read; or that checksum, "" if the weights are not in
+            this process.
+        source: class of the model, and how it is reached.
+        basis: in which its residual stream is measured: raw or processed weights, before or after a norm.
+        dtype: of its parameters.
+        layers: names of the residual layers, `blocks.0.hook_resid_pre` first; or of the other sites that an analyzer reads.
+        d_model: width of the residual stream, None where unknown.
+        widths: width of each site; empty where all have the width of the residual stream, or where the widths are not known
+            before a forward pass.
+        vocabulary: number of token ids, None where unknown.
+        context: length of the longest row that the model takes, None where unknown.
+        tokenizer: the model's own, None where it has none.
+        head: the modules between the last block and the logits; None where there are none, or none that are known.
+        calls: use of `view.calls` by a kernel: "none"; "values", blocks can be called again; "gradients", also differentiated.
+        inputs: names of the inputs of its forward besides token ids, attention mask and labels, each with the value that is
+            equivalent to leaving the input out; None where no value is.
+        main_input: name of the first input of its forward, "input_ids" of models of tokens.
+        token_input: name of the input that holds the token ids of the stack that is read, "decoder_input_ids" of the decoder in
+            an encoder-decoder.
+        mask_input: name of the attention mask of this stack; "" for a vision tower, which has none.
+        processor: makes inputs of images, None where the model carries none.
+        pads: padding ids that its configuration names.
+        starts: ids that its configuration names as BOS.
+        ends: ids that its configuration names as EOS.
+        changes: of the model beside its weights, see `Provenance`.
+        stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
+            are left out or the stream is also read inside blocks, "none" for other sites; "unknown" until a forward pass has
+            settled it.
+    """
+
+    name: str
+    config_hash: str
+    weights: StoredWeights | str
+    source: str
+    basis: str
+    dtype: str
+    layers: tuple[str, ...]
+    d_model: int | None
+    vocabulary: int | None
+    context: int | None
+    tokenizer: Any
+    head: Head | None = None
+    calls: Literal["none", "values", "gradients"] = "none"
+    inputs: Mapping[str, int | None] = field(default_factory=dict)
+    main_input: str = "input_ids"
+    token_input: str = "input_ids"
+    mask_input: str = "attention_mask"
+    processor: Any = None
+    pads: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    def inputs_with(self, other: Model) -> dict[str, Any]:
+        """The fields `inputs`, `pads`, `starts` and `ends` of two models that read the same data."""
+        either = {**self.inputs, **other.inputs}
+        # A value must be equivalent to leaving the input out in both models.
+        for name in self.inputs.keys() & other.inputs.keys():
+            either[name] = self.inputs[name] if self.inputs[name] == other.inputs[name] else None
+        ids = {name: getattr(self, name) + getattr(other, name) for name in ("pads", "starts", "ends")}
+        return {"inputs": either} | {name: tuple(dict.fromkeys(both)) for name, both in ids.items()}
+
+    stream: Literal["whole", "parts", "unknown", "none"] = "whole"
+    widths: tuple[int, ...] = ()
+    changes: str = ""
+
+    @property
+    def weights_hash(self) -> str:
+        """See `Provenance`; "" if the weights are not in this process. All copies of a description compute it once."""
+        return str(self.weights)
+
+    def as_it_is_now(self) -> Model:
+        """The description with a checksum that will be computed of the weights as they are then."""
+        return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
+
+    def identity(self, argument: str | None) -> tuple[str, ...]:
+        """What must be equal for two runs of one model.
+
+        Args:
+            argument: that names the file of the run, for messages; None if no later call is compared with this one.
+
+        Raises:
+            LayersimError: the model has a change that cannot be compared with that of a later call.
+        """
+        if argument is not None:
+            refuse_unknown(self.changes, argument)
+        return (self.name, self.config_hash, self.weights_hash, self.changes, self.source, self.basis, self.dtype)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the head reads a row as one, as that of a classifier of texts or images does."""
+        return self.head is not None and self.head.reads != "every"
+
+    @property
+    def widest(self) -> int | None:
+        """Width of the widest site, None where unknown."""
+        return max(self.widths, default=None) or self.d_model
+
+    def __post_init__(self) -> None:
+        # A name that is an address may contain a login, and names are written into messages and files.
+        object.__setattr__(self, "name", without_secrets(self.name))
+
+
+@dataclass(frozen=True)
+class ServerOffer:
+    """What an NDIF server allows its users to do with one model.
+
+    Attributes:
+        server: its address.
+        trusted: whether requests run in the process that holds the weights; else in a sandbox without weights, where no
+            gradient flows through the model.
+        dtype: of the model on the server.
+        devices: of its blocks, as a kernel sees them.
+        job_limit: seconds that a job may take, None where there is no limit or none is reported.
+        running: names of the models that the server has loaded.
+        versions: of Python, nnsight, transformers and torch on the server.
+        differences: descriptions of versions that differ from those of this process.
+    """
+
+    server: str
+    trusted: bool
+    dtype: str
+    devices: tuple[str, ...]
+    job_limit: float | None
+    running: tuple[str, ...]
+    versions: Mapping[str, str]
+    differences: tuple[str, ...]
+
+
+# Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
+HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
+
+
+def describe(
+    module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any, unembed: list[str] | None, named: bool
+) -> Model:
+    """Describe a Hugging Face or plain torch model by its modules and its configuration.
+
+    Args:
+        module: the model.
+        blocks: paths of its blocks.
+        source: class of the model, and how it is reached.
+        tokenizer: the model's own, None where it has none.
+        unembed: paths of final norm and head, where the user names them.
+        named: whether the user named the blocks.
+    """
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    if config is not None and hasattr(config, "to_dict"):
+        # Name and version tell from where a configuration was loaded, and do not belong to the model.
+        plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    else:
+        plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
+    first = next(module.parameters(), None)
+    return Model(
+        name=getattr(config, "_name_or_path", "") or type(module).__name__,
+        config_hash=hash_config(plain),
+        weights=StoredWeights(module),
+        changes=hooks_on(module),
+        source=source,
+        dtype=str(first.dtype) if first is not None else "unknown",
+        d_model=getattr(text, "hidden_size", None),
+        vocabulary=getattr(text, "vocab_size", None),
+        context=_context(text),
+        tokenizer=tokenizer,
+        calls="gradients",
+        **stack_fields(module, blocks, unembed, named),
+    )
+
+
+def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None, named: bool) -> dict[str, Any]:
+    """The fields of `Model` that depend on the blocks that are read; arguments as those of `describe`.
+
+    Raises:
+        LayersimError: the blocks lie in both stacks of an encoder-decoder.
+    """
+    side = encoder_or_decoder(module, blocks)
+    if side == "both":
+        raise in_both_stacks(module)
+    names, stream = locate(module, blocks, named)
+    basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
+    basis += NORMS_BETWEEN if side == "decoder" and norms_between_layers(module) else ""
+    return data_fields(module, blocks[0]) | {
+        "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
+        "layers": names,
+        "stream": stream,
+        # The logits are computed from the decoder, or from the last stage.
+        "head": find_head(module, blocks, unembed) if is_last_stack(module, blocks) else None,
+    }
+
+
+def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
+    """The fields of `Model` which say how data is read for a Hugging Face model, such as `inputs`, `main_input` and `pads`.
+
+    Args:
+        module: the model.
+        block: path of its first block.
+    """
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
+    zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
+    names, main = _forward_names(module, block), _main_input(module)
+    own = ("input_ids", "attention_mask")
+    if encoder_or_decoder(module, [block]) == "decoder" and "decoder_input_ids" in names:
+        own = ("decoder_input_ids", "decoder_attention_mask")
+        main = own[0]
+    tower = blocks_of_tower(module, [block])
+    if tower is not None and tower[0] == "vision":
+        # An attention mask beside the pixels is that of the other tower's texts.
+        main, own = PIXELS, (own[0], "")
+    inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
+    ids = {"pads": "pad_token_id", "starts": "bos_token_id", "ends": "eos_token_id"}
+    more = {key: tuple(_ids(config, text, name)) for key, name in ids.items()} | {"processor": processor_of(module)}
+    return {"inputs": inputs, "main_input": main, "token_input": own[0], "mask_input": own[1]} | more
+
+
+def _main_input(module: torch.nn.Module) -> str:
+    """Name of the main input: as the model names it itself, or the first argument of its forward."""
+    own = getattr(module, "main_input_name", None)
+    if isinstance(own, str):
+        return own
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return next((p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), "input_ids")
+
+
+def processor_of(model: Any) -> Any:
+    """The image processor that a model carries, or a processor's own part for images; None where there is none."""
+    given = getattr(model, "processor", None)
+    given = getattr(model, "image_processor", None) if given is None else given
+    return getattr(given, "image_processor", given)
+
+
+def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
+    """Names of the arguments of the model's `forward`, and of inner `forward`s that receive its further keyword arguments."""
+    path = block.split(".")
+    names: dict[str, None] = {}
+    for depth in range(len(path)):
+        owner = module.get_submodule(".".join(path[:depth]))
+        if isinstance(owner, torch.nn.ModuleList):
+            continue
+        parameters = list(inspect.signature(type(owner).forward).parameters.values())[1:]
+        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in names if name not in HANDLED and "label" not in name]
+
+
+def _ids(config: Any, text: Any, name: str) -> list[int]:
+    """Token ids that a configuration holds under a name: none, one or several."""
+    ids = getattr(text, name, None)
+    ids = getattr(config, name, None) if ids is None else ids
+    return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]
+
+
+def _context(config: Any) -> int | None:
+    """Number of positions for which the model was made; None where it is not known."""
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    offset = 2 if getattr(config, "model_type", None) in NUMBERED_FROM_PAD else 0
+    return length - offset if length else None
+
+
+def hash_config(config: dict[str, Any]) -> str:
+    """First 12 hex digits of the SHA-256 of a configuration."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
+    """The description of a model after a forward pass has tested whether its modules pass on the residual stream.
+
+    Args:
+        model: the description before.
+        module: the model.
+        paths: of its modules.
+        named: whether the user named them.
+        strangers: paths of modules whose input is not the output of the module before them, or whose output is a feature map.
+
+    Raises:
+        LayersimError: the modules are not blocks, and the user did not name them.
+    """
+    if not strangers:
+        post = is_post_norm(module, paths[0])
+        return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
+    if named:
+        return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
+    given = f"{strangers[0]} does not take the output of the module before it in its list, or gives a feature map: no blocks"
+    raise unsupported_blocks(module, given)
+
+
+def same_stream(given: Tensor, before: Tensor) -> bool:
+    """Whether the input of a module equals the output of the module before it."""
+    # NaNs are reported elsewhere.
+    return given.shape == before.shape and torch.equal(given.nan_to_num(), before.to(given).nan_to_num())
+
+
+def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
+    """The embedding of a model, and its description.
+
+    Raises:
+        LayersimError: hook points of the residual stream are missing.
+    """
+    cfg = model.cfg
+    names = layer_names(cfg.n_layers)
+    missing = [name for name in names if name not in model.hook_dict]
+    if missing:
+        raise LayersimError(
+            f"{cfg.model_name} lacks the hook point {missing[0]} of the residual stream. Pass the Hugging Face model itself."
+        )
+    plain = {
+        key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
+    }
+    described = Model(
+        name=str(cfg.model_name),
+        config_hash=hash_config(plain),
+        weights=StoredWeights(model),
+        changes=hooks_on(model),
+        source=type(model).__name__,
+        basis=basis_of(model),
+        dtype=str(cfg.dtype),
+        layers=names,
+        d_model=cfg.d_model,
+        vocabulary=cfg.d_vocab,
+        context=cfg.n_ctx,
+        tokenizer=model.tokenizer,
+        head=head_of(model),
+        calls="gradients",
+        **_bridge_data(model),
+    )
+    return model.embed, described
+
+
+def _bridge_data(model: Any) -> dict[str, Any]:
+    """Fields of `Model` for reading data: a TransformerBridge takes the inputs of its Hugging Face model, others tokens."""
+    if type(model).__name__ != "TransformerBridge":
+        return {}
+    wrapped = model.original_model
+    return data_fields(wrapped, find_blocks(wrapped, None)[0])

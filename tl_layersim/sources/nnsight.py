@@ -1,0 +1,449 @@
+"""Source of an nnsight model, which runs in this process or in nnsight's local simulation of a server.
+
+`read_step` is shipped to NDIF servers by value: it uses torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..activations.block_call import first_tensor, record_call
+from ..activations.pools import AnyKernel, PoolKernel, by_leaf, drawn
+from ..activations.site_buffer import SiteBuffer
+from ..activations.view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
+from ..architectures.blocks import find_blocks
+from ..architectures.feature_maps import positions_of, to_positions
+from ..architectures.heads import head_dtype, open_head
+from ..architectures.points import HookPoint, residual_points
+from ..architectures.unembed import Unembed, head_parts, tensor_of, unembed_gap
+from ..core.errors import LayersimError, shown
+from ..core.wording import with_article
+from ..data.batches import Batch
+from .checks import refuse_not_finite
+from .hooked import firing_order
+from .hooks import kernels_alone
+from .identity import edits_of
+from .inputs import device_of, forward_arguments, no_forward, refuse_no_weights
+from .model import describe, processor_of, same_stream, settled
+from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory
+from .source import PointSource, SitesRead
+
+
+@dataclass
+class TraceStep:
+    """The input or output of one module, which a trace reads.
+
+    Attributes:
+        path: of the module.
+        envoy: of the module.
+        incoming: whether the input is read; else the output.
+        is_block: whether the module is a block, whose calls views may carry.
+        sites: number and hook point of each site that is a part of it.
+    """
+
+    path: str
+    envoy: Any
+    incoming: bool
+    is_block: bool
+    sites: list[tuple[int, HookPoint]] = field(default_factory=list)
+
+
+def is_edited(model: Any) -> bool:
+    """Whether an nnsight model has edits (`model.edit()`), which run in each of its traces.
+
+    A trace of such a model runs to the end of the forward pass: nnsight raises `OutOfOrderError` for an edit of a module that
+    a stopped trace has not reached.
+    """
+    return bool(model._edits)
+
+
+def block_events(paths: list[str]) -> tuple[HookPoint, ...]:
+    """The input and the output of each block."""
+    return tuple(HookPoint(path, path, incoming) for path in paths for incoming in (True, False))
+
+
+def residual_order(blocks: int) -> tuple[int, ...]:
+    """Order of the residual layers, and of the inputs and outputs of blocks that are numbered after them."""
+    order = [0]
+    for block in range(blocks):
+        start = blocks + 1 + 2 * block
+        order += [start, block + 1, start + 1]
+    return tuple(order)
+
+
+def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
+    """Read the sites of one step inside a trace, and record the call of a block.
+
+    Args:
+        step: the step.
+        buffer: for the activations.
+        given: arguments of the blocks that were entered, by path; changed in place.
+        calls: for the block calls, changed in place; None where no analyzer needs them.
+    """
+    if step.incoming:
+        args, kwargs = step.envoy.inputs
+        if step.is_block:
+            given[step.path] = (args, kwargs)
+        value: Any = (*args, *kwargs.values())
+    else:
+        value = step.envoy.output
+        if calls is not None and step.is_block:
+            args, kwargs = given[step.path]
+            calls.append(record_call(step.envoy, args, kwargs, value))
+    for site, point in step.sites:
+        buffer.put(site, to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions), point.part)
+
+
+T = TypeVar("T")
+K = TypeVar("K", bound=AnyKernel)
+
+
+class NNsightSource(PointSource):
+    """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or anything that traces like them.
+
+    Kernels run inside the trace, and only their sums leave it.
+
+    Args:
+        model: the nnsight model.
+        layers: paths of the blocks, None to find them by the layout.
+        unembed: paths of the final norm and the head, None to find them.
+        remote: False for this process, "local" for nnsight's simulation of a server; `RemoteSource` is for real servers.
+    """
+
+    def __init__(self, model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> None:
+        import nnsight
+
+        # Functions of this package and of a user's analyzers are shipped by value: the server does not have them.
+        nnsight.register("tl_layersim")
+        self.envoy, self.where = model, _where(model, remote)
+        self._remote = remote
+        # Until a forward pass runs out of memory and its rows are run in parts.
+        self._kernels_in_trace = True
+        if not getattr(model, "dispatched", True) and remote in (False, "local"):
+            # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
+            model.dispatch()
+        self.module: torch.nn.Module = model._module
+        if remote in (False, "local"):
+            refuse_no_weights(self.module)
+        self.paths = self._home = find_blocks(self.module, layers)
+        self._named, self._head_paths = layers is not None, unembed
+        where = f" (remote={shown(remote)})" if remote else ""
+        tokenizer = getattr(model, "tokenizer", None)
+        known = describe(self.module, self.paths, type(model).__name__ + where, tokenizer, unembed, self._named)
+        changes = "; ".join(filter(None, (edits_of(model), known.changes)))
+        self._model = replace(known, processor=processor_of(model) or known.processor, changes=changes)
+        self._place_blocks()
+
+    def _place_blocks(self) -> None:
+        self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
+        self.blocks = [self._envoy_at(path) for path in self.paths]
+        self._unembed = self._open_head()
+        self._start_reading(residual_points(self._model.layers, self.paths), residual_order(len(self.paths)))
+
+    def _envoy_at(self, path: str) -> Any:
+        """The envoy of the module at a path, also where nnsight renames it, as it does modules with the name `output`."""
+        return self._envoys[id(self.module.get_submodule(path))]
+
+    def _open_head(self) -> Unembed | None:
+        """The logit lens, made of nnsight's envoys, which resolve to the modules in this process or on a server."""
+        head = self._model.head
+        if head is None:
+            return None
+        parts = [self.module.get_submodule(path) for path in head.modules]
+        return Unembed(
+            norm=self._envoy_at(head.norm) if head.norm else None,
+            parts=head_parts(head, self._envoy_at),
+            reads=head.reads,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            scales_input=head.scales_input,
+            dtype=head_dtype(parts),
+            device=None,
+            norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
+            pool=head.pool,
+        )
+
+    def settle(self, batch: Batch) -> None:
+        row = batch.short_row
+        if self._model.stream == "unknown":
+            args, options = self._arguments(row)
+            try:
+                same = _trace_stream(self.envoy, self.blocks, args, options)
+            except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+                raise no_forward(self.module, error, row.inputs) from error
+            strangers = [path for path, one in zip(self.paths[1:], same.tolist(), strict=True) if not one]
+            self._model = settled(self._model, self.module, self.paths, self._named, strangers)
+        if self._reading.order is None:
+            points = self._reading.points
+            order, widths = self._find_order((*points, *block_events(self.paths)), row)
+            self._reading = SitesRead(points, order, widths[: len(points)])
+
+    def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The order in which a forward pass reaches these hook points, and their widths, see `firing_order`."""
+        modules = {point.module: self.module.get_submodule(point.module) for point in events}
+        return firing_order(events, modules, lambda: self._forward_here(row), row.token_positions)
+
+    def _forward_here(self, row: Batch) -> Any:
+        """One forward pass of the module in this process, outside nnsight."""
+        device = device_of(self.module)
+        args, options = forward_arguments(self.module, row, self._model)
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        return self.module(*(value.to(device) for value in args), **options)
+
+    def _steps(self) -> list[TraceStep]:
+        """What a trace reads, in the order of the forward pass."""
+        points, order = self._reading.points, self._reading.order
+        assert order is not None
+        events = (*points, *block_events(self.paths))
+        steps: list[TraceStep] = []
+        for number in order:
+            point = events[number]
+            is_site = number < len(points)
+            if not is_site and not self.calling:
+                continue
+            if not steps or steps[-1].path != point.module or steps[-1].incoming != point.incoming:
+                steps.append(TraceStep(point.module, self._envoy_at(point.module), point.incoming, point.module in self.paths))
+            if is_site:
+                steps[-1].sites.append((number, point))
+        return steps
+
+    def _arguments(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Arguments of a trace: those of the model's forward, and by which nnsight runs it in the right process."""
+        args, options = forward_arguments(self.module, batch, self._model)
+        return args, self.where | options
+
+    def count_positions(self, batch: Batch) -> int:
+        args, options = forward_arguments(self.module, batch, self._model)
+        point = self._reading.points[0]
+        read = self._envoy_at(point.module)
+        try:
+            shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options))
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise no_forward(self.module, error, batch.inputs) from error
+        return positions_of(shape, point.channels, point.name)
+
+    def request(self, run: Callable[[dict[str, Any]], T]) -> T:
+        """Call a function that opens one trace, with the keyword arguments by which nnsight runs it in the right process."""
+        return run(dict(self.where))
+
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        if self._kernels_in_trace:
+            try:
+                return self._traced(batch, kernels)
+            except (RuntimeError, MemoryError) as error:
+                if self._remote or not is_out_of_memory(error):
+                    raise
+                if reason := self._indivisible():
+                    raise forward_too_large(batch, error, reason) from error
+                self._kernels_in_trace = False
+            release_memory()
+        # Kernels of all rows run after the forward passes of some, with the modules of this process in place of envoys.
+        lens = None if self._model.head is None else open_head(self.module, self._model.head)[1]
+        view = replace(self.collect(batch), unembed=lens)
+        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
+            return reduce(kernels, view)
+
+    def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        """Run kernels in a trace of one forward pass."""
+        return _trace(
+            self.envoy,
+            self.sites,
+            self._steps(),
+            batch,
+            self._unembed,
+            self._arguments(batch),
+            shippable(kernels),
+            self.calling,
+        )
+
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        assert self._unembed is not None
+        row = batch.first_row
+        with refusing_one_row(row):
+            return _trace_gap(self.envoy, self.blocks[-1], self._unembed, self._arguments(row), row.attention[0])
+
+    def collect(self, batch: Batch) -> View:
+        if self._remote:
+            raise LayersimError(
+                f"Activations of a remote model stay on the server: {self.model.name} has remote={self._remote!r}. Load the "
+                "model in this process."
+            )
+        return self._parts.collect(batch, self._collect, self._indivisible)
+
+    def _collect(self, batch: Batch) -> View:
+        """The view of one forward pass over the batch."""
+        not_finite, out = self._traced(batch, {"view": whole_view})
+        rows = f"rows {batch.first} to {batch.first + len(batch.tokens) - 1}"
+        refuse_not_finite([count.cpu() for count in not_finite], [self.sites], rows)
+        fields: dict[str, Any] = out["view"]
+        return View(**fields)
+
+
+def own_function(kernel: Any) -> Any:
+    """The function of an analyzer inside the partial applications of a kernel."""
+    inside = {at_sites: "kernel", by_leaf: "kernel", drawn: "read"}
+    while isinstance(kernel, partial | PoolKernel):
+        if isinstance(kernel, PoolKernel):
+            kernel = kernel.sums
+        else:
+            kernel = kernel.keywords[inside[kernel.func]] if kernel.func in inside else kernel.func
+    return kernel
+
+
+def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
+    """The kernels, after their modules are registered to be shipped by value.
+
+    Raises:
+        LayersimError: a kernel is not a function of a module.
+    """
+    import nnsight
+
+    for name, kernel in kernels.items():
+        function = own_function(kernel)
+        if not inspect.isfunction(function):
+            raise LayersimError(
+                f"The kernel of {name!r} is {with_article(type(function).__name__)}, which cannot be shipped to a server; it "
+                "must be a function of a module."
+            )
+        nnsight.register(function.__module__.split(".")[0])
+    return dict(kernels)
+
+
+def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view, each `sample`."""
+    known = tokens_alone(batch)
+    fields = {name: getattr(known, name) for name in ("tokens", "next_token", "row", "column", "labels")}
+    return batch.counted.reshape(-1).nonzero()[:, 0], {name: value for name, value in fields.items() if value is not None}
+
+
+def _where(model: Any, remote: bool | str) -> dict[str, Any]:
+    """Keyword arguments of a trace by which nnsight runs it in this process or in its local simulation."""
+    from nnsight.modeling.mixins.remotable import Remotable
+
+    if not remote:
+        return {}
+    if isinstance(model, Remotable):
+        return {"remote": remote}
+    if remote == "local":
+        # A wrapped module does not take `remote=`, which would be passed to its forward. The simulation of a server needs
+        # only the module tree of the model.
+        from nnsight.intervention.backends.local import LocalSimulationBackend
+
+        return {"backend": LocalSimulationBackend(_ModuleTree(model))}
+    raise LayersimError(
+        f"`remote` is {shown(remote)}, but `model` is not a model that a server can load by its name: "
+        f"{type(model).__name__}(module). Use nnsight.TransformersModel('org/name', task='text-generation', "
+        "tokenizer=tokenizer)."
+    )
+
+
+class _ModuleTree:
+    """The part of a model that nnsight's local simulation needs: the objects that a request refers to and does not contain."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def _remoteable_persistent_objects(self) -> dict[str, Any]:
+        from nnsight.modeling.mixins.remotable import Remotable
+
+        objects: dict[str, Any] = Remotable._remoteable_persistent_objects(self._model)
+        return objects
+
+
+def whole_view(view: View) -> dict[str, Tensor]:
+    """The kernel that returns the whole view, for models in this process."""
+    fields = ("activations", "tokens", "sequence", "position", "next_token", "row", "column", "labels", "sites", "widths")
+    return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
+
+
+def _trace(
+    model: Any,
+    names: tuple[str, ...],
+    steps: list[TraceStep],
+    batch: Batch,
+    unembed: Unembed | None,
+    arguments: tuple[tuple[Tensor, ...], dict[str, Any]],
+    kernels: dict[str, Kernel],
+    calling: bool,
+) -> Reduced:
+    """Run kernels on a batch in one trace, whose body is shipped: it refers to local names, torch and the stdlib alone."""
+    import nnsight
+
+    keep, kept = kept_of(batch)
+    shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
+    args, options = arguments
+    ends_early = not is_edited(model)
+    with torch.no_grad(), model.trace(*args, **options) as tracer:
+        with torch.no_grad():
+            buffer = SiteBuffer(names, keep, shape, pooled, has_tokens)
+            calls: list[Any] = []
+            given: dict[str, Any] = {}
+            for step in steps:
+                read_step(step, buffer, given, calls if calling else None)
+            here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
+            view = View(**buffer.fields(), **here, unembed=unembed, calls=tuple(calls) if calling else None)
+            reduced = reduce(kernels, view)
+        out: Reduced = nnsight.save(reduced)
+        if ends_early:
+            tracer.stop()
+    return out
+
+
+def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+    """Whether the input of each block after the first equals the output of the block before it; one trace, as in `_trace`."""
+    import nnsight
+
+    ends_early = not is_edited(model)
+    with torch.no_grad(), model.trace(*args, **options) as tracer:
+        with torch.no_grad():
+            same: list[bool] = []
+            last = None
+            for block in blocks:
+                args, kwargs = block.inputs
+                entering = first_tensor((*args, *kwargs.values()))
+                # Feature maps of convolutions are no residual stream.
+                if last is not None:
+                    same.append(same_stream(entering, last) and entering.dim() <= 3)
+                last = first_tensor(block.output).clone()
+        out: Tensor = nnsight.save(torch.tensor(same))
+        if ends_early:
+            tracer.stop()
+    return out
+
+
+def _trace_gap(
+    model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], attended: Tensor
+) -> Tensor:
+    """`unembed_gap` of one row, `attended` at these positions; one trace of the whole model, as in `_trace`."""
+    import nnsight
+
+    args, options = arguments
+    with torch.no_grad(), model.trace(*args, **options):
+        with torch.no_grad():
+            hidden = first_tensor(block.output)[0]
+            logits = tensor_of(model.output)[0]
+            norms = unembed_gap(unembed, hidden, logits, attended)
+        gap: Tensor = nnsight.save(norms)
+    return gap
+
+
+def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...], options: dict[str, Any]) -> list[int]:
+    """The shape of a module's input or output; one trace, as in `_trace`."""
+    import nnsight
+
+    ends_early = not is_edited(model)
+    with torch.no_grad(), model.trace(*args, **options) as tracer:
+        value = module.input if incoming else module.output
+        while not isinstance(value, torch.Tensor):
+            value = next(iter(value.values() if hasattr(value, "values") else value))
+        found: list[int] = nnsight.save(list(value.shape))
+        if ends_early:
+            tracer.stop()
+    return found

@@ -1,0 +1,189 @@
+"""Opening of a model in this process: the source that fits the type of the model, and the table of its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..architectures.hugging_face import find_stacks
+from ..architectures.points import Site
+from ..architectures.resolve import site_map
+from ..architectures.transformer_lens import is_transformer_lens
+from ..core.arguments import typed
+from ..core.errors import LayersimError, shown
+from ..core.wording import brief, with_article
+from .source import Source
+
+if TYPE_CHECKING:
+    import pandas
+
+ACCEPTED_MODELS = (
+    "a TransformerLens HookedTransformer or TransformerBridge, an nnsight TransformersModel or NNsight(module), "
+    "a Hugging Face model or another torch module with layers=[...]"
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OpenedModel:
+    """A model with the options of `open_model`, which all functions take in place of the model.
+
+    Attributes:
+        model: the model.
+        layers: paths of its blocks; None to find them.
+        unembed: paths of its final norm and head; None to find them.
+        remote: where it runs, see `open_model`.
+        verify: what its residual stream is compared with, see `open_model`.
+        tokens_per_request: the most positions in one request to a server, see `open_model`.
+    """
+
+    model: Any
+    layers: list[str] | None = None
+    unembed: list[str] | None = None
+    remote: bool | str = False
+    verify: Any = None
+    tokens_per_request: int | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> OpenedModel:
+        """The argument `model` of a call as an `OpenedModel`; a model alone has the default options.
+
+        Args:
+            model: an `OpenedModel`, or a model.
+        """
+        return model if isinstance(model, cls) else cls(model)
+
+    @property
+    def on_server(self) -> bool:
+        """Whether the model is on a server."""
+        return self.remote not in (False, "local")
+
+    def record(self) -> dict[str, Any]:
+        """The options `layers`, `unembed` and `verify`, for the provenance of a result."""
+        return {"layers": self.layers, "unembed": self.unembed, "verify": None if self.verify is None else "hf"}
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        options = [f"{name}={brief(value)}" for name, value in given.items() if value not in (None, False)]
+        return f"OpenedModel({', '.join([type(self.model).__name__, *options])})"
+
+
+def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
+    """The options `layers` and `verify` of several models, for the provenance of a result; None if no model has the option.
+
+    Args:
+        opened: the models.
+    """
+    records = [one.record() for one in opened]
+    values = {name: [record[name] for record in records] for name in ("layers", "verify")}
+    return {name: None if own == [None] * len(own) else own for name, own in values.items()}
+
+
+def open_local(
+    model: Any,
+    *,
+    layers: list[str] | None = None,
+    unembed: list[str] | None = None,
+    remote: bool | str = False,
+) -> Source:
+    """The source for a model that is already loaded.
+
+    Args:
+        model: the model, or a source.
+        layers: paths of its blocks, None to find them by the layout.
+        unembed: paths of its final norm and head, None to find them.
+        remote: False, or "local" for nnsight's simulation of a server.
+
+    Raises:
+        LayersimError: the type of the model is not supported, or does not fit the other arguments.
+    """
+    if isinstance(model, Source):
+        if layers is not None or unembed is not None or remote:
+            raise LayersimError(
+                f"`layers`, `unembed` and `remote` cannot be given for a Source: {type(model).__name__} with "
+                f"layers={brief(layers)}, unembed={brief(unembed)} and remote={shown(remote)}."
+            )
+        return model
+    if isinstance(remote, str) and not remote.strip():
+        # An unset environment variable gives an empty string, which would otherwise run in this process.
+        raise LayersimError(f"`remote` is {remote!r}; it must be True, the address of an NDIF server, 'local', or False.")
+    if is_nnsight(model):
+        from .nnsight import NNsightSource
+
+        return NNsightSource(model, layers, unembed, remote)
+    if remote:
+        raise LayersimError(
+            f"`remote` is {shown(remote)}, but {type(model).__name__} is no nnsight model. Use "
+            "nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)."
+        )
+    # A model that is made of others, or whose copies are elsewhere, opens itself.
+    opens_itself: Any = getattr(model, "open_source", None)
+    if opens_itself is not None:
+        source: Source = opens_itself(layers, unembed)
+        return source
+    if isinstance(model, torch.nn.Module):
+        from .hooked import HookedSource
+
+        return HookedSource(model, layers, unembed)
+    raise unsupported_model(model)
+
+
+def is_nnsight(model: Any) -> bool:
+    """Whether a model is nnsight's, without importing nnsight."""
+    return any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
+
+
+def unsupported_model(model: Any) -> LayersimError:
+    """The error for an object that is not a supported model."""
+    return LayersimError(
+        f"`model` is {brief(model) if isinstance(model, str) else with_article(type(model).__name__)}; it must be "
+        f"{ACCEPTED_MODELS}. Load it first, such as AutoModelForCausalLM.from_pretrained(name)."
+    )
+
+
+@typed
+def sites(model: Any) -> pandas.DataFrame:
+    """List the sites of a model, in the order in which it computes them.
+
+    A site is a place at which activations are read, and `at=` selects sites: `at="attn_out"` all sites of a family, and
+    `at=["blocks.0.hook_attn_out"]` one by its name. Other hook points of a TransformerLens model (`model.hook_dict`) and the
+    modules of any model (`model.named_modules()`) can be named in `at=` too; they are not in the table.
+
+    Args:
+        model: a TransformerLens, Hugging Face, nnsight or other torch model; or what `open_model` returns. It is not run.
+
+    Returns:
+        A pandas table with the columns `name`; `family`; `block`, the number of the block; `module`, which is read, with its
+        input or its output; and `heads`, the number of heads into which `per_head=True` divides the site, 0 for none. The
+        family `resid_post` begins with the first site of `resid_pre`.
+
+    Raises:
+        LayersimError: the type of the model is not supported, or its blocks are not known.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> table = lsim.sites(lsim.demo_model())
+        >>> print(table[table.family == "z"].head(2).to_string(index=False))
+                        name family  block                                  module  heads
+        blocks.0.attn.hook_z      z      0 model.layers.0.self_attn.o_proj (input)      4
+        blocks.1.attn.hook_z      z      1 model.layers.1.self_attn.o_proj (input)      4
+    """
+    import pandas
+
+    opened = OpenedModel.of(model)
+    model = opened.model
+    module = model._module if is_nnsight(model) else model
+    if not isinstance(module, torch.nn.Module):
+        raise unsupported_model(model)
+    known = site_map(module, [] if is_transformer_lens(module) else find_stacks(module, opened.layers))
+    rows = [(site.point.name, site.family, site.block, _module(site), len(site.heads)) for site in known.sites]
+    table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])
+    return table.astype({"block": "Int64"})
+
+
+def _module(site: Site) -> str:
+    """The module that is read, in words."""
+    side = "input" if site.point.incoming else "output"
+    return f"{site.point.module} ({side if site.point.part is None else f'part of the {side}'})"

@@ -1,0 +1,212 @@
+"""Forward passes that run out of memory: their rows are run in parts, whose activations form the view of the whole batch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..activations.view import View, tokens_alone
+from ..core.errors import LOG, LayersimError
+from ..core.wording import counted, first_line
+
+if TYPE_CHECKING:
+    from ..data.batches import Batch
+
+# Torch has a class of its own for a full GPU; on a full CPU or Apple GPU, or within a library of CUDA, only the text tells.
+MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a device has no memory left.
+
+    Args:
+        error: any exception.
+
+    Examples:
+        >>> is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 17.99 GB)"))
+        True
+        >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        False
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in MESSAGES)
+
+
+def release_memory() -> None:
+    """Free tensors in reference cycles, and give the memory that torch keeps for later tensors back to the device."""
+    gc.collect()
+    # Does nothing in a process without CUDA.
+    torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+@dataclass
+class RowParts:
+    """The rows of a batch in as many forward passes as memory requires, and their activations as one view.
+
+    A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows that
+    worked. The parts keep the width of the batch, so that positions and padding are those of the whole batch.
+
+    Attributes:
+        rows: largest number of rows of a forward pass; None as long as every batch fits.
+    """
+
+    rows: int | None = None
+
+    def collect(self, batch: Batch, run: Callable[[Batch], View], indivisible: Callable[[], str]) -> View:
+        """The view of a batch.
+
+        Args:
+            batch: the rows.
+            run: one forward pass over some rows; its view does not depend on other rows.
+            indivisible: says why all rows must run in one forward pass; "" where they need not.
+
+        Raises:
+            LayersimError: a forward pass of one row, or of rows that must run together, runs out of memory.
+        """
+        total = len(batch.tokens)
+        before = size = min(self.rows or total, total)
+        joined: _JoinedView | None = None
+        start = 0
+        while start < total:
+            part = batch if size == total else batch.part(start, min(start + size, total))
+            view = None
+            try:
+                view = run(part)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = indivisible()
+                if len(part.tokens) == 1 or reason:
+                    raise forward_too_large(part, error, reason) from error
+            if view is None:
+                # After the `except` clause, because the traceback holds the activations of the failed forward pass.
+                size = (len(part.tokens) + 1) // 2
+                release_memory()
+                continue
+            if part is batch:
+                return view
+            joined = joined or _JoinedView(batch, view)
+            joined.add(view)
+            start += len(part.tokens)
+        assert joined is not None
+        if size < before:
+            self.rows = size
+            LOG.warning(
+                "Out of memory with %d rows in a forward pass (batch of rows %d to %d, %d positions): %s at a time from "
+                "now on. Minibatches stay as they are.",
+                before,
+                batch.first,
+                batch.first + total - 1,
+                batch.tokens.shape[1],
+                counted(size, "row"),
+            )
+        return joined.view
+
+
+class _JoinedView:
+    """The view of a batch, filled with the views of its parts one after the other.
+
+    Args:
+        batch: the whole batch.
+        first: the view of its first part, which is not added yet.
+    """
+
+    def __init__(self, batch: Batch, first: View) -> None:
+        known, device = tokens_alone(batch), first.activations.device
+        sites, _, width = first.activations.shape
+        samples = len(known.sequence)
+        with refusing_full_memory(batch, f"{samples} samples at {sites} sites, {width} wide"):
+            activations = first.activations.new_empty(sites, samples, width)
+        names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
+        fields = {name: value.to(device) for name in names if (value := getattr(known, name)) is not None}
+        self.view = replace(first, activations=activations, memo={}, **fields)
+        self._filled = 0
+
+    def add(self, part: View) -> None:
+        """Copy the activations of the next rows."""
+        end = self._filled + part.activations.shape[1]
+        self.view.activations[:, self._filled : end] = part.activations
+        self._filled = end
+
+
+@contextmanager
+def refusing_full_memory(batch: Batch, work: str) -> Iterator[None]:
+    """A context of work on all samples of a batch, in which running out of memory becomes an error that names a setting.
+
+    Args:
+        batch: the rows.
+        work: what runs, for the message.
+
+    Raises:
+        LayersimError: the work ran out of memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise LayersimError(
+            f"`batch_size` is too large: the measurement of a batch, after its forward pass, ran out of memory: {work}, "
+            f"{_size_of(batch)}: {first_line(error)}. Use {_smaller(batch)}."
+        ) from error
+
+
+@contextmanager
+def refusing_one_row(batch: Batch) -> Iterator[None]:
+    """A context of a forward pass over one row, in which running out of memory becomes an error that names a setting.
+
+    Args:
+        batch: one row.
+
+    Raises:
+        LayersimError: the forward pass ran out of memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise forward_too_large(batch, error, "") from error
+
+
+def forward_too_large(batch: Batch, error: BaseException, reason: str) -> LayersimError:
+    """The error for a forward pass that runs out of memory and cannot be split.
+
+    Args:
+        batch: its rows.
+        error: of the forward pass.
+        reason: why several rows must run together; "" for one row.
+    """
+    one = len(batch.tokens) == 1
+    argument = "`seq_len`" if one and batch.has_tokens else "`data`" if one else "`batch_size`"
+    what = "a forward pass of one row" if one else "a forward pass"
+    return LayersimError(
+        f"{argument} is too large: {what} of {_size_of(batch)} runs out of memory{f', and {reason}' if reason else ''}: "
+        f"{first_line(error)}. Use {_smaller(batch)}."
+    )
+
+
+def _size_of(batch: Batch) -> str:
+    rows, positions = batch.tokens.shape
+    return f"{counted(rows, 'row')} of {counted(positions, 'position')}"
+
+
+def _smaller(batch: Batch) -> str:
+    """The setting that halves the size of a batch."""
+    rows, positions = batch.tokens.shape
+    if rows > 1:
+        return f"batch_size={rows // 2}, or fewer"
+    lighter = "the model in bfloat16 or on more devices (device_map='auto')"
+    return (
+        f"seq_len={positions // 2}, or fewer; or {lighter}"
+        if batch.has_tokens and positions > 1
+        else f"smaller rows; or {lighter}"
+    )

@@ -1,0 +1,415 @@
+"""Source: a model that runs batches and gives its activations to kernels, and the abilities that a source may have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..activations.pools import AnyKernel, run_batch
+from ..activations.view import Kernel, Reduced, View
+from ..architectures.blocks import encoder_and_decoder, lists_by_stack, lists_by_stage
+from ..architectures.feature_maps import channels_at, has_convolution
+from ..architectures.hugging_face import find_stacks
+from ..architectures.points import HookPoint, StreamSum
+from ..architectures.resolve import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
+from ..architectures.transformer_lens import is_transformer_lens
+from ..core.distributed import weight_peers
+from ..core.errors import LayersimError
+from .hooks import eval_mode
+from .model import Model, stack_fields
+from .out_of_memory import RowParts
+
+if TYPE_CHECKING:
+    from ..data.batches import Batch
+
+
+@dataclass(frozen=True)
+class PartialSums:
+    """Sums of kernel outputs over a group of consecutive rows.
+
+    Attributes:
+        count: number of rows, a power of two; the last of the data may count rows that are not there.
+        not_finite: for each view `layer`, the number of activations that were NaN or infinite.
+        out: by kernel name, the sums of what the kernel returned.
+    """
+
+    count: int
+    not_finite: list[Tensor]
+    out: Mapping[str, Mapping[str, Tensor]]
+
+
+class Source(ABC):
+    """A model that runs batches of tokens and applies kernels to its residual stream, in this process or on a server.
+
+    A new source implements `model` and `run`, and `collect` if activations may leave the process that computes them. A source
+    that can do more inherits from the classes below as well.
+    """
+
+    @property
+    @abstractmethod
+    def model(self) -> Model:
+        """The description of the model."""
+
+    @abstractmethod
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        """Run one forward pass over the batch, and `reduce(kernels, view)` in the process that holds the activations."""
+
+    def collect(self, batch: Batch) -> View:
+        """Run one forward pass over the batch and return the view.
+
+        Raises:
+            LayersimError: activations stay where they are computed.
+        """
+        raise LayersimError(f"Activations of a {type(self).__name__} stay where they are computed: {self.model.name}.")
+
+
+class HasModule(Source):
+    """A source of a torch module, which runs in evaluation mode.
+
+    Attributes:
+        module: the model.
+    """
+
+    module: torch.nn.Module
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which the model runs without dropout; the model's previous state is restored at the end."""
+        return eval_mode(self.module)
+
+
+class CanUnembed(Source):
+    """A source whose views have the logit lens, `View.unembed`; its model has a `head`."""
+
+    @abstractmethod
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        """Run the batch's first row through the whole model and return `unembed_gap` of the lens at the last layer."""
+
+
+class CanReplay(Source):
+    """A source whose blocks can be called again; its model has `calls` other than "none".
+
+    Attributes:
+        calling: whether views must carry `calls`.
+    """
+
+    calling: bool = False
+
+
+class CanCountPositions(Source):
+    """A source that takes rows without token ids, such as images."""
+
+    @abstractmethod
+    def count_positions(self, batch: Batch) -> int:
+        """Number of positions that a row has in the residual stream: the patches of an image, and [CLS].
+
+        Args:
+            batch: one row.
+        """
+
+
+class CanReadSites(Source):
+    """A source that reads hook points other than the residual layers."""
+
+    @property
+    @abstractmethod
+    def sites(self) -> tuple[str, ...]:
+        """Names of the sites that forward passes read; the residual layers unless `read_at` chose others."""
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, ...]:
+        """Width of each site; empty where all are the residual stream, or where no forward pass has shown the widths yet."""
+
+    @property
+    @abstractmethod
+    def residual_points(self) -> tuple[HookPoint, ...]:
+        """The hook points of the residual layers."""
+
+    @abstractmethod
+    def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
+        """The hook points that `at` names, see `find_points`.
+
+        Raises:
+            LayersimError: the model lacks them.
+        """
+
+    @abstractmethod
+    def in_stack(self, at: Any) -> Any:
+        """Read the stack of an encoder-decoder that `at` names, and return `at` without its name.
+
+        Args:
+            at: as in `hook_points`.
+        """
+
+    @abstractmethod
+    def read_at(self, points: tuple[HookPoint, ...]) -> None:
+        """Read these hook points in further forward passes, in place of the residual layers."""
+
+    @abstractmethod
+    def reading_at(self, points: tuple[HookPoint, ...]) -> AbstractContextManager[None]:
+        """A context in which forward passes read other hook points."""
+
+    @abstractmethod
+    def stream_sums(self) -> tuple[StreamSum, ...]:
+        """The identities of the residual stream that the architecture implies for the sites that `read_at` chose."""
+
+    @property
+    @abstractmethod
+    def is_settled(self) -> bool:
+        """Whether nothing about the sites has to be found out by a forward pass."""
+
+    @abstractmethod
+    def settle(self, batch: Batch) -> None:
+        """Run the batch's first row, to find out what is not known of the sites before a forward pass.
+
+        That is whether the modules pass on one residual stream, where `model.stream` is "unknown", and the order and the widths
+        of sites that `read_at` chose.
+        """
+
+
+class OnServer(Source):
+    """A source of a model on a server, which runs several batches in one request."""
+
+    @abstractmethod
+    def stream(
+        self,
+        batches: Iterator[Batch],
+        kernels: Mapping[str, AnyKernel],
+        start: int,
+        say: Callable[[str], None],
+        first_block: int | None,
+    ) -> Iterator[list[PartialSums]]:
+        """See `sums_of_batches`."""
+
+    @abstractmethod
+    def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
+        """See `sums_of_leaves`."""
+
+    @abstractmethod
+    def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
+        """Describe the requests, memory and time that a run needs.
+
+        Args:
+            passes: number of passes over the data.
+            count: number of batches.
+            tokens: in all batches.
+            positions: of the largest batch, padding included.
+            samples: of the batch with most of them.
+        """
+
+    @abstractmethod
+    def refuse_larger(self, rows: int, positions: int) -> None:
+        """Refuse batches that exceed `tokens_per_request`.
+
+        Args:
+            rows: of the largest batch.
+            positions: of the largest batch, padding included.
+        """
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Facts about the server that a result records."""
+
+
+def sites_of(source: Source) -> tuple[str, ...]:
+    """Names of the sites that forward passes read."""
+    return source.sites if isinstance(source, CanReadSites) else source.model.layers
+
+
+def widths_of(source: Source) -> tuple[int, ...]:
+    """Width of each site; empty where all are the residual stream, or where no forward pass has shown the widths yet."""
+    return source.widths if isinstance(source, CanReadSites) else ()
+
+
+def sums_of_leaves(source: Source, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
+    """The sums of the leaves of one batch, in the process that holds the activations.
+
+    Args:
+        source: the model.
+        batch: of one forward pass or more.
+        kernels: of views, as in `Source.run`, and of pools of rows.
+    """
+    return source.sums(batch, kernels) if isinstance(source, OnServer) else run_batch(source.run, batch, kernels)
+
+
+def sums_of_batches(
+    source: Source,
+    batches: Iterator[Batch],
+    kernels: Mapping[str, AnyKernel],
+    start: int,
+    say: Callable[[str], None],
+    first_block: int | None,
+) -> Iterator[list[PartialSums]]:
+    """Run batches in order.
+
+    Args:
+        source: the model.
+        batches: each with at least one counted token.
+        kernels: of views, as in `Source.run`, and of pools of rows.
+        start: number of rows of the data before these, which earlier processes or other shards run.
+        say: takes short progress messages.
+        first_block: number of rows in the first block of the data (`core.blocks`), whose boundaries no part crosses; None for
+            any parts.
+
+    Returns:
+        Sums of all leaves of the next batches, in parts whose counts are powers of two and join as in
+        `pairwise_summation.push`: the number of a part's first row is a multiple of its count.
+    """
+    if isinstance(source, OnServer):
+        return source.stream(batches, kernels, start, say, first_block)
+    return ([PartialSums(batch.leaf, *own) for own in run_batch(source.run, batch, kernels)] for batch in batches)
+
+
+@contextmanager
+def running(source: Source, calls: bool = False) -> Iterator[None]:
+    """A context in which the model runs without dropout.
+
+    Args:
+        source: the model.
+        calls: whether views carry `calls`.
+
+    Raises:
+        LayersimError: the weights can have no gradients.
+    """
+    with source.evaluating() if isinstance(source, HasModule) else nullcontext():
+        if not calls:
+            yield
+            return
+        assert isinstance(source, CanReplay)
+        if isinstance(source, HasModule):
+            refuse_inference_weights(source.module)
+        source.calling = True
+        try:
+            yield
+        finally:
+            source.calling = False
+
+
+def refuse_inference_weights(module: torch.nn.Module) -> None:
+    """Refuse weights that were created under `torch.inference_mode()`, because autograd cannot use them."""
+    unusable = [path for path, parameter in module.named_parameters() if parameter.is_inference()]
+    if unusable:
+        raise LayersimError(
+            f"The weights of {type(module).__name__} were created under torch.inference_mode(), so they can have no "
+            f"gradients: {len(unusable)} parameters, the first {unusable[0]}. Load the model under torch.no_grad()."
+        )
+
+
+@dataclass(frozen=True)
+class SitesRead:
+    """The hook points that forward passes read.
+
+    Attributes:
+        points: the hook points.
+        order: in which a forward pass reaches them (and further events of the source); None where none has shown it yet.
+        widths: of the points; empty where they are the residual layers, or none has shown them yet.
+    """
+
+    points: tuple[HookPoint, ...]
+    order: tuple[int, ...] | None
+    widths: tuple[int, ...] = ()
+
+
+class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositions):
+    """Source whose sites are hook points of a module.
+
+    Attributes:
+        paths: of its blocks, those of one stack in an encoder-decoder.
+    """
+
+    paths: list[str]
+    _home: list[str]  # the paths with which the source was opened
+    _named: bool  # whether the user named them
+    _head_paths: list[str] | None  # the modules of the head that the user named
+    _model: Model
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    @abstractmethod
+    def _place_blocks(self) -> None:
+        """Set what depends on the paths of the blocks: the blocks, the head, and the residual layers."""
+
+    def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
+        """Read the residual layers, whose order is known, of whole batches until one runs out of memory."""
+        self._parts = RowParts()
+        self._residual = self._reading = SitesRead(self._with_channels(points), order)
+
+    def _indivisible(self) -> str:
+        """Why the rows of a batch must run in one forward pass; "" where they need not."""
+        if self.calling:
+            return "an analyzer calls blocks again with all rows of a batch"
+        if weight_peers(self.module):
+            return "processes that share the weights must run the same forward passes"
+        return ""
+
+    @property
+    def reads_residual(self) -> bool:
+        """Whether the sites are the residual layers."""
+        return self._reading is self._residual
+
+    @property
+    def is_settled(self) -> bool:
+        return self.model.stream != "unknown" and self._reading.order is not None
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self.model.layers if self.reads_residual else tuple(point.name for point in self._reading.points)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self._reading.widths
+
+    @property
+    def residual_points(self) -> tuple[HookPoint, ...]:
+        return self._residual.points
+
+    def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
+        items = items_of(at)
+        # Names with a stage may lie in other stages than the one whose residual stream is read.
+        stages = lists_by_stage(self.module)
+        several = any(isinstance(item, str) and item.startswith(f"{stage}.") for item in items for stage in stages)
+        blocks = find_stacks(self.module, None) if several else self.paths
+        points = find_points(self.module, blocks, at, per_head)
+        refuse_sharded_sites(self.module, points)
+        return self._with_channels(points)
+
+    def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
+        """The hook points with what is known of the axis of their channels, in a model with convolutions."""
+        # Tested once, and not for each of what may be hundreds of points.
+        if is_transformer_lens(self.module) or not has_convolution(self.module):
+            return points
+        return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
+
+    def stream_sums(self) -> tuple[StreamSum, ...]:
+        return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
+
+    def in_stack(self, at: Any) -> Any:
+        if not lists_by_stack(self.module) and not encoder_and_decoder(self.module):
+            return at
+        paths, at = choose_stack(self.module, self._home, self._named, at)
+        if paths != self.paths:
+            self.paths = paths
+            head = self._head_paths if paths == self._home else None
+            self._model = replace(self._model, **stack_fields(self.module, paths, head, self._named))
+            self._place_blocks()
+        return at
+
+    def read_at(self, points: tuple[HookPoint, ...]) -> None:
+        self._reading = self._residual if points == self._residual.points else SitesRead(points, None)
+
+    @contextmanager
+    def reading_at(self, points: tuple[HookPoint, ...]) -> Iterator[None]:
+        before = self._reading
+        self.read_at(points)
+        try:
+            yield
+        finally:
+            self._reading = before

@@ -1,0 +1,380 @@
+"""Split models: models whose lower part runs up to a layer, or whose upper part runs from a layer on."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .activations.block_call import as_positions, first_tensor
+from .architectures.heads import classes_with_head
+from .architectures.unembed import rounding, tensor_of
+from .core.errors import LayersimError
+from .data.batches import Batch
+from .data.labels import NO_LABEL
+from .lens.statistics import cross_entropy, cross_entropy_slopes
+from .sources.checks import need_stream
+from .sources.hooked import HookedSource
+from .sources.hooks import ForwardRun, eval_mode, on_enter, on_leave, on_tensor, temporary_hooks
+from .sources.model import Model
+from .sources.source import PointSource
+
+Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
+# From the residual that the model computes at a layer to the residual that replaces it.
+Replacement = Callable[[Tensor], Tensor]
+
+
+def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Sums over the positions that have a target: "loss", the cross-entropy; "correct", the correct top-1 predictions; "count".
+
+    Arguments as those of `predictions`.
+    """
+    predicted, ids = predictions(logits, targets)
+    correct = (predicted.argmax(-1) == ids).sum()
+    return {"loss": cross_entropy(predicted, ids).sum(), "correct": correct, "count": torch.tensor(len(ids))}
+
+
+def mean_loss_and_gradient(logits: Tensor, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy over the targets, float64, and its gradient with respect to `x`, from which the logits were computed.
+
+    Arguments as those of `predictions`.
+    """
+    predicted, ids = predictions(logits, targets)
+    predicted = predicted if predicted.dtype == torch.float64 else predicted.float()
+    weight = torch.full_like(ids, 1 / max(1, len(ids)), dtype=predicted.dtype)
+    losses, slopes = cross_entropy_slopes(predicted, ids, weight)
+    (gradient,) = torch.autograd.grad(predicted, x, slopes)
+    return losses.mean(), gradient
+
+
+def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits `target vocabulary` at positions that have a target, and the targets `target` themselves.
+
+    Args:
+        logits: `batch pos vocabulary`, or `batch classes` of a classifier.
+        targets: `batch pos` or `batch`, NO_LABEL where there is no target.
+
+    Raises:
+        LayersimError: the shapes do not fit, or an id lies outside the vocabulary.
+    """
+    targets = targets.to(logits.device)
+    if logits.dim() == 2 and targets.dim() == 2 and targets.shape[1] == 1:
+        # Rows of one position each, such as those of a model of single vectors.
+        targets = targets[:, 0]
+    if logits.dim() != targets.dim() + 1:
+        raise LayersimError(
+            f"`labels` has shape {tuple(targets.shape)}, which does not fit logits of shape {tuple(logits.shape)}: a "
+            "language model needs a label for each position, a classifier one for each row."
+        )
+    keep = targets != NO_LABEL
+    ids = targets[keep]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
+        raise LayersimError(
+            f"`labels` holds ids from {int(ids.min())} to {int(ids.max())}; the model's classes are 0 to "
+            f"{logits.shape[-1] - 1}."
+        )
+    # Not logits[keep], because the backward pass of that adds one entry at a time.
+    return logits.flatten(0, -2).index_select(0, keep.flatten().nonzero()[:, 0]), ids
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in the output of a model.
+
+    Raises:
+        LayersimError: the model has no head.
+    """
+    if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
+        raise LayersimError(
+            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load it by {classes_with_head('')}."
+        )
+    return tensor_of(output)
+
+
+class SplitModel(ABC):
+    """A model that is split at a layer: its lower part gives the residual there, or its upper part runs from a residual on.
+
+    Layers are numbered as residual layers: 0 is the input of block 0, i is the output of the i-th block.
+
+    Attributes:
+        model: what is known of the model.
+        module: the torch module; for a model on a server its modules without weights.
+        source: runs the model.
+    """
+
+    model: Model
+    module: nn.Module
+    source: PointSource
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which inputs to the upper part must be created."""
+        return torch.device("cpu")
+
+    @property
+    def local(self) -> LocalSplitModel | None:
+        """This model where its modules are in this process; None for one on a server."""
+        return None
+
+    def settle(self, batch: Batch) -> None:
+        """Run a forward pass, where the layout is not known, and refuse modules that do not pass on the residual stream."""
+        if self.model.stream == "unknown":
+            self.source.settle(batch)
+            need_stream(self.source.model, "Stitching")
+            self.model = replace(self.model, stream="whole", basis=self.source.model.basis)
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context without dropout and without gradients of the weights; the model's previous state is restored at the end."""
+
+    @abstractmethod
+    def hidden(self, batch: Batch, layer: int) -> Tensor:
+        """The residual at a layer, `batch pos d_model`, padding included; the blocks above do not run."""
+
+    @abstractmethod
+    def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
+        """`score_of` applied to the model's logits; `x`, if given, replaces the model's own residual at a layer."""
+
+    @abstractmethod
+    def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
+        """Mean cross-entropy with `x` in place of the residual at a layer, and its gradient with respect to `x`."""
+
+    @abstractmethod
+    def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
+        """Sums by `moments_of` over attended tokens of the front's residual and this model's own, computed where this model is.
+
+        Args:
+            batch: the tokens.
+            layer: the layer of this model.
+            moments_of: from residuals `token d_front` and `token d_back` to sums. It travels to servers as source.
+            h: the front's residual, `batch pos d_front`.
+        """
+
+    def padded(self, batch: Batch) -> Batch:
+        """The batch, with the padding token of this model's configuration at padding positions.
+
+        Hugging Face classifiers find the last token of a row by the padding token and ignore the mask.
+        """
+        pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
+        if not isinstance(pad, int) or pad < 0 or not batch.padded:
+            return batch
+        return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
+
+    def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
+        """Check that the upper part gives the model's loss for the model's own residual, and another loss for another residual.
+
+        Raises:
+            LayersimError: it does not.
+        """
+        own, x = self.score(batch, targets), self.hidden(batch, layer)
+        again = self.score(batch, targets, layer, x)
+        # Reversed coordinates give another direction of the same norm.
+        other = self.score(batch, targets, layer, x.flip(-1))
+        ours, theirs, wrong = (float(score["loss"]) for score in (again, own, other))
+        if ours != ours and theirs != theirs:
+            raise LayersimError(
+                f"The loss of {self.model.name} in {self.model.dtype} on the first row is NaN, before anything is stitched. "
+                "Load it in float32 or bfloat16."
+            )
+        tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
+        if not abs(ours - theirs) <= tolerance or wrong == theirs:
+            raise LayersimError(
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: from its own residual the loss is "
+                f"{ours:.6g}, in the whole model {theirs:.6g}, and from another residual {wrong:.6g}. layers=[...] must name "
+                "blocks that run one after the other."
+            )
+
+
+def attended(batch: Batch, x: Tensor) -> Tensor:
+    """Activations at the positions that the model attends to: from `batch pos d_model` to `token d_model`."""
+    return x[batch.attention.to(x.device)]
+
+
+class LocalSplitModel(SplitModel):
+    """A split model whose modules are in this process.
+
+    Args:
+        source: runs the model.
+        model: what is known of the model.
+    """
+
+    source: HookedSource
+
+    def __init__(self, source: HookedSource, model: Model) -> None:
+        self.source, self.model = source, model
+        self.module, self.blocks = source.module, source.blocks
+        self._tuples: list[int] | None = None
+        self._example: Batch | None = None
+
+    @property
+    def local(self) -> LocalSplitModel:
+        return self
+
+    def described_as(self, model: Model) -> LocalSplitModel:
+        """The same split model with another description."""
+        other = copy.copy(self)
+        other.model = model
+        return other
+
+    def settle(self, batch: Batch) -> None:
+        self._example = batch.first_row
+        super().settle(batch)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's first weights that are not offloaded."""
+        devices = (p.device for p in self.module.parameters() if not p.is_meta)
+        return next(devices, torch.device("cpu"))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        learning = [p for p in self.module.parameters() if p.requires_grad and not p.is_inference()]
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.autocast(device_type=self.device.type, enabled=False))
+            stack.enter_context(eval_mode(self.module))
+            try:
+                for parameter in learning:
+                    parameter.requires_grad_(False)
+                yield
+            finally:
+                for parameter in learning:
+                    parameter.requires_grad_(True)
+
+    def hidden(self, batch: Batch, layer: int) -> Tensor:
+        with torch.no_grad():
+            return as_positions(self.read(layer, lambda: self.source.call(self.padded(batch))).detach())
+
+    def read(self, layer: int, call: Callable[[], Any]) -> Tensor:
+        """The residual at a layer in a forward pass, which ends at this layer.
+
+        Args:
+            layer: number of the residual layer.
+            call: starts the forward pass.
+
+        Raises:
+            LayersimError: the forward pass did not reach the layer.
+        """
+        seen: list[Tensor] = []
+
+        def see(hidden: Tensor) -> None:
+            seen.append(hidden)
+            run.stop()
+
+        with temporary_hooks() as handles, ForwardRun() as run:
+            # Forward passes of other threads are not stopped.
+            handles.append(on_tensor(self.blocks[max(layer, 1) - 1], layer == 0, see))
+            call()
+        if not seen:
+            raise LayersimError(
+                f"The forward pass of {self.model.name} ({type(self.module).__name__}) did not reach "
+                f"{self.model.layers[layer]}. Pass the model before torch.compile, or compile only its blocks."
+            )
+        return seen[0]
+
+    @contextmanager
+    def entered(self, layer: int, give: Replacement) -> Iterator[None]:
+        """A context in which every forward pass starts at a layer, with a residual in place of the model's own.
+
+        The model's own forward pass computes masks, positions and arguments of the blocks, the final norm and the head. Blocks
+        below the layer do not run. Hooks on the model see the new residual as the model's own.
+
+        Args:
+            layer: number of the residual layer.
+            give: gives the residual; called with the tensor that it replaces, whose dtype and device the residual is given.
+        """
+        tuples = self.tuples()
+        below = self.blocks[:layer]
+        before = [vars(block).get("forward") for block in below]
+
+        def put(given: Tensor) -> Tensor:
+            x = give(given).to(device=given.device, dtype=given.dtype)
+            return x[:, 0] if given.dim() == 2 else x
+
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            given = first_tensor((*args, *kwargs.values()))
+            x = put(given)
+            swapped = [x if value is given else value for value in args]
+            return tuple(swapped), {name: x if value is given else value for name, value in kwargs.items()}
+
+        with temporary_hooks() as handles:
+            if layer == 0:
+                handles.append(on_enter(self.blocks[0], enter, first=True))
+            try:
+                for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
+                    # Written into the instance's dict, because the components of a TransformerBridge pass attributes on to the
+                    # modules they wrap.
+                    own = block.forward if number == 0 and length > 1 and self._shares_bias() else None
+                    vars(block)["forward"] = _pass_on(length, put if number == layer - 1 else None, own)
+                yield
+            finally:
+                for block, own in zip(below, before, strict=True):
+                    if own is None:
+                        vars(block).pop("forward", None)
+                    else:
+                        vars(block)["forward"] = own
+
+    def _shares_bias(self) -> bool:
+        """Whether block 0 alone computes a bias of attention that it hands to all further blocks, as in T5."""
+        biased = [any(getattr(sub, "has_relative_attention_bias", False) for sub in block.modules()) for block in self.blocks]
+        return biased[0] and not any(biased[1:])
+
+    def tuples(self) -> list[int]:
+        """The length of each block's output tuple, 0 where a block returns the residual alone; measured once, on one row."""
+        if self._tuples is None:
+            lengths: dict[int, int] = {}
+
+            def note(number: int) -> Callable[..., None]:
+                return lambda _m, _a, output: lengths.update({number: len(output) if isinstance(output, tuple) else 0})
+
+            one = torch.ones(1, 1, dtype=torch.bool)
+            with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module):
+                handles += [on_leave(block, note(number)) for number, block in enumerate(self.blocks)]
+                self.source.call(self._example or Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
+            self._tuples = [lengths.get(number, 0) for number in range(len(self.blocks))]
+        return self._tuples
+
+    def _logits(self, batch: Batch, layer: int, x: Tensor | None) -> Tensor:
+        batch = self.padded(batch)
+        if x is None:
+            return logits_of(self.source.call(batch))
+        with self.entered(layer, lambda _: x):
+            return logits_of(self.source.call(batch))
+
+    def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: value.cpu() for name, value in score_of(self._logits(batch, layer, x), targets).items()}
+
+    def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            loss, gradient = mean_loss_and_gradient(self._logits(batch, layer, x), targets, x)
+        return float(loss), gradient
+
+    def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
+        target = attended(batch, self.hidden(batch, layer))
+        # Apple's GPUs have no float64.
+        device = torch.device("cpu") if target.device.type == "mps" else target.device
+        moments = moments_of(attended(batch, h).to(device), target.to(device))
+        return {name: value.cpu() for name, value in moments.items()}
+
+
+def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A block's forward that returns its input, or what `put` returns for it, in a tuple of this length (0: no tuple).
+
+    With `own`, the block's own forward, the block runs for what it returns beside the residual.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = first_tensor((*args, *kwargs.values()))
+        hidden = hidden if put is None else put(hidden)
+        with torch.no_grad():
+            rest = [None] * (length - 1) if own is None else own(*args, **kwargs)[1:]
+        return (hidden, *rest) if length else hidden
+
+    return forward

@@ -1,0 +1,457 @@
+"""Results of stitching: one stitch, and a grid of stitches in all directions between some models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.arguments import OpenFraction, typed
+from ..core.errors import LayersimError
+from ..core.fields import Declaration
+from ..core.results import Result, axes
+from .adapter import Adapter
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+    import xarray
+
+    from .stitched_model import StitchedModel
+
+
+class Interval(NamedTuple):
+    """A mean over tokens with its confidence interval over batches."""
+
+    value: float
+    low: float
+    high: float
+
+
+def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
+    """A ratio of sums over batches, and its confidence interval.
+
+    Batches are the independent units: the variance is that of a ratio of sums (linearised), with Student's t for their number;
+    NaN for fewer than two.
+
+    Args:
+        sums: `batch`, sums of the averaged quantity.
+        tokens: `batch`, numbers of tokens.
+        confidence: the level, such as 0.95.
+
+    Source:
+        Cochran 1977, Sampling Techniques, section 2.11.
+
+    Examples:
+        >>> import torch
+        >>> over_batches(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
+        1.5
+    """
+    from scipy.stats import t
+
+    count = len(tokens)
+    value = float(sums.sum() / tokens.sum())
+    if count < 2:
+        return Interval(value, math.nan, math.nan)
+    spread = (sums - value * tokens).square().sum() * count / (count - 1)
+    margin = float(t.ppf(0.5 + confidence / 2, count - 1)) * float(spread.sqrt() / tokens.sum())
+    return Interval(value, value - margin, value + margin)
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class StitchResult(Result):
+    """The losses of one stitch: the back that reads the front's layer through an adapter, and the back alone.
+
+    Tensors are float64. Losses are nats per token (of a classifier a row), on data that the adapter was not fitted on.
+
+    Args:
+        join: makes the stitched model with an adapter; None where a model is on a server. Files do not hold it.
+
+    Attributes:
+        values: `step`, the same as `curve`: the training loss at each step; empty where nothing was trained.
+        batch_tokens: `batch`, number of targets in each batch of the evaluation.
+        batch_loss: `batch`, sum of the stitched model's cross-entropy.
+        batch_back_loss: `batch`, sum of the cross-entropy of the back alone.
+        batch_correct: `batch`, how many first choices of the stitched model are right.
+        batch_back_correct: `batch`, how many first choices of the back alone are right.
+        weight: `back_dim front_dim` of the adapter; of size 0 where it has none.
+        bias: `back_bias` of the adapter; of size 0 where it has none.
+        kind: the kind of adapter.
+        fit: how the adapter was fitted, "" where nothing was.
+        explained: R² of least squares on the tokens of the fit, NaN where there was none.
+        stopped: the step, from 1, at which the loss exploded, 0 where it did not.
+        layers: the front's layer and the back's.
+        unit: the unit of a target: "token", or "row" of a classifier.
+    """
+
+    file_kind: ClassVar[str] = "stitch"
+    values_name = "curve"
+    values: Float64[Tensor, " step"] = axes(
+        "step",
+        label="Loss",
+        unit="nats",
+        title="Learning curve of the adapter",
+        caption="Cross-entropy of the stitched model on the training batch of each step. Horizontal lines: cross-entropy of "
+        "the stitched model, and of the back alone, on texts kept out of the training (Brown et al. 2023, figure 6). "
+        "Training batches are other texts, so compare the two lines with each other.",
+        within=(0, math.inf),
+    )
+    batch_tokens: Float64[Tensor, " batch"] = axes(
+        "batch", label="Targets", title="Targets of each batch", within=(0, math.inf)
+    )
+    batch_loss: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Summed cross-entropy of the stitched model",
+        unit="nats",
+        title="Cross-entropy of the stitched model, by batch",
+        within=(0, math.inf),
+    )
+    batch_back_loss: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Summed cross-entropy of the back alone",
+        unit="nats",
+        title="Cross-entropy of the back alone, by batch",
+        within=(0, math.inf),
+    )
+    batch_correct: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Right predictions of the stitched model",
+        title="Right predictions of the stitched model, by batch",
+        within=(0, math.inf),
+    )
+    batch_back_correct: Float64[Tensor, " batch"] = axes(
+        "batch",
+        label="Right predictions of the back alone",
+        title="Right predictions of the back alone, by batch",
+        within=(0, math.inf),
+    )
+    weight: Float64[Tensor, "back_dim front_dim"] = axes(
+        "back_dim", "front_dim", label="Weight of the adapter", title="Weight of the adapter by dimension"
+    )
+    bias: Float64[Tensor, " back_bias"] = axes(
+        "back_bias", label="Bias of the adapter", title="Bias of the adapter by dimension"
+    )
+    kind: str
+    fit: str
+    explained: float
+    stopped: int
+    unit: str
+    join: InitVar[Callable[[Adapter], Any] | None] = None
+
+    def __post_init__(self, join: Callable[[Adapter], Any] | None) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_join", join)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of the training steps, from 1."""
+        return tuple(range(1, len(self.values) + 1))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of the batches of the evaluation."""
+        return tuple(range(len(self.batch_tokens)))
+
+    @property
+    def back_dims(self) -> tuple[int, ...]:
+        """Numbers of the back's coordinates."""
+        return tuple(range(self.weight.shape[0]))
+
+    @property
+    def front_dims(self) -> tuple[int, ...]:
+        """Numbers of the front's coordinates."""
+        return tuple(range(self.weight.shape[1]))
+
+    @property
+    def back_biases(self) -> tuple[int, ...]:
+        """Numbers of the back's coordinates, where the adapter has a bias."""
+        return tuple(range(len(self.bias)))
+
+    @property
+    def curve(self) -> Tensor:
+        """Training losses, `step`, the same as `values`."""
+        return self.values
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of the stitched model."""
+        return float(self.batch_loss.sum() / self.batch_tokens.sum())
+
+    @property
+    def back_loss(self) -> float:
+        """Mean cross-entropy of the back alone."""
+        return float(self.batch_back_loss.sum() / self.batch_tokens.sum())
+
+    @property
+    def penalty(self) -> float:
+        """The stitching penalty, `loss - back_loss`."""
+        return self.penalty_interval().value
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy of the stitched model: the fraction of targets that are its top-1 predictions."""
+        return float(self.batch_correct.sum() / self.batch_tokens.sum())
+
+    @property
+    def back_accuracy(self) -> float:
+        """Accuracy of the back alone: the fraction of targets that are its top-1 predictions."""
+        return float(self.batch_back_correct.sum() / self.batch_tokens.sum())
+
+    @property
+    def accuracy_penalty(self) -> float:
+        """The accuracy penalty, `back_accuracy - accuracy`: above 0 where the stitched model is worse."""
+        return self.accuracy_interval().value
+
+    @typed
+    def penalty_interval(self, confidence: OpenFraction = 0.95) -> Interval:
+        """The penalty, with its confidence interval over batches, from the paired differences of their losses."""
+        return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
+
+    @typed
+    def accuracy_interval(self, confidence: OpenFraction = 0.95) -> Interval:
+        """The accuracy penalty, with its confidence interval over batches."""
+        return over_batches(self.batch_back_correct - self.batch_correct, self.batch_tokens, confidence)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter, a module that maps `... d_front` to `... d_back`; in float64 if a model is float64, else in float32."""
+        dtype = torch.float64 if "float64" in self.provenance.dtype else torch.float32
+        weight = self.weight.to(dtype) if len(self.weight) else None
+        return Adapter(self.kind, weight, self.bias.to(dtype) if len(self.bias) else None)
+
+    @cached_property
+    def model(self) -> StitchedModel:
+        """The stitched model, which runs, generates and can be given to `analyze`.
+
+        Raises:
+            LayersimError: the result was read from a file, or one of its models is on a server.
+        """
+        join: Callable[[Adapter], StitchedModel] | None = vars(self)["_join"]
+        if join is None:
+            raise LayersimError(
+                "`model` needs both models of the stitch in this process, not a result from a file or a model on a server. "
+                "Call stitch with adapter=result.adapter."
+            )
+        return join(self.adapter)
+
+    def __repr__(self) -> str:
+        how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
+        first, second = (self.provenance.model.split(" | ") * 2)[:2]
+        lines = [f"StitchResult({self.layers[0]} of {first}", f"  into {self.layers[1]} of {second}, {how})"]
+        lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
+        return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {len(self.batch_tokens)} batches"])
+
+    @typed
+    def plot(
+        self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
+    ) -> plotly.graph_objects.Figure:
+        """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
+        from ..reporting.lines import Series, lines, with_baselines
+        from ..reporting.style import with_provenance, with_size
+
+        if field != "penalty" and (field or len(self.values)):
+            return super().plot(field, width, title)
+        each = (self.batch_loss - self.batch_back_loss) / self.batch_tokens
+        own, batches = Series("each batch", each.numpy()), tuple(range(len(each)))
+        fig = lines(batches, [own], "Stitching penalty of each batch", f"Penalty (nats per {self.unit})", "batch")
+        mean, low, high = self.penalty_interval()
+        ends = {"95 % interval, lower end": low, "95 % interval, upper end": high}
+        known = {name: value for name, value in ends.items() if math.isfinite(value)}
+        return with_size(with_provenance(with_baselines(fig, {"mean": mean} | known), self.provenance), width, title)
+
+    def baselines(self, field: str) -> dict[str, float]:
+        return {"stitched, held-out": self.loss, "back alone, held-out": self.back_loss} if field == "values" else {}
+
+    def headline(self) -> dict[str, float]:
+        low, high = self.penalty_interval()[1:]
+        return {
+            f"penalty, nats per {self.unit}": self.penalty,
+            "  from (95 %)": low,
+            "  to": high,
+            "loss": self.loss,
+            "loss of the back alone": self.back_loss,
+            "accuracy penalty": self.accuracy_penalty,
+        }
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class StitchGrid(Result):
+    """Stitches between some models at some stitch points, in all directions, each model with itself included.
+
+    Tensors are float64; `seam` is the axis of stitch points.
+
+    Attributes:
+        values: `front back seam`, the same as `penalty`: loss of the stitched model minus that of the back alone, in nats.
+        low: lower end of the penalty's 95 % confidence interval over batches.
+        high: the upper end.
+        loss: loss of the stitched model.
+        back_loss: loss of the back alone.
+        accuracy: fraction of the stitched model's first choices that are right.
+        accuracy_penalty: accuracy of the back alone minus that of the stitched model.
+        accuracy_low: lower end of the accuracy penalty's interval.
+        accuracy_high: the upper end.
+        stopped: the step, from 1, at which a training exploded; 0 where none did.
+        batch_tokens: `batch`, number of targets in each batch of the evaluation, the same for all.
+        batch_penalty: `front back seam batch`, sums of the difference of losses, for differences between stitches.
+        fronts: names of the models.
+        seams: labels of the stitch points: the layer of each model.
+        kind: the kind of adapter.
+        fit: how adapters were fitted.
+        unit: the unit of a target: "token", or "row" of a classifier.
+        groups: the group of each model; empty where no groups were given.
+    """
+
+    file_kind: ClassVar[str] = "stitch_grid"
+    values_name = "penalty"
+    values: Float64[Tensor, "front back seam"] = axes(
+        "front",
+        "back",
+        "seam",
+        label="Stitching penalty",
+        unit="nats",
+        title="Stitching penalty of each direction by layer",
+        caption="How many nats per token the back loses when it reads the front's layer through an adapter, with 95 % "
+        "intervals over batches; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
+    )
+    low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Lower end of the penalty", unit="nats")
+    high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Upper end of the penalty", unit="nats")
+    loss: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Cross-entropy of the stitched model", unit="nats", within=(0, math.inf)
+    )
+    back_loss: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Cross-entropy of the back alone", unit="nats", within=(0, math.inf)
+    )
+    accuracy: Float64[Tensor, "front back seam"] = axes(
+        "front",
+        "back",
+        "seam",
+        label="Accuracy of the stitched model",
+        unit="fraction of targets",
+        title="Accuracy at each layer",
+        better="higher",
+        within=(0, 1),
+    )
+    accuracy_penalty: Float64[Tensor, "front back seam"] = axes(
+        "front",
+        "back",
+        "seam",
+        label="Accuracy penalty",
+        unit="fraction of targets",
+        title="Loss of accuracy by stitching, by layer",
+        caption="The accuracy that the back loses in the same stitches (Brown et al. 2023, figure 2).",
+        within=(-1, 1),
+    )
+    accuracy_low: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Lower end of the accuracy penalty", unit="fraction of targets"
+    )
+    accuracy_high: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Upper end of the accuracy penalty", unit="fraction of targets"
+    )
+    stopped: Float64[Tensor, "front back seam"] = axes(
+        "front", "back", "seam", label="Step at which the training was stopped (0: none)", within=(0, math.inf)
+    )
+    batch_tokens: Float64[Tensor, " batch"] = axes(
+        "batch", label="Targets", title="Targets of each batch", within=(0, math.inf)
+    )
+    batch_penalty: Float64[Tensor, "front back seam batch"] = axes("front", "back", "seam", "batch")
+    fronts: tuple[str, ...]
+    seams: tuple[str, ...]
+    kind: str
+    fit: str
+    unit: str
+    groups: tuple[str, ...] = ()
+
+    @property
+    def backs(self) -> tuple[str, ...]:
+        """Names of the models."""
+        return self.fronts
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of the batches of the evaluation."""
+        return tuple(range(len(self.batch_tokens)))
+
+    @property
+    def penalty(self) -> Tensor:
+        """Stitching penalties in nats, `front back seam`, the same as `values`."""
+        return self.values
+
+    def declared(self, field: str = "values") -> Declaration:
+        own = super().declared(field)
+        unit = f"nats per {self.unit}" if own.unit == "nats" else own.unit.replace("of targets", f"of {self.unit}s")
+        return replace(own, unit=unit)
+
+    @typed
+    def penalty_difference(
+        self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
+    ) -> xarray.Dataset:
+        """Penalty of one stitch minus that of another, by stitch point, with its interval over batches.
+
+        `("a", "b")` minus `("b", "a")` is the asymmetry of two models: above 0 where the layers of "a" are of less use to "b"
+        than the other way round. `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
+        on these texts. By least squares and with identity a model loses nothing with itself, so that it equals the penalty.
+
+        Args:
+            stitch: names of the front and of the back.
+            other: names of the front and of the back of the stitch that is subtracted.
+            confidence: of the interval.
+
+        Returns:
+            `difference`, `difference_low` and `difference_high` over `seam`, in nats.
+
+        Raises:
+            LayersimError: a name is not one of the models'.
+        """
+        import xarray
+
+        for name in (*stitch, *other):
+            if name not in self.fronts:
+                raise LayersimError(f"{name!r} is not a model of this grid; its models are {', '.join(self.fronts)}.")
+        (a, b), (c, d) = ((self.fronts.index(one[0]), self.fronts.index(one[1])) for one in (stitch, other))
+        each = [
+            over_batches(sums, self.batch_tokens, confidence) for sums in self.batch_penalty[a, b] - self.batch_penalty[c, d]
+        ]
+        columns = zip(("difference", "difference_low", "difference_high"), zip(*each, strict=True), strict=True)
+        about = {"long_name": "Difference of penalties", "units": f"nats per {self.unit}"}
+        return xarray.Dataset({name: ("seam", list(own), about) for name, own in columns}, {"seam": list(self.seams)})
+
+    def __repr__(self) -> str:
+        how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
+        lines = [f"StitchGrid({', '.join(self.fronts)}: {len(self.seams)} stitch points, {how})"]
+        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+
+    @typed
+    def plot(
+        self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
+    ) -> plotly.graph_objects.Figure:
+        """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
+        from ..reporting.figures import directions
+        from ..reporting.interval_bands import intervals_in_words
+        from ..reporting.style import with_size, with_subtitle
+
+        field = "penalty" if field in (None, "values") else field
+        if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):
+            return super().plot(field, width, title)
+        intervals = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
+        values = self.values if field == "penalty" else getattr(self, field)
+        low, high = intervals.get(field, (values, values))
+        declared = self.declared(field)
+        words = (declared.title, declared.words)
+        fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
+        how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
+        evaluation = f"{int(self.batch_tokens.sum()):,} {self.unit}s of evaluation"
+        return with_size(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)
+
+    def headline(self) -> dict[str, float]:
+        own = torch.eye(len(self.fronts), dtype=torch.bool)
+        alone = {"penalty of models with themselves, mean over stitch points": float(self.values[own].mean())}
+        if len(self.fronts) == 1:
+            return alone
+        return {"penalty of two models, mean over directions and stitch points": float(self.values[~own].mean())} | alone

@@ -1,0 +1,143 @@
+"""Result of a fine-tune: training loss, and held-out loss and accuracy of each layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import InitVar, dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.arguments import typed
+from ..core.errors import LayersimError
+from ..core.fields import Provenance
+from ..core.results import Result, axes
+from ..core.wording import amount
+from ..lens.exit_heads import ExitHeads
+from .settings import State
+
+
+def rows_in_words(run: Provenance, training: bool) -> str:
+    """Number of the rows that were trained on, or of the held-out targets, as a figure names them.
+
+    Args:
+        run: of the training.
+        training: whether the figure shows the training, not the evaluations.
+    """
+    if training:
+        rows = run.options.get("train_rows")
+        return amount(rows, "training row") if rows else "training rows"
+    return amount(run.tokens, f"held-out {'row' if run.tokens == run.sequences else 'token'}") if run.tokens else ""
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class AlignedResult(Result):
+    """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer by evaluation. Tensors are float64.
+
+    Args:
+        exit_heads: the trained heads of the layers below the last, None where every layer has the model's own. Files of the
+            result do not hold them.
+
+    Attributes:
+        values: `look layer`, the same as `held_out_loss`: cross-entropy in nats of each layer, under
+            the head with which it was trained.
+        accuracy: `look layer`, fraction of targets that the layer predicts.
+        loss: `step`, the training loss at each optimiser step. With the alternating schedule odd steps train the last layer
+            alone.
+        looks: number of optimiser steps before each evaluation.
+        unit: of a target: "token", or "row" of a classifier.
+    """
+
+    file_kind: ClassVar[str] = "aligned_training"
+    values_name = "held_out_loss"
+    values: Float64[Tensor, "look layer"] = axes(
+        "look",
+        "layer",
+        label="Held-out cross-entropy",
+        unit="nats",
+        title="Held-out loss of each layer",
+        caption="Before, during and after training.",
+        better="lower",
+        within=(0, math.inf),
+    )
+    accuracy: Float64[Tensor, "look layer"] = axes(
+        "look",
+        "layer",
+        label="Held-out accuracy",
+        unit="fraction of targets",
+        title="Held-out accuracy of each layer",
+        caption="Before, during and after training.",
+        better="higher",
+        within=(0, 1),
+    )
+    loss: Float64[Tensor, " step"] = axes(
+        "step",
+        label="Training loss",
+        unit="nats",
+        title="Training loss",
+        caption="At each step of the optimiser (Jiang, Zhou and Zhu 2024, equation 5); with the alternating schedule every "
+        "other step trains the last layer alone.",
+    )
+    looks: tuple[int, ...]
+    unit: str
+    exit_heads: InitVar[ExitHeads | None] = None
+
+    def __post_init__(self, exit_heads: ExitHeads | None) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_exit_heads", exit_heads)
+
+    @property
+    def heads(self) -> ExitHeads:
+        """The trained heads of the layers below the last, for `LogitLens(heads=...)`, `EarlyExit(model, heads=...)` and others.
+
+        Raises:
+            LayersimError: the layers have no heads of their own, or the result was read from a file.
+        """
+        heads: ExitHeads | None = vars(self)["_exit_heads"]
+        if heads is None:
+            raise LayersimError(
+                "This result has no heads of layers below the last: only a training with objective='multi-head' in this "
+                "process has them. Use ExitHeads.load(path) for saved ones."
+            )
+        return heads
+
+    @property
+    def held_out_loss(self) -> Tensor:
+        """Held-out cross-entropies in nats, `look layer`, the same as `values`."""
+        return self.values
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of the optimiser steps, from 1."""
+        return tuple(range(1, len(self.loss) + 1))
+
+    @staticmethod
+    def of(state: State, run: Provenance, reads: str, layers: tuple[str, ...], heads: ExitHeads | None = None) -> AlignedResult:
+        """The result of a finished training."""
+        loss, hits, count = torch.stack(list(state.evaluations.values())).unbind(1)
+        return AlignedResult(
+            values=loss / count,
+            accuracy=hits / count,
+            loss=torch.tensor(state.curve, dtype=torch.float64),
+            looks=tuple(state.evaluations),
+            unit="token" if reads == "every" else "row",
+            layers=layers,
+            provenance=run,
+            exit_heads=heads,
+        )
+
+    def measured_on(self, field: str) -> str:
+        return rows_in_words(self.provenance, field == "loss")
+
+    def headline(self) -> dict[str, float]:
+        numbers = {
+            "held-out loss of the last layer before": float(self.values[0, -1]),
+            "held-out loss of the last layer after": float(self.values[-1, -1]),
+        }
+        if self.values.shape[1] > 1:
+            numbers["mean over the other layers before"] = float(self.values[0, :-1].mean())
+            numbers["mean over the other layers after"] = float(self.values[-1, :-1].mean())
+        return numbers

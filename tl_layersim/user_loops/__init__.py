@@ -1,0 +1,5 @@
+"""Measures inside a user's own loop: `attach`."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,409 @@
+"""`attach`: run analyzers on the forward passes of a user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations.pools import ROWS, SAMPLES_OF_ROW, PoolKernel
+from ..activations.view import View, reduce
+from ..analyzers.analyzer import Analyzer
+from ..architectures.blocks import in_both_stacks
+from ..core.arguments import typed
+from ..core.errors import LOG, LayersimError, recorded_warnings, warn
+from ..core.results import Report
+from ..core.sums import DataBlock, Sums, SumTree, Tally
+from ..core.wording import brief, first_line
+from ..data.batches import new_digest
+from ..data.masks import as_mask
+from ..data.positions import Positions
+from ..engine.arguments import AnalyzersArgument, choose_analyzers
+from ..engine.memory import refuse_large_blocks
+from ..engine.plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
+from ..engine.reports import make_report
+from ..engine.run import sums_of, sums_so_far
+from ..remote.open import open_source
+from ..sources.checks import refuse_not_finite, refuse_other_logits
+from ..sources.hooked import HookedSource
+from ..sources.hooks import kernels_alone
+from ..sources.open import OpenedModel
+from .positions import ForwardPassPositions, continues
+from .recorder import Call, Callbacks, Choice, Recorder, stack_side
+
+
+def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:
+    """Refuse a model or an analyzer that needs more than the forward passes of the user's loop.
+
+    Args:
+        source: the model.
+        chosen: analyzers by name.
+        plan: the sites that each analyzer reads.
+
+    Raises:
+        LayersimError: names the analyzer and what it needs.
+    """
+    if stack_side(source) == "both":
+        raise in_both_stacks(source.module)
+    for name, analyzer in chosen.items():
+        analyzer.check(*plan.models(name, [source.model], [source]))
+        instead = "lsim.analyze(model, data, analyzers)"
+        if analyzer.label_source:
+            reason = f"labels={analyzer.options().get('labels')!r} are those of the data, and a loop has tokens only"
+        elif analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every":
+            reason = f"the head of {source.model.name} classifies whole rows, and it is not known where a row ends"
+        elif analyzer.needs_rows:
+            reason = "it holds out rows of the data, and it is not known which rows run"
+        elif analyzer.needs_calls:
+            reason = "it replays blocks, which would add forward passes to your loop"
+        elif analyzer.first_kernel() is not None:
+            reason, instead = "it needs a first pass over the data", analyzer.one_pass or instead
+        else:
+            continue
+        raise LayersimError(f"{type(analyzer).__name__} cannot be attached: {reason}. Use {instead}.")
+
+
+BUFFERED_TOKENS = 2048
+
+
+class Probe:
+    """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`.
+
+    `results()` is the report so far, also inside the block; `reset()` begins anew, such as for each epoch. A forward pass in
+    another thread than the one that entered the block is an error. An error of the probe is raised by `results()`, never in the
+    loop.
+    """
+
+    def __init__(
+        self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
+    ) -> None:
+        self._source, self._analyzers, self._plan = source, analyzers, plan
+        self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
+        self._mask: Tensor | None = None
+        self._hooks: AbstractContextManager[None] | None = None
+        kernels = plan.kernels(analyzers, {})
+        self._pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
+        # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
+        needing_head = [name for name in kernels if name in analyzers and analyzers[name].needs_unembed]
+        self._immediate = {name: kernels[name] for name in needing_head}
+        self._deferred = {name: kernel for name, kernel in kernels.items() if name not in (self._immediate | self._pooled)}
+        self._checked = not self._immediate
+        self._intervals = intervals
+        self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
+        self._error: LayersimError | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with empty sums."""
+        # Forward passes stand in the place of rows.
+        self._tree = SumTree(1 if self._intervals else None)
+        # By kernel, the views that wait until they are enough for one call.
+        self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
+        # The number of the first row of the last forward pass, and of its rows; and of the rows of all.
+        self._last = (0, 0)
+        self._rows = 0
+        self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
+        self._dtypes = self._dtypes[-1:]
+        self._positions.notes.begin()
+
+    def __enter__(self) -> Probe:
+        if self._hooks is not None:
+            raise LayersimError("The probe was already attached; each `lsim.attach(...)` can be entered once.")
+        compare = None if self._checked else self._compare
+        recorder = Recorder(self._source, Callbacks(self._add, self._choose, compare, self._fail))
+        self._hooks = recorder.attached()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._hooks is not None
+        self._hooks.__exit__(kind, error, trace)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Mask `batch pos` of the positions to count in the next forward passes.
+
+        None counts the positions of the model's attention mask, or all; `positions=` selects among them. The mask holds until
+        it is replaced. Single-position steps of cached generation always count.
+        """
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: Tensor | None) -> None:
+        self._mask = None if mask is None else as_mask(mask)
+
+    def results(self) -> Report:
+        """The report of all forward passes so far, at any time inside the block and after it.
+
+        Raises:
+            LayersimError: no forward pass ran, or too few for an analyzer; activations were not finite; or a forward pass could
+                not be measured.
+        """
+        with kernels_alone():
+            return self._report(self._sums(), tuple(self._analyzers))
+
+    def headline(self) -> dict[str, float]:
+        """The headline numbers of all forward passes so far as a flat dict for a logger, see `Report.headline`.
+
+        Analyzers that need more data than there is so far are left out; the dict may be empty. It raises nothing and repeats no
+        warning, so that it cannot end a loop: `results()` raises what is wrong.
+        """
+        numbers: dict[str, float] = {}
+        with kernels_alone(), suppress(Exception):
+            sums = self._sums()
+            for name in self._analyzers:
+                with suppress(Exception), recorded_warnings(issued=False):
+                    numbers |= self._report(sums, (name,)).headline()
+        return numbers
+
+    def reset(self) -> None:
+        """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers those that follow.
+
+        The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
+        before the reset too.
+        """
+        with kernels_alone():
+            self._begin()
+
+    def _sums(self) -> SumTree:
+        """The sums of all forward passes so far.
+
+        Raises:
+            LayersimError: there are none, or a forward pass could not be measured.
+        """
+        if self._error:
+            raise self._error
+        if self._forwards == 0:
+            raise LayersimError(
+                "The probe measured nothing: no forward pass ran inside its `with` block. Call model(tokens), not "
+                'model.forward(tokens); a compiled model also needs torch.compiler.set_stance("force_eager").'
+            )
+        if not self._checked:
+            raise LayersimError(
+                f"The lens cannot be checked: the head never ran in {self._forwards} forward passes of the blocks alone. Run "
+                "the whole model once inside the `with` block."
+            )
+        # Views that wait are reduced for this report and wait on: calling results() must not change the minibatches.
+        pending = {name: self._reduced(name, views) for name, views in self._waiting.items() if views}
+        if self._error:
+            raise self._error
+        self._positions.notes.once(self._positions.notes.runs.warning(self._source.model))
+        # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
+        self._plan.check_sites(self._analyzers, [self._source])
+        return self._tree.add(self._block(0, pending)) if pending else self._tree
+
+    def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
+        """The report of some analyzers."""
+        analyzers = {name: self._analyzers[name] for name in names}
+        tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
+        model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
+        models = self._plan.models_by_analyzer([model], [self._source])
+        how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
+        how |= {"masked_by_pad_id": self._positions.notes.masked}
+        how |= {"intervals": True} if self._intervals else {}
+        blocks = tree.blocks() if self._intervals else None
+        return make_report(analyzers, models, tally, tree.total().sums, {}, how, blocks)
+
+    def _fail(self, error: Exception) -> None:
+        """Keep an error for `results()`, so that the user's loop continues."""
+        # The frames of a traceback would keep activations in memory.
+        LOG.debug("The probe stopped measuring.", exc_info=error)
+        link: BaseException | None = error
+        while link is not None:
+            link = link.with_traceback(None)
+            link = link.__cause__ or link.__context__
+        if not isinstance(error, LayersimError):
+            refusal = LayersimError(
+                "A forward pass could not be measured; the loop continued without the probe. "
+                f"{type(error).__name__}: {first_line(error)}"
+            )
+            refusal.__cause__, error = error, refusal
+        if self._error is not None:
+            return
+        self._error = error
+        # A filter of the user may make errors of warnings.
+        with suppress(Warning):
+            warn(f"The probe stopped measuring, and probe.results() raises the reason: {error}")
+
+    def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
+        """Compare the lens with the model's own logits on the first forward pass that reaches the head."""
+        self._checked = True
+        refuse_other_logits(gap, self._source.model, computed)
+
+    def _choose(self, call: Call) -> Choice:
+        return self._positions.choose(call, self._mask)
+
+    @kernels_alone()
+    def _add(self, view: View, call: Call) -> None:
+        self._forwards += 1
+        self._source.note_widths(view)
+        dtype = _dtype_of(self._source)
+        if dtype != self._dtype:
+            self._dtypes, self._dtype = [*self._dtypes, dtype], dtype
+        count = view.tokens.numel()
+        if count == 0:
+            return
+        self._tokens += count
+        self._digest.update(view.tokens.cpu().numpy().tobytes())
+        own = {name: self._reduced(name, [view]) for name in self._immediate}
+        first, continued = self._first_row(call)
+        self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
+        for name, views in self._waiting.items():
+            views.append(replace(view, sequence=view.sequence + first) if name in self._pooled else view)
+            if self._is_enough(name, views, continued):
+                own[name] = self._reduced(name, views)
+                self._waiting[name] = []
+        self._tree = self._tree.add(self._block(count, own))
+
+    def _first_row(self, call: Call) -> tuple[int, bool]:
+        """The number of the first row of a forward pass among all rows, and whether its rows are those of the pass before.
+
+        Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
+        """
+        rows = call.shape[0]
+        if continues(call) and self._last[1] == rows:
+            return self._last[0], True
+        self._last = (self._rows, rows)
+        self._rows += rows
+        return self._last[0], False
+
+    def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
+        """Whether views are enough for a call of a kernel: many tokens, or a pool of rows.
+
+        Cached generation gives one position at a time, and few calls are faster than many.
+        """
+        kernel = self._pooled.get(name)
+        if kernel is None:
+            return sum(view.tokens.numel() for view in views) >= BUFFERED_TOKENS
+        counts = torch.unique(torch.cat([view.sequence for view in views]), return_counts=True)[1]
+        rows, taken = len(counts), counts.clamp(max=SAMPLES_OF_ROW)
+        if continued and bool((counts >= SAMPLES_OF_ROW).all()):
+            # Further steps would add to the memory alone.
+            return True
+        return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
+
+    def _block(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
+        """The sums of one forward pass."""
+        names = (*self._immediate, *self._waiting)
+        return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
+
+    def _reduced(self, name: str, views: list[View]) -> Sums:
+        """What a kernel returns for some views; nothing if it fails."""
+        kernel = (self._immediate | self._deferred | self._pooled)[name]
+        try:
+            joined = _by_row(views) if name in self._pooled else _joined(views)
+            not_finite, out = reduce({name: kernel}, joined)
+            refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
+            own = sums_of((name,), out, sums_so_far(self._tree))
+            if self._intervals:
+                refuse_large_blocks(own)
+            return own[name]
+        except Exception as error:
+            self._fail(error)
+            return Sums()
+
+
+def _dtype_of(source: HookedSource) -> str:
+    """The dtype of the model's first weights at this moment."""
+    first = next(source.module.parameters(), None)
+    return str(first.dtype) if first is not None else "unknown"
+
+
+def _joined(views: list[View]) -> View:
+    """Join several views into one; rows of different views get different sequence numbers."""
+    if len(views) == 1:
+        return views[0]
+    rows, offset = [], 0
+    for view in views:
+        rows.append(view.sequence + offset)
+        offset += int(view.sequence.max()) + 1
+    return _with_sequence(views, torch.cat(rows))
+
+
+def _by_row(views: list[View]) -> View:
+    """Join several views, whose sequence numbers are those of all rows, into one in which the samples of a row follow."""
+    rows = torch.cat([view.sequence for view in views])
+    number = torch.unique(rows, return_inverse=True)[1]
+    joined = _with_sequence(views, number)
+    if bool((number[1:] >= number[:-1]).all()):
+        return joined
+    order = number.argsort(stable=True)
+    return replace(
+        joined,
+        activations=joined.activations[:, order.to(joined.activations.device)],
+        tokens=joined.tokens[order.to(joined.tokens.device)],
+        sequence=number[order],
+        position=joined.position[order.to(joined.position.device)],
+        next_token=None,
+    )
+
+
+def _with_sequence(views: list[View], sequence: Tensor) -> View:
+    return View(
+        activations=torch.cat([v.activations for v in views], dim=1),
+        tokens=torch.cat([v.tokens for v in views]),
+        sequence=sequence,
+        position=torch.cat([v.position for v in views]),
+        next_token=torch.cat([v.next_token for v in views if v.next_token is not None]),
+        sites=views[0].sites,
+        widths=views[0].widths,
+    )
+
+
+@typed
+def attach(
+    model: Any,
+    analyzers: AnalyzersArgument,
+    *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    positions: str | slice | Callable[[Tensor], Any] | None = None,
+    intervals: bool = False,
+) -> Probe:
+    """Run analyzers on every forward pass of a model inside a `with` block: your own loop, a training step, `generate`.
+
+    Outputs, gradients and state of the model do not change, and every hook is removed at the end, also after an exception.
+    Errors of the probe are raised by `probe.results()`, not in the loop. Positions that the model's attention mask excludes are
+    not counted; in an encoder-decoder it is the mask of the stack that is read. Changes by hooks at the same hook points are
+    measured if these hooks were added before.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or a Hugging Face model; or what `open_model` returns.
+        analyzers: as in `analyze`, without those that need a first pass over the data.
+        at: the sites to read, see `analyze`.
+        per_head: see `analyze`.
+        positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
+            are counted by "all" and "last" only. Columns of data and "assistant" are not available: set `probe.mask`.
+        intervals: keep the sums of 16 to 32 blocks of forward passes, from which every result gets confidence intervals, see
+            `analyze`.
+
+    Returns:
+        A `Probe`, which measures the model inside a `with` block and whose `results()` returns the report.
+
+    Raises:
+        LayersimError: the model cannot be hooked, or an analyzer needs a first pass.
+
+    Examples:
+        >>> import tl_layersim as lsim, torch
+        >>> model = lsim.demo_model()
+        >>> with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        ...     _ = model(torch.arange(40).view(2, 20))
+        >>> probe.results()["cosine"].provenance.tokens
+        40
+    """
+    chosen = choose_analyzers(analyzers)
+    source = open_source(model, either_stack=True, at=at)
+    if not isinstance(source, HookedSource):
+        raise LayersimError(
+            f"`model` is {brief(OpenedModel.of(model).model)}, whose modules do not run in this process, so it cannot be "
+            "attached. Use lsim.analyze(model, data, analyzers)."
+        )
+    plan = plan_sites([source], chosen, at, per_head)
+    plan.check_sites(chosen, [source])
+    refuse_unattachable(source, chosen, plan)
+    return Probe(source, chosen, plan, attached_rule(positions, source.model, chosen), intervals)

@@ -1,0 +1,540 @@
+"""Recorder: hooks in a user's loop, and one view for each complete forward pass of it.
+
+Forward passes may be nested, fail half way, generate with a cache, or be run again by gradient checkpointing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..activations.block_call import CACHES, first_tensor
+from ..activations.site_buffer import SiteBuffer
+from ..activations.view import View
+from ..architectures.blocks import Side, encoder_and_decoder, encoder_or_decoder
+from ..architectures.feature_maps import to_positions
+from ..architectures.heads import open_head
+from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.unembed import Unembed, tensor_of, unembed_gap
+from ..core.errors import LayersimError, warn
+from ..data.batches import next_tokens
+from ..data.labels import NO_LABEL
+from ..sources.hooked import HookedSource, not_once, whole_tensor
+from ..sources.hooks import StopForward, in_kernel, on_enter, on_leave, temporary_hooks
+
+
+class ProbeHook:
+    """A forward hook or forward pre-hook that is not copied with its module.
+
+    A deep copy of the module has no hook in place of this one. A pickled module has a hook that does nothing.
+
+    Args:
+        module: the module that the hook is registered on.
+        call: the function that torch calls.
+    """
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., None]) -> None:
+        self.module, self.call = module, call
+
+    def __call__(self, *args: Any) -> None:
+        self.call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function of the standard library that accepts any arguments and returns None, so that a pickled model can be
+        # loaded without this package.
+        return getattr, (nullcontext(), "__exit__")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        made = memo.get(id(self.module))
+        if isinstance(made, torch.nn.Module):
+            # `copy` keeps this list alive until the whole copy is made.
+            memo.setdefault(id(memo), []).append(_Sweeper(made))
+        return _nothing
+
+
+class _Sweeper:
+    """Removes the placeholder hooks of a copied module when the sweeper is freed.
+
+    Args:
+        module: the copy.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __del__(self) -> None:
+        state = vars(self.module)
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            for number in [number for number, hook in state.get(name, {}).items() if hook is _nothing]:
+                for kind in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+                    state.get(kind, {}).pop(number, None)
+
+
+def _nothing(*_: Any) -> None:
+    """Placeholder for a hook in a copy of its module, until `_Sweeper` removes it."""
+
+
+def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
+    """A hook that only reads, and that lets forward passes under `torch.compile` go on.
+
+    The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
+
+    Args:
+        hook: of any arguments.
+        missed: called while such a graph is made.
+    """
+    # Its functions have no annotations.
+    compiler: Any = torch.compiler
+    run = compiler.disable(hook)
+
+    # While a graph is made, torch calls a function of a constant result, and traces all others.
+    def look() -> bool:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        # torch has no public name for these. True where a later version has other names: no hook is then traced.
+        now = InstructionTranslator.current_tx()
+        single = bool(getattr(now, "one_graph", True) or getattr(now, "error_on_graph_break", False))
+        if single:
+            missed()
+        return single
+
+    is_skipped = compiler.assume_constant_result(look)
+
+    def call(*args: Any) -> None:
+        if not (torch.compiler.is_compiling() and is_skipped()):
+            run(*args)
+
+    return call
+
+
+CACHE_ARGUMENTS = (*CACHES, "past_kv_cache")
+# Inputs that a stack inside a model may take in place of tokens.
+OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Shape and inputs of one forward pass, as known when its first site is read.
+
+    Attributes:
+        shape: `batch pos` of the activations in the blocks (one position per row in cached generation).
+        tokens: `batch pos`, None if the model was called with embeddings.
+        attention: the attention mask of the stack that is read, in the form that the model was given, None if there is none.
+        cached: whether the model was given keys and values of earlier positions, which the mask then covers too.
+        start: the token id with which the model itself begins its decoder input; None in any other stack.
+    """
+
+    shape: tuple[int, int]
+    tokens: Tensor | None
+    attention: Any
+    cached: bool = False
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Positions of a forward pass that are counted, and positions that the model attends to.
+
+    Attributes:
+        counted: `batch pos`, positions that become tokens of the view.
+        attended: `batch pos`, positions that the model attends to.
+        pooled: whether a sample is the mean of a row's counted positions.
+        has_tokens: see `SiteBuffer`.
+    """
+
+    counted: Tensor
+    attended: Tensor
+    pooled: bool = False
+    has_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that a recorder calls.
+
+    Attributes:
+        on_view: takes the view of each complete forward pass, and its call.
+        choose: gives the positions of a call that count.
+        compare: called once, after the head has run, with `unembed_gap` of lens and logits, and the dtype of the logits;
+            None to compare nothing.
+        on_error: takes errors, which must not end the user's forward pass.
+    """
+
+    on_view: Callable[[View, Call], None]
+    choose: Callable[[Call], Choice]
+    compare: Callable[[Tensor, torch.dtype], None] | None
+    on_error: Callable[[Exception], None]
+
+
+@dataclass
+class Pass:
+    """What was read of one forward pass.
+
+    Attributes:
+        call: its shape and inputs.
+        choice: its counted positions.
+        buffer: the activations.
+        seen: the sites that were read, in order.
+    """
+
+    call: Call
+    choice: Choice
+    buffer: SiteBuffer
+    seen: list[int]
+
+
+class Frame:
+    """One running call of the model (level 0) or of a stack inside it.
+
+    The lowest frame, of level -1, stands for activations outside of any call.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, level: int, parent: Frame | None) -> None:
+        self.module, self.level, self.parent = module, level, parent
+        # A call of the model inside a call of the same model is another forward pass; a stack inside it is not.
+        self.inner = parent is not None and 0 <= parent.level < level
+        self.tokens: Tensor | None = None
+        self.attention: Any = None
+        self.cached = False
+        # Whether tokens and mask belong to the decoder.
+        self.decoder = False
+        self.last: Tensor | None = None
+        self.superseded: int | None = None
+        # Sites that were read in this call, also those of a pass that is complete.
+        self.read_here: set[int] = set()
+        # Whether all sites were read in this call.
+        self.complete = False
+        self.reading: Pass | None = None
+
+    @property
+    def outermost(self) -> Frame:
+        """The call of the model that this frame is a part of."""
+        frame = self
+        while frame.inner and frame.parent is not None:
+            frame = frame.parent
+        return frame
+
+    @property
+    def seen(self) -> list[int]:
+        """The sites that were read of the pass that is not complete."""
+        return [] if self.reading is None else self.reading.seen
+
+
+def stack_side(source: HookedSource) -> Side:
+    """The stack of an encoder-decoder whose residual stream is read.
+
+    Returns:
+        "encoder" or "decoder"; "" for a model of one stack, "both" for blocks of both or of none.
+    """
+    return (encoder_or_decoder(source.module, source.paths) or "both") if encoder_and_decoder(source.module) else ""
+
+
+class Recorder:
+    """Fills a view with the sites of a forward pass, in order. Sites out of order or in a backward pass are ignored.
+
+    Args:
+        source: the model.
+        callbacks: functions that take views, choose positions, compare logits and take errors.
+    """
+
+    def __init__(self, source: HookedSource, callbacks: Callbacks) -> None:
+        self.source, self.points, self.order = source, source.points_read, source.order
+        self.names = source.sites
+        self.on_view, self.choose = callbacks.on_view, callbacks.choose
+        self.compare, self.on_error = callbacks.compare, callbacks.on_error
+        # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
+        self.direct = is_transformer_lens(source.module)
+        # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
+        self.inside = source.reads_residual
+        output = source.residual_points[-1].name
+        self.output_site = next((site for site, point in enumerate(self.points) if point.name == output), None)
+        self.side = stack_side(source)
+        start = getattr(getattr(source.module, "config", None), "decoder_start_token_id", None)
+        self.start = start if self.side == "decoder" and isinstance(start, int) else None
+        self.thread, self.frame = threading.get_ident(), Frame(None, -1, None)
+        self.stopped = self.missed = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """A context with hooks on the model, its stacks and every site."""
+        source = self.source
+        with temporary_hooks() as handles, temporary_hooks() as testing:
+
+            def end() -> None:
+                for handle in testing:
+                    handle.remove()
+
+            testing += [self._watch(module, incoming, see) for module, incoming, see in source.stream_test(end)]
+            for level, module in enumerate(_stacks(source)):
+                handles.append(self._on_enter(module, partial(self._begin, level)))
+                # Also after an exception, so that a later call does not see the state of a failed one.
+                handles.append(on_leave(module, self._hook(module, self._end), always=True))
+            if source.embed is not None:
+                handles.append(self._on_enter(source.embed, self._see_tokens))
+            if self.direct:
+                handles.append(self._on_enter(source.blocks[0], self._see_mask))
+            for (module, incoming), sites in source.modules_read().items():
+                handles.append(self._watch(module, incoming, partial(self._see, sites)))
+            if self.compare is not None and source.head is not None:
+                handles.append(on_leave(source.head, self._hook(source.head, self._see_logits)))
+            yield
+
+    # ---- registration of hooks
+
+    def _watch(self, module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], None]) -> RemovableHandle:
+        """Register a hook that takes the first tensor of a module's input or output."""
+        if incoming:
+            return self._on_enter(module, lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
+        return on_leave(module, self._hook(module, lambda _m, _args, output: see(first_tensor(output))))
+
+    def _on_enter(self, module: torch.nn.Module, handle: Callable[..., None]) -> RemovableHandle:
+        return on_enter(module, self._hook(module, handle))
+
+    def _hook(self, module: torch.nn.Module, handle: Callable[..., None]) -> ProbeHook:
+        """A hook whose errors do not end the user's forward pass."""
+
+        def call(*args: Any) -> None:
+            # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing uses the same test.
+            if self.stopped or in_kernel() or torch._C._current_graph_task_id() != -1:
+                return
+            try:
+                if threading.get_ident() != self.thread:
+                    raise LayersimError(
+                        "A forward pass ran in another thread than the `with` block of the probe, which measures one thread. "
+                        "Enter lsim.attach(...) in the thread that runs the model."
+                    )
+                handle(*args)
+            except StopForward:
+                raise
+            except Exception as error:
+                self._stop(error)
+
+        return ProbeHook(module, uncompiled(call, self._miss))
+
+    def _stop(self, error: Exception) -> None:
+        """Report the first error, and read nothing more."""
+        if not self.stopped:
+            self.stopped = True
+            self.on_error(error)
+
+    def _miss(self) -> None:
+        """Report a forward pass that torch compiles to one graph."""
+        self._stop(
+            LayersimError(
+                "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
+                'Compile without fullgraph=True, or use torch.compiler.set_stance("force_eager").'
+            )
+        )
+
+    # ---- calls of hooks
+
+    def _begin(self, level: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parent = self.frame
+        frame = self.frame = Frame(module, level, parent)
+        if frame.inner:
+            frame.tokens, frame.attention = parent.tokens, parent.attention
+            frame.decoder, frame.cached = parent.decoder, parent.cached
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        frame.cached |= any(given.get(name) is not None for name in CACHE_ARGUMENTS)
+        if self.side == "decoder" and ("decoder_input_ids" in names or "decoder_input_ids" in given):
+            # The modules around the decoder also take the encoder's tokens and mask, which do not belong to the decoder.
+            if not frame.decoder:
+                frame.tokens, frame.attention, frame.decoder = None, None, True
+            tokens, mask = given.get("decoder_input_ids"), given.get("decoder_attention_mask")
+        else:
+            first = given.get("input_ids", given.get(names[0]) if names else None)
+            tokens, mask = first, given.get("attention_mask")
+            if any(given.get(name) is not None for name in OTHER_INPUTS) and not _is_tokens(tokens):
+                # A separate tower of a model that also reads text.
+                frame.tokens, frame.attention = None, None
+        if _is_tokens(tokens):
+            frame.tokens = tokens.detach()
+        # The outer model takes the plain mask; the stack inside it may take a mask that is computed from it.
+        if mask is not None and (frame.attention is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+            frame.attention = mask
+
+    def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
+        frame: Frame | None = self.frame
+        while frame is not None and frame.module is not module:
+            # A frame that an interrupt left behind.
+            frame = frame.parent
+        if frame is None or frame.parent is None:
+            return
+        if frame.inner:
+            frame.parent.last = frame.last
+            frame.parent.complete |= frame.complete
+            if self.inside:
+                frame.parent.read_here |= frame.read_here
+        self.frame = frame.parent
+        # A pass that failed, or that another run of this package ended early, has no output.
+        if output is None or frame.level != 0 or self.source.aside():
+            return
+        if self.order is None and not self.inside:
+            missing = next(site for site in range(len(self.points)) if site not in frame.seen)
+            raise self._not_once(missing, "the forward pass did not run it")
+        if not frame.complete and not self.missed:
+            self.missed = True
+            missing = next(site for site in range(len(self.points)) if site not in {*frame.seen, *frame.read_here})
+            # A filter of the user may make errors of warnings.
+            with suppress(Warning):
+                warn(
+                    f"A forward pass did not run the module of {self.names[missing]}, and is not measured. Modules "
+                    "that are replaced need a new probe. A graph that torch compiled before runs modules only under "
+                    'torch.compiler.set_stance("force_eager").'
+                )
+
+    def _see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the tokens at the embedding."""
+        given = [x for x in (*args, *kwargs.values()) if _is_tokens(x)]
+        # A user may embed tokens outside of any forward pass; an encoder-decoder embeds those of both stacks.
+        if given and self._counts(self.frame) and not self.side:
+            self.frame.tokens = given[0].detach()
+
+    def _see_mask(self, _module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the mask at the first block, for models whose `forward` is called without their hooks."""
+        mask, frame = kwargs.get("attention_mask"), self.frame
+        if frame.attention is None and isinstance(mask, Tensor) and mask.dim() == 2:
+            frame.attention = mask
+        frame.cached |= kwargs.get("past_kv_cache_entry") is not None
+
+    def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        """Compare the lens with the output of the head, on the first row of its first call."""
+        frame, compare = self.frame, self.compare
+        hidden, frame.last = frame.last, None
+        lens = None if hidden is None or compare is None or not self._counts(frame) else self._lens()
+        if hidden is None or compare is None or lens is None:
+            return
+        self.compare = None
+        logits = tensor_of(output)[0].detach()
+        with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
+            attended = torch.ones(len(hidden), dtype=torch.bool)
+            compare(unembed_gap(lens, hidden, logits, attended, finished=False), logits.dtype)
+
+    def _see(self, sites: list[int], hidden: Tensor) -> None:
+        """Store the sites that are parts of a module's input or output."""
+        here = self.frame
+        if self.source.aside() or not self._counts(here):
+            return
+        frame = here if self.inside else here.outermost
+        for site in sites:
+            if not self.inside and here.level >= 0 and site in here.read_here:
+                raise self._not_once(site, "it runs more than once in a forward pass")
+            if not self._expected(site, frame):
+                return
+            here.read_here.add(site)
+            pos = None if here.tokens is None or here.tokens.dim() != 2 else here.tokens.shape[1]
+            point, name = self.points[site], self.names[site]
+            places = to_positions(whole_tensor(hidden, name), point.channels, name, pos)
+            frame.reading = frame.reading or self._start(site, here, places)
+            frame.reading.buffer.put(site, places, point.part)
+            frame.reading.seen.append(site)
+            if site == self.output_site and self.compare is not None:
+                frame.last = hidden[0].detach()
+        reading = frame.reading
+        if reading is not None and len(reading.seen) == len(self.points):
+            self.order = tuple(reading.seen)
+            here.complete = frame.complete = True
+            frame.reading = None
+            if frame.level < 0:
+                frame.tokens, frame.attention, frame.cached = None, None, False
+            self.on_view(self._view(reading), reading.call)
+
+    def _expected(self, site: int, frame: Frame) -> bool:
+        """True if this site is the next of the forward pass, or the first of a new one, which then begins."""
+        if self.order is None:
+            # A site that was read in this pass begins another pass.
+            if site in frame.seen:
+                frame.reading = None
+            return True
+        if site == self.order[0]:
+            frame.superseded, frame.reading = len(frame.seen) or None, None
+            return True
+        if frame.seen and site == self.order[len(frame.seen)]:
+            return True
+        if frame.superseded is not None and site == self.order[frame.superseded]:
+            raise LayersimError(
+                "A forward pass was interrupted by another one of the same model, and continued after it: "
+                f"{self.names[site]} ran after the start of a second pass. Call model(tokens) inside hooks, not "
+                "model.forward(...)."
+            )
+        return False
+
+    def _counts(self, frame: Frame) -> bool:
+        """True where the running layers belong to a forward pass."""
+        return self.direct or frame.level >= 0
+
+    def _start(self, site: int, here: Frame, hidden: Tensor) -> Pass:
+        """Choose the positions of a forward pass that count, when its first site is read."""
+        shape = (hidden.shape[0], hidden.shape[1] if hidden.dim() > 2 else 1)
+        if hidden.dim() == 2 and here.tokens is not None and here.tokens.dim() == 2 and here.tokens.numel() == shape[0]:
+            # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
+            shape = (here.tokens.shape[0], here.tokens.shape[1])
+        call = Call(shape, here.tokens, here.attention, here.cached, self.start)
+        choice = self.choose(call)
+        if choice.pooled and not choice.has_tokens:
+            # Each site of an image may have positions of its own, of which the mean is taken.
+            shape = (choice.counted.shape[0], choice.counted.shape[1])
+        if tuple(choice.counted.shape) != shape:
+            raise LayersimError(
+                f"The activations at {self.names[site]} are {' x '.join(map(str, hidden.shape))}; they must be "
+                f"{' x '.join(map(str, choice.counted.shape))} x width, the shape of the input tokens."
+            )
+        keep = choice.counted.reshape(-1).nonzero()[:, 0]
+        return Pass(call, choice, SiteBuffer(self.names, keep, shape, choice.pooled, choice.has_tokens), [])
+
+    def _not_once(self, site: int, why: str) -> LayersimError:
+        return not_once(self.names[site], self.points[site].module, why)
+
+    def _lens(self) -> Unembed | None:
+        """The logit lens, made anew for each forward pass: weights may change their dtype, device or module in a loop."""
+        head = self.source.model.head
+        return None if head is None else open_head(self.source.module, head)[1]
+
+    def _view(self, reading: Pass) -> View:
+        buffer, read = reading.buffer, reading.call.tokens
+        shape, samples = buffer.shape, buffer.samples.to(buffer.activations.device)
+        tokens, following = torch.zeros(shape, dtype=torch.int64), torch.full(shape, NO_LABEL)
+        if read is not None:
+            if read.dim() != 2 or read.shape[1] != shape[1] or read.shape[0] not in (1, shape[0]):
+                raise LayersimError(
+                    f"The input tokens have shape {tuple(read.shape)}, and {shape[0]} x {shape[1]} positions run "
+                    "through the blocks. Call model(inputs_embeds=...), or name blocks of the part of the model that reads "
+                    "the tokens."
+                )
+            tokens = read.expand(shape)
+            if not buffer.pooled:
+                following = next_tokens(tokens, reading.choice.attended.to(tokens.device))
+        known = {"tokens": tokens, "next_token": following}
+        fields: dict[str, Any] = {name: values.to(samples.device).reshape(-1)[samples] for name, values in known.items()}
+        return View(**buffer.fields(), **fields, unembed=self._lens())
+
+
+def _is_tokens(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def _stacks(source: HookedSource) -> list[torch.nn.Module]:
+    """The model and the modules inside it that contain all blocks, outermost first; a caller may run each of them."""
+    modules = [source.module]
+    for root in (source.module, vars(source.module).get("original_model")):
+        names = {id(sub): name for name, sub in root.named_modules()} if isinstance(root, torch.nn.Module) else {}
+        paths = [names.get(id(block)) for block in source.blocks]
+        if root is None or None in paths:
+            continue
+        common: list[str] = []
+        for parts in zip(*(str(path).split(".")[:-1] for path in paths), strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        modules += [root, *(root.get_submodule(".".join(common[: i + 1])) for i in range(len(common)))]
+    return list(dict.fromkeys(modules))

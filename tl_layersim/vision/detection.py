@@ -1,0 +1,410 @@
+"""`detection_by_layer`: class accuracy and box errors of every decoder layer of a DETR, through its own heads."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..activations.view import Kernel, View
+from ..analyzers.analyzer import Analyzer, Run, SiteNeed
+from ..architectures.heads import DetectionHeads, detection_heads
+from ..architectures.unembed import rounding
+from ..core.arguments import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Report, Result, axes
+from ..core.sums import Sums
+from ..core.wording import amount, brief
+from ..data.annotations import AnnotatedImages, Objects
+from ..data.batches import Batch, Batches
+from ..data.data import Data
+from ..engine.analyze import run_analysis
+from ..engine.arguments import with_tokenizer
+from ..engine.plan import plan_sites, refuse_selection
+from ..engine.run import Analysis
+from ..remote.open import open_source
+from ..sources.hooked import HookedSource
+from ..sources.model import Model
+
+
+@dataclass(frozen=True)
+class DetectionWeights:
+    """Weights of the terms in a DETR's matching cost and in its loss, from its configuration.
+
+    Attributes:
+        class_cost: of the probability of the object's class, in the matching cost.
+        bbox_cost: of the L1 distance of the boxes.
+        giou_cost: of their generalised IoU.
+        no_object: of the class "no object" in the cross-entropy.
+        bbox_loss: of the L1 distance in the loss.
+        giou_loss: of 1 - generalised IoU.
+    """
+
+    class_cost: float
+    bbox_cost: float
+    giou_cost: float
+    no_object: float
+    bbox_loss: float
+    giou_loss: float
+
+    @staticmethod
+    def of(config: Any) -> DetectionWeights:
+        """The weights in the configuration of a DETR."""
+        costs = (config.class_cost, config.bbox_cost, config.giou_cost)
+        losses = (config.eos_coefficient, config.bbox_loss_coefficient, config.giou_loss_coefficient)
+        return DetectionWeights(*map(float, (*costs, *losses)))
+
+
+def corners(boxes: Tensor) -> Tensor:
+    """Boxes `... 4` as left, top, right and bottom, from centre x, centre y, width and height."""
+    centre, half = boxes[..., :2], boxes[..., 2:] / 2
+    return torch.cat([centre - half, centre + half], -1)
+
+
+def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
+    r"""Generalised intersection over union of boxes, between -1 and 1.
+
+    $$\mathrm{GIoU}(A, B) = \frac{|A \cap B|}{|A \cup B|} - \frac{|C| - |A \cup B|}{|C|}$$
+
+    with C the smallest box around A and B.
+
+    Args:
+        a: `... 4`, centre x, centre y, width and height.
+        b: boxes of a shape that broadcasts with `a`, with areas above 0.
+
+    Source:
+        Rezatofighi et al. 2019 (arXiv 1902.09630), algorithm 1.
+
+    Examples:
+        >>> a, b = torch.tensor([0.25, 0.5, 0.5, 1.0]), torch.tensor([0.75, 0.5, 0.5, 1.0])
+        >>> float(generalised_iou(a, a)), float(generalised_iou(a, b))
+        (1.0, 0.0)
+    """
+    first, second = corners(a), corners(b)
+    left_top = torch.maximum(first[..., :2], second[..., :2])
+    right_bottom = torch.minimum(first[..., 2:], second[..., 2:])
+    overlap = (right_bottom - left_top).clamp(min=0).prod(-1)
+    union = a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - overlap
+    around = (torch.maximum(first[..., 2:], second[..., 2:]) - torch.minimum(first[..., :2], second[..., :2])).prod(-1)
+    return overlap / union - (around - union) / around
+
+
+def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: DetectionWeights) -> tuple[Tensor, Tensor]:
+    """Queries and objects that are matched one to one, with the least total cost.
+
+    The cost of a query and an object is that of transformers' `HungarianMatcher`: minus the probability of the object's class,
+    plus the L1 distance of the boxes, minus their generalised IoU, each with its weight.
+
+    Args:
+        logits: `query class`, float64.
+        boxes: `query 4`, float64.
+        objects: in the image.
+        weights: of the cost.
+
+    Returns:
+        Indices of matched queries, ascending, and of their objects: as many as the fewer of both.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    cost = -weights.class_cost * logits.softmax(-1)[:, objects.classes]
+    cost = cost + weights.bbox_cost * (boxes[:, None] - objects.boxes).abs().sum(-1)
+    cost = cost - weights.giou_cost * generalised_iou(boxes[:, None], objects.boxes)
+    queries, found = linear_sum_assignment(cost.numpy())
+    return torch.as_tensor(queries), torch.as_tensor(found)
+
+
+def detection_kernel(
+    view: View, *, heads: DetectionHeads, objects: Sequence[Objects], weights: DetectionWeights
+) -> dict[str, Tensor]:
+    """Sums over images of the errors of matched queries at every layer, and numbers of queries and objects.
+
+    Args:
+        view: activations of one batch, all queries of each image.
+        heads: of the model.
+        objects: by row of the data.
+        weights: of the matching cost and the loss.
+    """
+    assert view.row is not None
+    logits, boxes = heads(view.activations[1:])
+    if not bool(logits.isfinite().all() and boxes.isfinite().all()):
+        raise LayersimError(
+            f"{int((~logits.isfinite()).sum())} logits and {int((~boxes.isfinite()).sum())} coordinates of boxes are NaN or "
+            "infinite. float16 overflows above 65504; load the model in float32 or bfloat16."
+        )
+    names = ("correct", "l1", "giou", "no_object", "cross_entropy", "class_weight")
+    sums = {name: torch.zeros(len(logits), dtype=torch.float64) for name in names}
+    counts = dict.fromkeys(("matched", "objects", "queries"), 0)
+    for row in sorted(set(view.row.tolist())):
+        of_row, shown = (view.row == row).cpu(), objects[row]
+        counts["queries"] += int(of_row.sum())
+        counts["objects"] += len(shown.classes)
+        counts["matched"] += min(int(of_row.sum()), len(shown.classes))
+        for layer in range(len(logits)):
+            for name, value in _image_sums(logits[layer, of_row], boxes[layer, of_row], shown, weights).items():
+                sums[name][layer] += value
+    return sums | {name: torch.tensor(count) for name, count in counts.items()}
+
+
+def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: DetectionWeights) -> dict[str, Tensor]:
+    """The sums of one image at one layer."""
+    queries, found = match(logits, boxes, objects, weights)
+    none = logits.shape[-1] - 1
+    target = torch.full((len(logits),), none)
+    target[queries] = objects.classes[found]
+    matched = torch.zeros(len(logits), dtype=torch.bool)
+    matched[queries] = True
+    best = logits.argmax(-1)
+    importance = torch.full((len(logits),), weights.no_object, dtype=torch.float64).masked_fill(matched, 1.0)
+    log_prob = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    return {
+        "correct": (best == target)[matched].sum(),
+        "l1": (boxes[queries] - objects.boxes[found]).abs().sum(),
+        "giou": generalised_iou(boxes[queries], objects.boxes[found]).sum(),
+        "no_object": (best == none)[~matched].sum(),
+        "cross_entropy": -(importance * log_prob).sum(),
+        "class_weight": importance.sum(),
+    }
+
+
+DETR = "(DETR: Carion et al. 2020, section 3.1; by layer: Jiang, Zhou and Zhu 2024, appendix B.5)."
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DetectionResult(Result):
+    """Class accuracy and box errors of every decoder layer's predictions. All tensors are float64.
+
+    Queries are matched to objects one to one, anew for each layer. Means over matched queries are NaN if no image has an
+    object.
+
+    Attributes:
+        values: `layer`, the same as `accuracy`: fraction of matched queries whose most likely class is that of their object;
+            "no object" is one of the classes.
+        box_l1: `layer`, mean absolute difference between the four coordinates (centre x, centre y, width, height) of a matched
+            query's box and of its object's, as a fraction of the image's width or height. transformers' `loss_bbox` is four
+            times this mean.
+        giou: `layer`, mean generalised intersection over union of matched queries and their objects, -1 to 1.
+        no_object: `layer`, fraction of queries without an object whose most likely class is "no object"; NaN if every query
+            has one.
+        cross_entropy: `layer`, of the classes, in nats, over all queries; those without an object have the weight
+            `eos_coefficient` of the configuration.
+        loss: `layer`, weighted sum of cross-entropy, L1 distance and 1 - generalised IoU, as transformers adds them for a layer
+            on one batch of all images.
+        images: number of images.
+        objects: number of objects in them.
+        matched: number of matched queries: that of objects, unless an image has more objects than the model has queries.
+    """
+
+    file_kind: ClassVar[str] = "detection"
+    values_name: ClassVar[str] = "accuracy"
+    values: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Accuracy",
+        unit="fraction",
+        title="Class accuracy of each layer",
+        caption=f"Fraction of matched queries with their object's class {DETR}",
+        better="higher",
+        within=(0, 1),
+    )
+    box_l1: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Box L1",
+        unit="fraction of the image",
+        title="Box error of each layer",
+        caption=f"Mean absolute difference of the four coordinates of a box {DETR}",
+        within=(0, math.inf),
+    )
+    giou: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Generalised IoU",
+        title="Overlap of boxes at each layer",
+        caption=f"Mean generalised IoU of matched queries and their objects {DETR}",
+        within=(-1, 1),
+    )
+    no_object: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Queries",
+        unit="fraction",
+        title="Queries without an object",
+        caption=f"Fraction of unmatched queries that predict no object at each layer {DETR}",
+        within=(0, 1),
+    )
+    cross_entropy: Float64[Tensor, " layer"] = axes(
+        "layer", label="Cross-entropy", unit="nats", title="Cross-entropy at each layer", better="lower", within=(0, math.inf)
+    )
+    loss: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Loss (weighted sum)",
+        title="Loss of each layer",
+        caption=f"The term of each layer in the auxiliary loss {DETR}",
+        within=(0, math.inf),
+    )
+    images: int
+    objects: int
+    matched: int
+
+    @property
+    def accuracy(self) -> Tensor:
+        """Fraction of matched queries with the class of their object, `layer`; the same as `values`."""
+        return self.values
+
+    def measured_on(self, field: str) -> str:
+        return f"{amount(self.images, 'image')}, {amount(self.provenance.tokens, 'query', 'queries')}"
+
+    def headline(self) -> dict[str, float]:
+        numbers = {
+            "class accuracy of the first layer": float(self.accuracy[0]),
+            "class accuracy of the last layer": float(self.accuracy[-1]),
+            "box L1 of the first layer (fraction of the image)": float(self.box_l1[0]),
+            "box L1 of the last layer (fraction of the image)": float(self.box_l1[-1]),
+            "generalised IoU of the last layer": float(self.giou[-1]),
+            "unmatched queries with no object (fraction)": float(self.no_object[-1]),
+        }
+        return {name: number for name, number in numbers.items() if not math.isnan(number)}
+
+
+NAME = "detection"
+
+
+@typed
+def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> DetectionResult:
+    r"""Compare the objects that each decoder layer of a DETR predicts with those in the images.
+
+    The output of each layer passes through the model's own decoder norm, class head and box head. For each image and layer,
+    queries are matched to objects one to one with the least total cost, that of transformers' `HungarianMatcher`,
+
+    $$-\lambda_c \, p_q(c_o) + \lambda_b \, \lVert b_q - b_o \rVert_1 - \lambda_g \, \mathrm{GIoU}(b_q, b_o)$$
+
+    for query q and object o of class $c_o$, with the weights `class_cost`, `bbox_cost` and `giou_cost` of the configuration. On
+    the first image, logits and boxes of the last layer are compared with the model's own.
+
+    Args:
+        model: `DetrForObjectDetection` of transformers; of a `DetrForSegmentation`, its part `model.detr`.
+        data: a `Data`, or raw data: a mapping with `pixel_values`, and `pixel_mask` where images of a batch differ in size, a
+            data set, a DataLoader, or an iterable of these; for images themselves, `Data(images, tokenizer=processor)`.
+        labels: for each image a mapping with `class_labels`, a whole number for each object, and `boxes`, `object 4`: centre x,
+            centre y, width and height as fractions of the image. Default: those in the column `labels` of the data, as
+            transformers' detectors take them.
+
+    Returns:
+        A `DetectionResult`: accuracy, box L1, generalised IoU and loss, each by layer.
+
+    Raises:
+        LayersimError: the model is no DETR, or the annotations are missing, out of range or not normalised.
+
+    Source:
+        Carion et al. 2020 (arXiv 2005.12872), section 3.1; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.5, where
+        figure 18 shows average precision (AP50) by layer.
+
+    Examples:
+        >>> import torch
+        >>> from tl_layersim.vision import detection_by_layer
+        >>> from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+        >>> backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+        >>> sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 3, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+        >>> config = DetrConfig(backbone_config=backbone, num_queries=4, num_labels=2, **sizes)
+        >>> labels = [{"class_labels": [1], "boxes": [[0.5, 0.5, 0.2, 0.4]]}] * 2
+        >>> found = detection_by_layer(DetrForObjectDetection(config), torch.randn(2, 3, 32, 32), labels=labels)
+        >>> found.box_l1.shape, found.objects, found.matched
+        (torch.Size([3]), 2, 2)
+    """
+    source = open_source(model, either_stack=True)
+    if not isinstance(source, HookedSource):
+        raise LayersimError(
+            f"`model` is {brief(model)}; it must be the Hugging Face model itself, whose heads are called in this process."
+        )
+    heads = detection_heads(source.module, source.unembed)
+    config: Any = source.module.config
+    data = Data.of(data)
+    refuse_selection(data, "every query is matched", "positions", "skip_first")
+    images = AnnotatedImages(data.source, labels, config.num_labels)
+    analyzer = _Detection(source, heads, images, DetectionWeights.of(config))
+    source.check_first_row(analyzer.check_heads)
+    described = with_tokenizer(source.model, data.tokenizer)
+    batches = Batches(data.like(images.data), described, count_positions=source.count_positions)
+    analyzers: dict[str, Analyzer] = {NAME: analyzer}
+    report = run_analysis(Analysis([source], batches, analyzers, plan_sites([source], analyzers)))
+    assert isinstance(report, Report)
+    found: DetectionResult = report[NAME]
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Detection(Analyzer):
+    """The analyzer that `detection_by_layer` runs.
+
+    Args:
+        source: of the model.
+        heads: of the model.
+        images: the data with the objects in each image.
+        weights: of the matching cost and the loss.
+    """
+
+    name: ClassVar[str] = NAME
+    needs_sites: ClassVar[SiteNeed] = "every_block"
+
+    source: HookedSource
+    heads: DetectionHeads
+    images: AnnotatedImages
+    weights: DetectionWeights
+
+    def check_heads(self, batch: Batch) -> None:
+        """Refuse heads that do not give the model's own logits and boxes at the last layer, on the first image of a batch."""
+        row = batch.first_row
+        with torch.no_grad():
+            ours = self.heads(self.source.collect(row).activations[1:])
+            output = self.source.call(row)
+        allowed = rounding(getattr(torch, self.source.model.dtype.removeprefix("torch.")))
+        for name, own, given in zip(("logits", "boxes"), ours, (output.logits[0], output.pred_boxes[0]), strict=True):
+            theirs = given.cpu().double()
+            gap = float((own[-1] - theirs).norm() / theirs.norm().clamp(min=1e-3))
+            if not gap <= allowed:
+                raise LayersimError(
+                    f"The heads at the last decoder layer do not give the model's own {name}: they are off by {gap:.2g} of "
+                    f"their size, and rounding is {allowed:.1g}. Remove hooks that change the outputs of the heads."
+                )
+
+    def check_batch(self, batch: Batch, model: Model) -> None:
+        self.images.refuse_other_count(batch.first + len(batch.tokens), more_to_come=True)
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(detection_kernel, heads=self.heads, objects=self.images.objects, weights=self.weights)
+
+    def compute(self, sums: Sums, run: Run) -> DetectionResult:
+        self.images.refuse_other_count(run.provenance.sequences, more_to_come=False)
+        matched, objects, queries = (int(sums[name]) for name in ("matched", "objects", "queries"))
+        if objects > matched:
+            warn(
+                f"{objects - matched} of {objects} objects have no query: some images have more objects than the model has "
+                "queries."
+            )
+        # Without a matched query, 0 / 0 is NaN.
+        mean = {name: sums[name] / matched for name in ("correct", "l1", "giou")}
+        cross_entropy, weights = sums["cross_entropy"] / sums["class_weight"], self.weights
+        boxes = weights.bbox_loss * sums["l1"] + weights.giou_loss * (matched - sums["giou"])
+        return DetectionResult(
+            values=mean["correct"],
+            box_l1=mean["l1"] / 4,
+            giou=mean["giou"],
+            no_object=sums["no_object"] / (queries - matched),
+            cross_entropy=cross_entropy,
+            loss=cross_entropy + boxes / max(objects, 1),
+            images=run.provenance.sequences,
+            objects=objects,
+            matched=matched,
+            layers=run.layers,
+            provenance=run.provenance,
+        )
+
+    def options(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for classes, boxes in self.images.objects:
+            digest.update(classes.numpy().tobytes() + boxes.numpy().tobytes() + b"|")
+        return {"labels": f"objects sha256 {digest.hexdigest()[:12]}", **vars(self.weights)}

@@ -1,0 +1,384 @@
+"""`tower_similarity`: cosine similarity and CKA between the layers of the vision and the text tower of a CLIP."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..activations.pools import PoolKernel
+from ..activations.view import Kernel, View
+from ..analyzers.analyzer import Analyzer, Run
+from ..analyzers.cka import CKA
+from ..architectures.towers import refuse_no_projection, text_position
+from ..architectures.unembed import Unembed
+from ..core.arguments import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Report, Result, axes
+from ..core.sums import Sums
+from ..core.wording import amount
+from ..data.batches import Batches
+from ..data.data import Data
+from ..data.inputs import PIXELS, is_floats, is_image
+from ..data.labels import LABELS
+from ..engine.analyze import run_analysis
+from ..engine.arguments import with_tokenizer
+from ..engine.plan import plan_sites, refuse_selection
+from ..engine.run import Analysis
+from ..sources.open import OpenedModel
+from ..sources.tower import TowerSource, open_towers, pair_model, unit, verify_projections
+
+OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TowerSimilarity(Result):
+    """Similarity between the layers of the two towers of a CLIP, and within each tower. All tensors are float64.
+
+    A layer of a tower is one vector for each image or text: its residual at the position that the model reads, through the
+    tower's own final norm and projection. Layer 0 is what enters block 0.
+
+    Attributes:
+        values: `vision_layer text_layer`, mean over pairs of the cosine between the image's and the text's vector.
+        std: `vision_layer text_layer`, standard deviation of this cosine over pairs (divided by N).
+        mismatched: `vision_layer text_layer`, mean of the cosine between an image and the text of another pair, over all
+            N (N - 1) such combinations of the data, not of a batch; NaN for one pair. Two rows with the same text count as
+            different pairs.
+        vision: `vision_layer other_vision_layer`, mean over images of the cosine between two layers of the vision tower.
+        text: `text_layer other_text_layer`, mean over texts of the cosine between two layers of the text tower.
+        cka: `vision_layer text_layer`, linear CKA between residuals of images and of their texts, without norms and projections
+            (unbiased, averaged over minibatches, see `CKA`); NaN at layers whose vectors are all equal, and everywhere if no
+            batch has four pairs.
+        vision_to_last: `comparison vision_layer`, cosine of each vision layer with the last vision layer, with the last text
+            layer of the same pair, and with the last text layer of other pairs.
+        text_to_last: `comparison text_layer`, the same for text layers, with the towers exchanged.
+        text_layers: names of the layers of the text tower; `layers` are those of the vision tower.
+        comparisons: labels of the axis `comparison`.
+        projected: whether norms and projections were applied; else residuals are compared as they are.
+        pairs: number of pairs N.
+    """
+
+    file_kind: ClassVar[str] = "tower_similarity"
+    values: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Cosine similarity",
+        title="Cosine similarity between the towers",
+        caption="Mean over pairs of the cosine between an image at a vision layer and its text at a text layer, each through "
+        "the final norm and the projection of its tower " + OF_FIGURE.format("23 c"),
+        within=(-1, 1),
+    )
+    std: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Standard deviation of the cosine",
+        title="Spread of the cosine between towers over samples",
+        within=(0, 1),
+    )
+    mismatched: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Cosine similarity",
+        title="Cosine similarity between the towers, other pairs",
+        caption="The same between an image and the text of another pair. Only what exceeds these values is due to the pairs.",
+        within=(-1, 1),
+    )
+    vision: Float64[Tensor, "vision vision"] = axes(
+        "vision_layer",
+        "other_vision_layer",
+        label="Cosine similarity",
+        title="Cosine similarity within the vision tower",
+        caption="Mean over images " + OF_FIGURE.format("23 a"),
+        within=(-1, 1),
+    )
+    text: Float64[Tensor, "text text"] = axes(
+        "text_layer",
+        "other_text_layer",
+        label="Cosine similarity",
+        title="Cosine similarity within the text tower",
+        caption="Mean over texts " + OF_FIGURE.format("23 b"),
+        within=(-1, 1),
+    )
+    cka: Float64[Tensor, "vision text"] = axes(
+        "vision_layer",
+        "text_layer",
+        label="Linear CKA",
+        title="Linear CKA between the towers",
+        caption="Similarity of the geometry of images and of their texts, without projections, up to rotation and scale: 1 for "
+        "equal, 0 for unrelated (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012).",
+        within=(-1, 1),
+    )
+    vision_to_last: Float64[Tensor, "comparison vision"] = axes(
+        "comparison",
+        "vision_layer",
+        label="Cosine similarity",
+        title="Cosine of vision layers to the last layers",
+        caption="Cosine of each vision layer with the last layer of either tower " + OF_FIGURE.format(22),
+        within=(-1, 1),
+    )
+    text_to_last: Float64[Tensor, "comparison text"] = axes(
+        "comparison",
+        "text_layer",
+        label="Cosine similarity",
+        title="Cosine of text layers to the last layers",
+        caption="Cosine of each text layer with the last layer of either tower " + OF_FIGURE.format(22),
+        within=(-1, 1),
+    )
+    text_layers: tuple[str, ...]
+    comparisons: tuple[str, ...]
+    projected: bool
+    pairs: int
+
+    def coordinates(self, axis: str) -> tuple[Any, ...]:
+        known = {"vision_layer": self.layers, "other_vision_layer": self.layers, "other_text_layer": self.text_layers}
+        return known[axis] if axis in known else super().coordinates(axis)
+
+    def measured_on(self, field: str) -> str:
+        return amount(self.pairs, {"vision": "image", "text": "text"}.get(field, "pair"))
+
+    def headline(self) -> dict[str, float]:
+        return {
+            "COS(last vision layer, last text layer)": float(self.values[-1, -1]),
+            "the same with the texts of other pairs": float(self.mismatched[-1, -1]),
+            f"COS({self.first_layer()}, last) of the vision tower": float(self.vision[0, -1]),
+            "COS(embedding, last) of the text tower": float(self.text[0, -1]),
+            "CKA(last vision layer, last text layer)": float(self.cka[-1, -1]),
+        }
+
+
+# Rows in a forward pass of raw data.
+BATCH_SIZE = 64
+COMPARISONS = ("last layer of the same tower", "last layer of the other tower", "other tower, mismatched pairs")
+
+
+@dataclass(frozen=True)
+class TowerComparison(Analyzer):
+    """Cosine between the layers of two towers through their projections, and CKA without them.
+
+    Args:
+        minibatch: samples in a minibatch of CKA.
+        seed: of the shuffle of CKA.
+        projections: of both towers, None to compare residuals as they are.
+    """
+
+    name: ClassVar[str] = "tower_similarity"
+    compares: ClassVar[bool] = True
+
+    minibatch: int
+    seed: int
+    projections: tuple[Unembed, Unembed] | None
+
+    def options(self) -> dict[str, Any]:
+        return {"minibatch": self.minibatch, "seed": self.seed, "projected": self.projections is not None}
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(tower_kernel, projections=self.projections)
+
+    def pool_kernel(self, first: Sums) -> PoolKernel | None:
+        return self._cka().kernel(first)  # type: ignore[return-value]  # of the estimator in minibatches
+
+    def pool_need(self, density: float) -> int:
+        return self._cka().pool_need(density)
+
+    def _cka(self) -> CKA:
+        return CKA(minibatch=self.minibatch, seed=self.seed)
+
+    def compute(self, sums: Sums, run: Run) -> TowerSimilarity:
+        count = int(sums["count"])
+        _refuse_zeros(sums, run)
+        values = sums["matched"] / count
+        others = sums["vision units"] @ sums["text units"].T - sums["matched"]
+        mismatched = others / (count * (count - 1)) if count > 1 else torch.full_like(others, math.nan)
+        within = [_symmetric(sums[tower] / count) for tower in ("vision", "text")]
+        return TowerSimilarity(
+            values=values.clamp(-1, 1),
+            std=(sums["square"] / count - values.square()).clamp(min=0).sqrt(),
+            mismatched=mismatched,
+            vision=within[0],
+            text=within[1],
+            cka=self._of_cka(sums, run),
+            vision_to_last=torch.stack([within[0][:, -1], values[:, -1], mismatched[:, -1]]),
+            text_to_last=torch.stack([within[1][:, -1], values[-1], mismatched[-1]]),
+            text_layers=run.column_layers,
+            comparisons=COMPARISONS,
+            projected=self.projections is not None,
+            pairs=count,
+            layers=run.layers,
+            provenance=run.provenance,
+        )
+
+    def _of_cka(self, sums: Sums, run: Run) -> Tensor:
+        """CKA between the layers at which rows differ; NaN at others, such as [CLS] before the first attention."""
+        found = torch.full_like(sums["matched"], math.nan)
+        own = dict(sums.fields)
+        if "samples" not in own:
+            warn("CKA needs four pairs of an image and a text: `cka` is NaN. Pass more data.")
+            return found
+        rows, columns = ((own[name] > 0).nonzero()[:, 0] for name in ("xx", "yy"))
+        if not len(rows) or not len(columns):
+            return found
+        own |= {name: own[name][rows] for name in ("xx", "r_x", "r_x^2")}
+        own |= {name: own[name][columns] for name in ("yy", "r_y", "r_y^2")} | {"xy": own["xy"][rows][:, columns]}
+        layers, others = (tuple(names[i] for i in kept) for names, kept in ((run.layers, rows), (run.column_layers, columns)))
+        some = replace(run, layers=layers, column_layers=others)
+        found[rows[:, None], columns] = self._cka().compute(Sums(own), some).values
+        return found
+
+
+def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None) -> dict[str, Tensor]:
+    """Sums over pairs of the cosines between all layers, and of unit vectors.
+
+    Args:
+        vision: activations of images, one sample a row.
+        text: activations of the texts of the same rows, one sample a row.
+        projections: of both towers, None to compare residuals as they are.
+    """
+    images, texts = (
+        unit(view.activations if projections is None else projections[number](view.activations))
+        for number, view in enumerate((vision, text))
+    )
+    known = [x.isfinite().all(-1) for x in (images, texts)]
+    images, texts = images.nan_to_num(), texts.nan_to_num().to(images.device)
+    cosine = torch.einsum("vnd,tnd->nvt", images, texts)
+    return {
+        "count": torch.tensor(images.shape[1]),
+        "vision zeros": (~known[0]).sum(1),
+        "text zeros": (~known[1]).sum(1),
+        "matched": cosine.sum(0),
+        "square": cosine.square().sum(0),
+        "vision": torch.einsum("and,bnd->ab", images, images),
+        "text": torch.einsum("and,bnd->ab", texts, texts),
+        "vision units": images.sum(1),
+        "text units": texts.sum(1),
+    }
+
+
+def _symmetric(values: Tensor) -> Tensor:
+    """Cosines within a tower: at most 1, and exactly 1 of a layer with itself."""
+    return values.clamp(-1, 1).fill_diagonal_(1.0)
+
+
+def _refuse_zeros(sums: Sums, run: Run) -> None:
+    for tower, names in (("vision", run.layers), ("text", run.column_layers)):
+        zero = {name: int(n) for name, n in zip(names, sums[f"{tower} zeros"], strict=True) if n}
+        if zero:
+            raise LayersimError(
+                f"The cosine is not defined: vectors of the {tower} tower are zero, at "
+                f"{', '.join(f'{name} in {n} rows' for name, n in list(zero.items())[:4])}."
+            )
+
+
+@typed
+def tower_similarity(
+    clip: Any,
+    data: Any,
+    *,
+    projected: bool = True,
+    minibatch: int = 256,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> TowerSimilarity:
+    r"""Similarity between every layer of the vision tower and every layer of the text tower of a CLIP, in one pass over pairs.
+
+    An image is read at [CLS], a text at the token that the model reads, for CLIP its end-of-text token. Each layer goes through
+    its tower's own final norm and projection, as the last layer does in the model:
+
+    $$v^{(l)} = W_\mathrm{vision} \, \mathrm{LN}_\mathrm{vision}(\hat v^{(l)}), \qquad
+    t^{(l)} = W_\mathrm{text} \, \mathrm{LN}_\mathrm{text}(\hat t^{(l)}), \qquad
+    \mathrm{COS}(l, l') = \frac{1}{N} \sum_i \frac{\langle v_i^{(l)}, t_i^{(l')} \rangle}{|v_i^{(l)}| \, |t_i^{(l')}|}$$
+
+    Equation 23 of the paper writes the norm after the projection; CLIP has it before, and so has this function. On the first
+    row, the projected last layers are checked against the model's own `image_embeds` and `text_embeds`.
+
+    Args:
+        clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
+        data: a `Data`, or raw data, which is read in batches of 64: pairs of an image and a text, one in each row. A mapping
+            with `pixel_values`, `input_ids` and `attention_mask`; batches of these; or rows with a column of images and one of
+            texts, with the model's processor as `Data(rows, tokenizer=processor)`.
+        projected: False compares residuals as they are, without norms and projections, in models whose towers have one width.
+        minibatch: samples in a minibatch of CKA, see `CKA`.
+        seed: of the shuffle into minibatches.
+        checkpoint: a file for partial sums, see `analyze`.
+
+    Returns:
+        A `TowerSimilarity`; its `values` are `vision_layer text_layer`.
+
+    Raises:
+        LayersimError: the model has no two towers or lacks a projection; a row has no image or no end of text; the images have
+            another size than the model takes; or a text is longer than the text tower's context.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix D, equation 23, figures 22 and 23.
+
+    Examples:
+        >>> import tl_layersim as lsim, torch
+        >>> from tl_layersim.vision import tower_similarity
+        >>> from transformers import CLIPConfig, CLIPModel
+        >>> tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> text = tiny | dict(vocab_size=20, eos_token_id=19)
+        >>> vision = tiny | dict(image_size=8, patch_size=4)
+        >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+        >>> tokens = torch.cat([torch.randint(3, 19, (8, 5)), torch.full((8, 1), 19)], 1)
+        >>> pairs = {"input_ids": tokens, "pixel_values": torch.randn(8, 3, 8, 8)}
+        >>> found = tower_similarity(clip, pairs)
+        >>> found.values.shape, found.pairs
+        (torch.Size([3, 3]), 8)
+    """
+    clip, data = OpenedModel.of(clip).model, Data.of(data, batch_size=BATCH_SIZE)
+    sources = open_towers(clip)
+    _refuse_images_alone(data.source)
+    refuse_selection(data, "each tower is read where the model reads it", "positions", "skip_first")
+    projections = _projections(clip, sources, projected)
+    chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections)}
+    if projected:
+        sources[0].check_first_row(partial(verify_projections, sources))
+    described = with_tokenizer(pair_model(sources[0].model, sources[1].model), data.tokenizer)
+    batches = Batches(data.counting(text_position(clip, sources[1].tower)), described)
+    report = run_analysis(Analysis(sources, batches, chosen, plan_sites(sources, chosen)), checkpoint)
+    assert isinstance(report, Report)
+    found: TowerSimilarity = report[TowerComparison.name]
+    return found
+
+
+def _refuse_images_alone(data: Any) -> None:
+    """Refuse images without texts.
+
+    Raises:
+        LayersimError: the data are images or pixels alone.
+    """
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    alone = is_image(first) or is_floats(first) or (isinstance(first, Mapping) and {*first} <= {PIXELS, *LABELS})
+    if alone:
+        raise LayersimError(
+            f"`data` has images without texts; it must hold one text for each image, such as `input_ids` beside `{PIXELS}`."
+        )
+
+
+def _projections(
+    clip: torch.nn.Module, sources: tuple[TowerSource, TowerSource], projected: bool
+) -> tuple[Unembed, Unembed] | None:
+    """The projections of both towers; None where residuals are compared.
+
+    Raises:
+        LayersimError: a projection is missing, or residuals of different widths are compared.
+    """
+    towers, widths = [source.tower for source in sources], [source.model.d_model for source in sources]
+    same = widths[0] == widths[1]
+    if projected:
+        alone = "tower_similarity(clip, data, projected=False), as both towers have one width" if same else ""
+        refuse_no_projection(clip, tuple(towers), alone or "CLIPModel.from_pretrained(name), which has both projections")
+        return sources[0].projected(), sources[1].projected()
+    if not same:
+        raise LayersimError(
+            f"`projected` is False; it must be True for towers of different widths, {widths[0]} (vision) and {widths[1]} "
+            "(text)."
+        )
+    return None

@@ -1,0 +1,332 @@
+"""`zero_shot`: zero-shot classification of images by every layer of a CLIP's vision tower, from prompts of the classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..analyzers.logit_lens import LogitLens, LogitLensResult
+from ..architectures.blocks import PRE_NORM, layer_names, refuse_paths
+from ..architectures.layouts import Tower
+from ..architectures.towers import refuse_no_projection, text_position
+from ..architectures.unembed import Head, rounding, tensor_of
+from ..core.arguments import typed
+from ..core.errors import LayersimError
+from ..core.results import Report
+from ..core.wording import brief
+from ..data.batches import Batches
+from ..data.data import Data
+from ..data.inputs import is_text
+from ..engine.analyze import analyze
+from ..engine.arguments import with_tokenizer
+from ..sources.hooked import HookedSource
+from ..sources.hooks import eval_mode
+from ..sources.model import processor_of
+from ..sources.open import OpenedModel
+from ..sources.tower import TowerSource, open_towers, unit
+
+NORMALISE, CLASSIFIER = "normalise", "classifier"
+
+
+class Normalise(torch.nn.Module):
+    """Divides vectors by their norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors `... width` of norm 1."""
+        return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
+
+
+class ZeroShotClassifier(torch.nn.Module):
+    """The vision tower and projection of a CLIP, and a linear layer whose rows are the vectors of the classes.
+
+    Args:
+        clip: the model; its modules are shared, not copied.
+        tower: its vision tower.
+        vectors: `class width`, of norm 1.
+        class_names: of the classes.
+    """
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, clip: torch.nn.Module, tower: Tower, vectors: Tensor, class_names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.config: Any = clip.config.vision_config  # type: ignore[union-attr]  # a configuration
+        self.clip_name = getattr(clip.config, "_name_or_path", "") or type(clip).__name__
+        self.processor: Any = processor_of(clip)
+        self.class_names = class_names
+        for path in (tower.path, *tower.head.modules):
+            self.add_module(path, clip.get_submodule(path))
+        self.add_module(NORMALISE, Normalise())
+        scale: Any = clip.logit_scale
+        weight = scale.detach().exp() * vectors.to(scale.detach())
+        self.classifier = torch.nn.Linear(weight.shape[1], len(weight), bias=False, device=weight.device, dtype=weight.dtype)
+        self.classifier.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self._tower = tower
+        self.training = clip.training
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Logits `batch class`: cosines of images and classes, times the model's scale.
+
+        Args:
+            pixel_values: `batch channel height width`.
+        """
+        x = self.get_submodule(self._tower.path)(pixel_values=pixel_values).pooler_output
+        for path in (*self._tower.head.modules, NORMALISE, CLASSIFIER):
+            x = self.get_submodule(path)(x)
+        return tensor_of(x)
+
+    def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> ZeroShotSource:
+        """The source by which `analyze` and `attach` read this model."""
+        refuse_paths(layers, unembed, "a zero-shot classifier")
+        path = f"{self._tower.path}.{self._tower.blocks}"
+        count = len(self.get_submodule(path))  # type: ignore[arg-type]  # a list of modules
+        return ZeroShotSource(self, [f"{path}.{number}" for number in range(count)])
+
+    @property
+    def head(self) -> Head:
+        """The modules between the last block and the logits."""
+        own = self._tower.head
+        return replace(own, parts=(*own.parts, NORMALISE, CLASSIFIER))
+
+
+class ZeroShotSource(HookedSource):
+    """Source of a zero-shot classifier: the residual stream of the vision tower, and the classifier as its lens."""
+
+    module: ZeroShotClassifier
+
+    def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
+        super()._open(layers, unembed)
+        self._model = replace(
+            self._model,
+            name=f"{self.module.clip_name}, zero-shot",
+            source=f"{type(self.module).__name__} of {len(self.module.class_names)} classes",
+            basis=PRE_NORM,
+            layers=layer_names(len(self.paths)),
+            stream="whole",
+            head=self.module.head,
+        )
+
+
+TEMPLATE = "a photo of a {}."
+
+
+@typed
+def zero_shot(
+    clip: Any,
+    images: Any,
+    class_names: Sequence[str] | None = None,
+    *,
+    template: str | Sequence[str] = TEMPLATE,
+    prompts: Any = None,
+    labels: Any = "data",
+    top_k: int | tuple[int, ...] | list[int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> LogitLensResult:
+    """Zero-shot accuracy of every layer of a CLIP's vision tower, from prompts of the classes.
+
+    Each layer's [CLS] goes through the vision tower's own final norm and projection; its logits are the cosines with the
+    vectors of the classes, times the model's logit scale. At the last layer these are the model's own logits, and that is
+    checked on a generated image when the classes are read, and on the first row of the images.
+
+    Args:
+        clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
+        images: a `Data`, or raw data: images or `pixel_values`, with a column `label` where `labels="data"`. Its `tokenizer` is
+            the model's processor, or the tokenizer of the prompts where images come as pixels.
+        class_names: names of the classes, in the order of their labels.
+        template: the prompt of a class, with {} for its name; or several.
+        prompts: in place of names and a template, one prompt or a list of prompts for each class, as texts or as token ids.
+        labels: the true classes, as in `LogitLens`: "data" for the column `label` or `labels`, or a tensor with one for each
+            row.
+        top_k: the k of top-k accuracy. Default: 1, and 5 where there are more than five classes.
+        checkpoint: a file for partial sums, see `analyze`.
+
+    Returns:
+        A `LogitLensResult` over the blocks of the vision tower: `accuracy`, `top_k_accuracy`, `agreement` with the last layer,
+        `cross_entropy` and more, each `layer`.
+
+    Raises:
+        LayersimError: the model has no two towers or lacks a projection; a class has no prompt; a label is no class; or the
+            data are no images.
+
+    Source:
+        Radford et al. 2021 (arXiv 2103.00020), section 3.1; by layer as in Jiang, Zhou and Zhu 2024, appendix D.
+
+    Examples:
+        Token ids in place of texts, for a model without a tokenizer.
+
+        >>> import tl_layersim as lsim, torch
+        >>> from tl_layersim.vision import zero_shot
+        >>> from transformers import CLIPConfig, CLIPModel
+        >>> tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> text = tiny | dict(vocab_size=20, eos_token_id=19)
+        >>> vision = tiny | dict(image_size=8, patch_size=4)
+        >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+        >>> prompts = [torch.tensor([1, 5, 19]), torch.tensor([1, 6, 7, 19])]
+        >>> images, labels = torch.randn(8, 3, 8, 8), torch.tensor([0, 1] * 4)
+        >>> found = zero_shot(clip, images, prompts=prompts, labels=labels)
+        >>> found.accuracy.shape, float(found.agreement[-1])
+        (torch.Size([2]), 1.0)
+    """
+    data = Data.of(images)
+    model = zero_shot_classifier(clip, class_names, template=template, prompts=prompts, tokenizer=data.tokenizer)
+    first = data.source[0] if isinstance(data.source, list | tuple) and data.source else data.source
+    if is_text(first):
+        raise LayersimError(f"`images` contains {brief(first)}; it must hold images, or `pixel_values`.")
+    if top_k is None:
+        top_k = (1, 5) if len(model.class_names) > 5 else (1,)
+    lens = LogitLens(labels=labels, top_k=top_k)
+    # A tokenizer alone reads the prompts only.
+    pictures = replace(data, tokenizer=getattr(data.tokenizer, "image_processor", None))
+    report = analyze(model, pictures, lens, checkpoint=checkpoint)
+    assert isinstance(report, Report)
+    found: LogitLensResult = report["logit_lens"]
+    return found
+
+
+@typed
+def zero_shot_classifier(
+    clip: Any,
+    class_names: Sequence[str] | None = None,
+    *,
+    template: str | Sequence[str] = TEMPLATE,
+    prompts: Any = None,
+    tokenizer: Any = None,
+) -> ZeroShotClassifier:
+    """The vision tower of a CLIP with a head of class vectors: a classifier that `analyze` takes like any other.
+
+    A class's vector is the mean of its prompts' vectors of norm 1, divided by its norm, as CLIP's own code computes it. The
+    text tower runs once, here. The logits for one prompt are checked against the model's `logits_per_image`.
+
+    Args:
+        clip: see `zero_shot`.
+        class_names: see `zero_shot`.
+        template: see `zero_shot`.
+        prompts: see `zero_shot`.
+        tokenizer: the model's processor or tokenizer. Default: `clip.tokenizer`.
+
+    Returns:
+        A torch module, from `pixel_values` to logits `batch class`, for `LogitLens`, `Saturation`, `ExitCurve` and others.
+
+    Raises:
+        LayersimError: as `zero_shot` for the model and its prompts.
+
+    Examples:
+        >>> import tl_layersim as lsim, torch
+        >>> from tl_layersim.vision import zero_shot_classifier
+        >>> from transformers import CLIPConfig, CLIPModel
+        >>> tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> text = tiny | dict(vocab_size=20, eos_token_id=19)
+        >>> vision = tiny | dict(image_size=8, patch_size=4)
+        >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+        >>> prompts = [torch.tensor([1, 5, 19]), torch.tensor([1, 6, 7, 19])]
+        >>> model = zero_shot_classifier(clip, prompts=prompts)
+        >>> data = {"pixel_values": torch.randn(8, 3, 8, 8), "label": torch.tensor([0, 1] * 4)}
+        >>> list(lsim.analyze(model, data, [lsim.Saturation(), lsim.ExitCurve(labels="data")]))
+        ['saturation', 'exit_curve']
+    """
+    clip = OpenedModel.of(clip).model
+    vision, text = open_towers(clip)
+    from_hub = "CLIPModel.from_pretrained(name), which has both projections"
+    refuse_no_projection(clip, (vision.tower, text.tower), from_hub)
+    names, by_class = _prompts_by_class(class_names, template, prompts)
+    tokens, vectors = _read_prompts(text, [prompt for each in by_class for prompt in each], tokenizer)
+    counts = [len(each) for each in by_class]
+    _verify_logits(clip, vision, tokens[0], vectors[0])
+    means = torch.stack([part.mean(0) for part in torch.split(vectors, counts)])
+    return ZeroShotClassifier(clip, vision.tower, unit(means), names)
+
+
+def _prompts_by_class(
+    class_names: Sequence[str] | None, template: str | Sequence[str], prompts: Any
+) -> tuple[tuple[str, ...], list[list[Any]]]:
+    """Names of the classes, and the prompts of each.
+
+    Raises:
+        LayersimError: neither names nor prompts are given, or both; a template has no place for a name; or a class has none.
+    """
+    if (class_names is None) == (prompts is None):
+        raise LayersimError("`class_names` or `prompts` must be given, and not both.")
+    if class_names is not None:
+        names = [class_names] if isinstance(class_names, str) else list(class_names)
+        templates = [template] if isinstance(template, str) else list(template)
+        if not templates or not all("{}" in each for each in templates):
+            raise LayersimError(f"`template` is {brief(template)}; it must have a place {{}} for the name of a class.")
+        by_class = [[each.replace("{}", name) for each in templates] for name in names]
+    else:
+        given = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
+        names = [str(name) for name in prompts] if isinstance(prompts, Mapping) else []
+        by_class = [_as_list(each) for each in given]
+        names = names or [str(number) for number in range(len(by_class))]
+    empty = [number for number, each in enumerate(by_class) if not len(each)]
+    if empty or len(by_class) < 2:
+        raise LayersimError(
+            f"`prompts` has {len(by_class)} classes"
+            + (f", and no prompt for class {empty[0]}" if empty else "")
+            + "; it must have two or more, with a prompt for each."
+        )
+    return tuple(names), by_class
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """The prompts of one class: a text, a row of token ids, or several of these."""
+    if isinstance(prompts, Tensor) and prompts.dim() == 2:
+        return list(prompts)
+    ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
+    alone = ids or isinstance(prompts, str | Mapping | Tensor)
+    return [_unpadded(each) for each in ([torch.tensor(prompts) if ids else prompts] if alone else prompts)]
+
+
+def _unpadded(prompt: Any) -> Any:
+    """A prompt, with a mask where it is a row of token ids alone, which has no padding."""
+    is_row = isinstance(prompt, Tensor) and prompt.dim() == 1
+    return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if is_row else prompt
+
+
+def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
+    """The token ids of each prompt, and its vector of norm 1, `prompt width`, float64.
+
+    Raises:
+        LayersimError: a prompt is longer than the context of the text tower, or has no end-of-text token.
+    """
+    model = with_tokenizer(text.model, getattr(tokenizer, "tokenizer", tokenizer))
+    reading = Data(prompts, batch_size=64, positions=text_position(text.clip, text.tower))
+    tokens, vectors, project = [], [], text.projected()
+    with torch.no_grad(), text.evaluating():
+        for batch in Batches(reading, model):
+            tokens += [row[mask] for row, mask in zip(batch.tokens, batch.attention, strict=True)]
+            vectors.append(unit(project(text.collect(batch).activations[-1])))
+    found = torch.cat(vectors) if vectors else torch.zeros(0, 0)
+    if len(found) != len(prompts):
+        raise LayersimError(
+            f"`prompts` holds {len(prompts)} prompts, which give {len(found)} rows of tokens; each must be one row."
+        )
+    return tokens, found
+
+
+def _verify_logits(clip: torch.nn.Module, vision: TowerSource, tokens: Tensor, vector: Tensor) -> None:
+    """Compare the logit of one prompt for a generated image with the model's own `logits_per_image`.
+
+    Raises:
+        LayersimError: they differ by more than rounding.
+    """
+    config: Any = vision.module.config
+    size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
+    first = next(clip.parameters())
+    image = torch.randn(1, getattr(config, "num_channels", 3), *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), eval_mode(clip):
+        output: Any = clip(input_ids=tokens[None].to(first.device), pixel_values=image.to(first))
+        pooled = vision.module(pixel_values=image.to(first)).pooler_output
+        for path in vision.tower.head.modules:
+            pooled = clip.get_submodule(path)(pooled)
+    scale = float(clip.logit_scale.detach().double().exp())  # type: ignore[operator]  # a parameter
+    ours, theirs = scale * float(unit(pooled)[0] @ vector.to(pooled.device)), float(output.logits_per_image[0, 0])
+    if not abs(ours - theirs) <= scale * rounding(first.dtype):
+        raise LayersimError(
+            f"The zero-shot logits differ from `logits_per_image` of {type(clip).__name__}: {ours:.4g} and {theirs:.4g} "
+            "for the first prompt and a generated image."
+        )
