@@ -16,13 +16,13 @@ from ..activations.pools import Draws, PoolKernel, pool_rows
 from ..activations.view import Kernel
 from ..core.arguments import Limit, PermutationCount, Seed, typed
 from ..core.errors import LayersimError, warn
-from ..core.sums import Sums
+from ..core.sums import Sums, need_memory
 from ..core.wording import duration_in_words
 from ..sources.model import Model
 from ._cross_products import cross_product_kernel, draw_exchanged, exchanged_sums
 from ._draws import samples
 from ._ridge import ROUNDING
-from .analyzer import Analyzer, need_memory
+from .analyzer import Analyzer
 
 
 class Covariances:

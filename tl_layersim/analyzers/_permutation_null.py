@@ -15,8 +15,8 @@ from torch import Tensor
 from ..core.arguments import typed
 from ..core.jackknife import QUANTILES
 from ..core.results import LayerMatrix, axes
+from ..core.sums import need_memory
 from ..sources.model import Model
-from .analyzer import need_memory
 
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..activations.view import View, with_labels
 from ..architectures.unembed import LayerHeads
 from ..core.errors import LayersimError
+from ..core.sums import need_memory
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
-from .analyzer import need_memory
 
 
 def need_memory_for_sums(layers: int, size: int, max_memory_gb: float) -> None:

@@ -17,13 +17,13 @@ from ..activations.view import Kernel
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import axes
-from ..core.sums import Sums
+from ..core.sums import Sums, need_memory
 from ..sources.model import Model
 from ._draws import samples
 from ._hsic import centred, exact_hsic, exact_kernel, grams, means_kernel, tuples_of_rows, without_rows
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix, arccos_distance
 from ._pair_kernels import Matrix, PairRelation, Relate, relation_of_pairs
-from .analyzer import Exchange, Run, Weight, need_memory, need_tokens
+from .analyzer import Exchange, Run, Weight, need_tokens
 
 
 @typed

@@ -16,12 +16,12 @@ from ..core.arguments import Limit, PositiveInt, typed
 from ..core.errors import LayersimError, warn
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Result, axes
-from ..core.sums import Sums
+from ..core.sums import Sums, need_memory
 from ..core.wording import number_text
 from ..sources.model import Model
 from ._draws import samples
 from ._ridge import samples_differ
-from .analyzer import Analyzer, Run, Weight, need_memory, need_tokens
+from .analyzer import Analyzer, Run, Weight, need_tokens
 
 
 @typed

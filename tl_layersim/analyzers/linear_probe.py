@@ -16,14 +16,14 @@ from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
-from ..core.sums import Sums
+from ..core.sums import Sums, need_memory
 from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..lens.targets import check_batch_labels
 from ..sources.model import Model
 from ._ridge import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
-from .analyzer import Analyzer, Run, need_memory, need_whole_rows
+from .analyzer import Analyzer, Run, need_whole_rows
 from .probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
 
 # Weights `site width class` and offsets `site class`, over all classes.

@@ -15,7 +15,7 @@ from ..activations.view import Kernel, View, row_ends, targets
 from ..core.arguments import Limit, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
-from ..core.sums import Sums
+from ..core.sums import Sums, need_memory
 from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
@@ -24,7 +24,7 @@ from ..lens.targets import check_batch_labels
 from ..sources.checks import need_stream
 from ..sources.model import Model
 from ._draws import samples
-from .analyzer import Analyzer, Run, need_head, need_memory
+from .analyzer import Analyzer, Run, need_head
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
 COUNTED_IDS = 2**19

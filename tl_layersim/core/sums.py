@@ -17,6 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .errors import LayersimError
+
 # Before the name of an analyzer: its sums over pools of rows, beside those over views.
 POOL = "pools of "
 # Before the name of an analyzer: sums of the sizes of the activations that it reads.
@@ -395,3 +397,21 @@ class Tally:
         """
         total = self.tree.total().sums
         return {name: total.get(name, Sums()) for name in names}
+
+
+def need_memory(sums: str, need: float, limit: float, instead: str = "") -> None:
+    """Raise an error if sums need more memory than the limit.
+
+    A plain function: kernels that call it are serialised by value and also run on a server.
+
+    Args:
+        sums: what needs the memory, in the plural, for the message.
+        need: in GB.
+        limit: `max_memory_gb`.
+        instead: what needs less, as a sentence.
+
+    Raises:
+        LayersimError: the sums need more.
+    """
+    if not need <= limit:
+        raise LayersimError(f"{sums} take {need:.3g} GB; `max_memory_gb` is {limit:g}. {instead}".rstrip())
