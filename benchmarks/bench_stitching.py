@@ -30,7 +30,7 @@ import tl_layersim as lsim
 from tl_layersim.data.batches import Batch, Batches
 from tl_layersim.remote.open import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
-from tl_layersim.stitching.adapters import adapter_kind
+from tl_layersim.stitching.adapters import ADAPTER_KINDS
 from tl_layersim.stitching.fitting import BackLoss, Progress, Trained, descend, least_squares, start_of
 
 ROWS, LENGTH = 4, 128
@@ -103,7 +103,7 @@ class Steps:
         front, back = self.models
         ends: list[float] = []
         with front.evaluating(), back.evaluating(), self.acts.keep(None):
-            start = start_of(adapter_kind("affine"), *self.weight.shape).float()
+            start = start_of(ADAPTER_KINDS.named("affine")(), *self.weight.shape).float()
             settings = lsim.StitchTraining(steps=2, relative=False)
             loss = BackLoss(self.acts, back, self.layer, [self.acts.batches[0].next_tokens])
             note = lambda _: ends.append(time.perf_counter())  # noqa: E731
@@ -159,7 +159,7 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
     with models[0].evaluating(), models[1].evaluating():
         acts = ActivationStore(models[0], layer, batches)
         start = time.perf_counter()
-        adapter, explained = least_squares(adapter_kind("affine"), acts, models[1], layer, 0.0)
+        adapter, explained = least_squares(ADAPTER_KINDS.named("affine")(), acts, models[1], layer, 0.0)
         closed = time.perf_counter() - start
         adapter = adapter.float()
 
@@ -183,7 +183,7 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
             try:
                 loss = BackLoss(acts, models[1], layer, [b.next_tokens for b in batches])
                 settings = lsim.StitchTraining(steps=100_000, warmup=50)
-                identity = start_of(adapter_kind("affine"), d, d).float()
+                identity = start_of(ADAPTER_KINDS.named("affine")(), d, d).float()
                 descend(identity, loss, settings, Trained(), watch, Progress(None, {}))
             except Reached:
                 pass

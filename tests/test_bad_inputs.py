@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim import early_exit, models
+from tl_layersim import early_exit, sources
 from tl_layersim.analyzers import find_analyzers
 
 from .tiny_models import random_tokens, tiny_llama
@@ -93,7 +93,7 @@ def valid():
 @pytest.mark.filterwarnings("ignore")
 def test_functions(valid, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    public = vars(models) | vars(early_exit) | {name: getattr(lsim, name) for name in lsim.__all__}
+    public = {name: getattr(part, name) for part in (sources, early_exit, lsim) for name in part.__all__}
     assert [error for name, own in valid.items() for error in raw_errors(name, public[name], own)] == []
 
 

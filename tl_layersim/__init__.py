@@ -7,4 +7,4 @@ analyzers and sources import, are in the subpackages. Every name is loaded at it
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__version__ = "0.1.0"
+__version__ = "0.3.0"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from .sources.model import Model
 from .sources.source import PointSource
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
+# From the residual at a layer to tensors by name. It travels to servers as source.
+Reading = Callable[[Tensor], dict[str, Tensor]]
 # From the residual that the model computes at a layer to the residual that replaces it.
 Replacement = Callable[[Tensor], Tensor]
 
@@ -40,8 +43,8 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"loss": cross_entropy(predicted, ids).sum(), "correct": correct, "count": torch.tensor(len(ids))}
 
 
-def mean_loss_and_gradient(logits: Tensor, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy over the targets, float64, and its gradient with respect to `x`, from which the logits were computed.
+def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """The mean cross-entropy over the targets, "loss", and its "gradient" with respect to `x`, which gave the logits.
 
     Arguments as those of `predictions`.
     """
@@ -50,7 +53,7 @@ def mean_loss_and_gradient(logits: Tensor, targets: Tensor, x: Tensor) -> tuple[
     weight = torch.full_like(ids, 1 / max(1, len(ids)), dtype=predicted.dtype)
     losses, slopes = cross_entropy_slopes(predicted, ids, weight)
     (gradient,) = torch.autograd.grad(predicted, x, slopes)
-    return losses.mean(), gradient
+    return {"loss": losses.mean(), "gradient": gradient}
 
 
 def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,18 +136,30 @@ class SplitModel(ABC):
         """A context without dropout and without gradients of the weights; the model's previous state is restored at the end."""
 
     @abstractmethod
+    def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
+        """Run the lower part, and return what `read`, called where the model is, makes of its residual."""
+
+    @abstractmethod
+    def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
+        """Run the upper part on the residual `x`, or the whole model without one, and compare its logits to the targets.
+
+        Returns:
+            `score_of` these logits; with `gradient`, `loss_and_gradient_of` them and `x`.
+        """
+
     def hidden(self, batch: Batch, layer: int) -> Tensor:
         """The residual at a layer, `batch pos d_model`, padding included; the blocks above do not run."""
+        return self.lower(batch, layer, _as_it_is)["hidden"]
 
-    @abstractmethod
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
         """`score_of` applied to the model's logits; `x`, if given, replaces the model's own residual at a layer."""
+        return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
 
-    @abstractmethod
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
         """Mean cross-entropy with `x` in place of the residual at a layer, and its gradient with respect to `x`."""
+        found = self.upper(batch, targets, layer, x, gradient=True)
+        return float(found["loss"]), found["gradient"].to(x.dtype)
 
-    @abstractmethod
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         """Sums by `moments_of` over attended tokens of the front's residual and this model's own, computed where this model is.
 
@@ -154,6 +169,8 @@ class SplitModel(ABC):
             moments_of: from residuals `token d_front` and `token d_back` to sums. It travels to servers as source.
             h: the front's residual, `batch pos d_front`.
         """
+        read = partial(_moments_with, moments_of=moments_of, h=h, attention=batch.attention)
+        return {name: value.cpu() for name, value in self.lower(batch, layer, read).items()}
 
     def padded(self, batch: Batch) -> Batch:
         """The batch, with the padding token of this model's configuration at padding positions.
@@ -190,9 +207,63 @@ class SplitModel(ABC):
             )
 
 
+def _as_it_is(x: Tensor) -> dict[str, Tensor]:
+    return {"hidden": x}
+
+
+def _moments_with(x: Tensor, moments_of: Moments, h: Tensor, attention: Tensor) -> dict[str, Tensor]:
+    """`moments_of` attended tokens of two residuals, in float64, which autocast does not affect."""
+    # Apple's GPUs have no float64.
+    device = torch.device("cpu") if x.device.type == "mps" else x.device
+    keep = attention.to(device)
+    return moments_of(h.to(device)[keep], x.to(device)[keep])
+
+
 def attended(batch: Batch, x: Tensor) -> Tensor:
     """Activations at the positions that the model attends to: from `batch pos d_model` to `token d_model`."""
     return x[batch.attention.to(x.device)]
+
+
+def no_cache(module: nn.Module) -> dict[str, bool]:
+    """The argument of a model's forward that turns its own cache off, if its configuration has one."""
+    return {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+
+
+def read_residuals(
+    blocks: Sequence[nn.Module],
+    layers: Collection[int],
+    call: Callable[[], Any],
+    whole: bool = False,
+    above: nn.Module | None = None,
+) -> dict[int, Tensor]:
+    """The residuals at some layers in one forward pass, which ends at the highest; those of layers not reached are missing.
+
+    Args:
+        blocks: of the model.
+        layers: numbers of residual layers.
+        call: starts the forward pass.
+        whole: whether the forward pass runs to its end.
+        above: a module after the blocks, at whose input the forward pass ends in place of the layer itself.
+    """
+    found: dict[int, Tensor] = {}
+    top = max(layers)
+
+    def read(layer: int, hidden: Tensor) -> None:
+        found.setdefault(layer, hidden)
+        if layer == top and not whole and above is None:
+            forward.stop()
+
+    def stop(_: Tensor) -> None:
+        if top in found:
+            forward.stop()
+
+    # Forward passes of other threads go on to their end.
+    with temporary_hooks() as handles, ForwardRun() as forward:
+        handles += [on_tensor(blocks[max(layer, 1) - 1], layer == 0, partial(read, layer)) for layer in layers]
+        if above is not None and not whole:
+            handles.append(on_tensor(above, True, stop))
+        call()
+    return found
 
 
 class LocalSplitModel(SplitModel):
@@ -246,9 +317,21 @@ class LocalSplitModel(SplitModel):
                 for parameter in learning:
                     parameter.requires_grad_(True)
 
-    def hidden(self, batch: Batch, layer: int) -> Tensor:
+    def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
         with torch.no_grad():
-            return as_positions(self.read(layer, lambda: self.source.call(self.padded(batch))).detach())
+            return read(as_positions(self.read(layer, lambda: self.source.call(self.padded(batch))).detach()))
+
+    def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(gradient):
+            if x is None:
+                return score_of(self._logits(batch), targets)
+            x = x.detach().requires_grad_(gradient)
+            with self.entered(layer, lambda _: x):
+                logits = self._logits(batch)
+            return loss_and_gradient_of(logits, targets, x) if gradient else score_of(logits, targets)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        return logits_of(self.source.call(self.padded(batch)))
 
     def read(self, layer: int, call: Callable[[], Any]) -> Tensor:
         """The residual at a layer in a forward pass, which ends at this layer.
@@ -260,22 +343,13 @@ class LocalSplitModel(SplitModel):
         Raises:
             LayersimError: the forward pass did not reach the layer.
         """
-        seen: list[Tensor] = []
-
-        def see(hidden: Tensor) -> None:
-            seen.append(hidden)
-            run.stop()
-
-        with temporary_hooks() as handles, ForwardRun() as run:
-            # Forward passes of other threads are not stopped.
-            handles.append(on_tensor(self.blocks[max(layer, 1) - 1], layer == 0, see))
-            call()
-        if not seen:
+        found = read_residuals(self.blocks, [layer], call)
+        if not found:
             raise LayersimError(
                 f"The forward pass of {self.model.name} ({type(self.module).__name__}) did not reach "
                 f"{self.model.layers[layer]}. Pass the model before torch.compile, or compile only its blocks."
             )
-        return seen[0]
+        return found[layer]
 
     @contextmanager
     def entered(self, layer: int, give: Replacement) -> Iterator[None]:
@@ -324,44 +398,28 @@ class LocalSplitModel(SplitModel):
         biased = [any(getattr(sub, "has_relative_attention_bias", False) for sub in block.modules()) for block in self.blocks]
         return biased[0] and not any(biased[1:])
 
-    def tuples(self) -> list[int]:
-        """The length of each block's output tuple, 0 where a block returns the residual alone; measured once, on one row."""
+    def tuples(self, call: Callable[[], Any] | None = None) -> list[int]:
+        """The length of each block's output tuple, 0 if a block returns the residual alone; measured once.
+
+        Args:
+            call: starts a forward pass; None for one of one row.
+        """
         if self._tuples is None:
             lengths: dict[int, int] = {}
 
             def note(number: int) -> Callable[..., None]:
                 return lambda _m, _a, output: lengths.update({number: len(output) if isinstance(output, tuple) else 0})
 
-            one = torch.ones(1, 1, dtype=torch.bool)
             with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module):
                 handles += [on_leave(block, note(number)) for number, block in enumerate(self.blocks)]
-                self.source.call(self._example or Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
+                call() if call is not None else self.source.call(self._example or _one_token())
             self._tuples = [lengths.get(number, 0) for number in range(len(self.blocks))]
         return self._tuples
 
-    def _logits(self, batch: Batch, layer: int, x: Tensor | None) -> Tensor:
-        batch = self.padded(batch)
-        if x is None:
-            return logits_of(self.source.call(batch))
-        with self.entered(layer, lambda _: x):
-            return logits_of(self.source.call(batch))
 
-    def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {name: value.cpu() for name, value in score_of(self._logits(batch, layer, x), targets).items()}
-
-    def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            loss, gradient = mean_loss_and_gradient(self._logits(batch, layer, x), targets, x)
-        return float(loss), gradient
-
-    def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        target = attended(batch, self.hidden(batch, layer))
-        # Apple's GPUs have no float64.
-        device = torch.device("cpu") if target.device.type == "mps" else target.device
-        moments = moments_of(attended(batch, h).to(device), target.to(device))
-        return {name: value.cpu() for name, value in moments.items()}
+def _one_token() -> Batch:
+    one = torch.ones(1, 1, dtype=torch.bool)
+    return Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0)
 
 
 def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:

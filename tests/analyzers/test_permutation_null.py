@@ -13,7 +13,6 @@ import tl_layersim as lsim
 from tl_layersim.analyzers._permutation_null import (
     CalibratedMatrix,
     calibrated_values,
-    check_null_memory,
     is_one_model,
     null_fields,
     null_threshold,
@@ -202,17 +201,21 @@ def test_the_least_permutations_can_be_significant():
 def test_the_sums_of_the_null_must_fit_the_memory():
     """Four sites: 3 x 8 bytes x 4 x 4 x permutations; of three models six pairs."""
     model = _described()
-    check_null_memory(100, [model], 38_400e-9)
-    check_null_memory(100, [model, model], 38_400e-9)
-    check_null_memory(0, [model], 0)
-    check_null_memory(100, [model] * 3, 6 * 38_400e-9)
+
+    def check(permutations: int, models: list, limit: float) -> None:
+        lsim.RSA(permutations=permutations, max_memory_gb=limit).check_sites(*models)
+
+    check(100, [model], 38_400e-9)
+    check(100, [model, model], 38_400e-9)
+    check(0, [model], 1e-12)
+    check(100, [model] * 3, 6 * 38_400e-9)
     for models in ([model], [model, model]):
         with pytest.raises(lsim.LayersimError, match=r"\b100 .*`max_memory_gb`"):
-            check_null_memory(100, models, 38_399e-9)
+            check(100, models, 38_399e-9)
     with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
-        check_null_memory(100, [model] * 3, 6 * 38_399e-9)
+        check(100, [model] * 3, 6 * 38_399e-9)
     with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
-        check_null_memory(100, [model], 18 * 384e-9)
+        check(100, [model], 18 * 384e-9)
 
 
 def test_a_model_beside_itself_is_one_model():

@@ -18,13 +18,13 @@ from nnsight.intervention.serialization import dumps
 import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching import adapters
-from tl_layersim.stitching.adapters import AdapterKind, adapter_kind, find_adapter_kinds
+from tl_layersim.stitching.adapters import ADAPTER_KINDS, AdapterKind
 from tl_layersim.stitching.fitting import cross_moments, own_moments, solve
 
 from ..stitching.helpers import gpt2_of_kind, rows
 from ..tiny_models import tiny_gpt2, tiny_llama
 
-KINDS = sorted(find_adapter_kinds())
+KINDS = sorted(ADAPTER_KINDS.all())
 WIDTHS = [(6, 6), (6, 4), (4, 6)]
 QUICK = lsim.StitchTraining(steps=4, warmup=1)
 each_kind = pytest.mark.parametrize("name", KINDS)
@@ -37,18 +37,18 @@ def residuals(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
 
 def parameters(name: str, widths: tuple[int, int], seed: int = 1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """A random weight and bias, as far as the kind has them."""
-    kind, made = adapter_kind(name), torch.Generator().manual_seed(seed)
+    kind, made = ADAPTER_KINDS.named(name)(), torch.Generator().manual_seed(seed)
     weight = torch.randn(widths[1], widths[0], generator=made, dtype=torch.float64) if kind.has_weight else None
     return weight, torch.randn(widths[1], generator=made, dtype=torch.float64) if kind.has_bias else None
 
 
 def moments(name: str, hidden: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    kind = adapter_kind(name)
+    kind = ADAPTER_KINDS.named(name)()
     return own_moments(kind.features, hidden) | cross_moments(kind.features, kind.adds_residual, hidden, target)
 
 
 def possible(name: str, widths: tuple[int, int]) -> bool:
-    return widths[0] == widths[1] or not adapter_kind(name).needs_equal_widths
+    return widths[0] == widths[1] or not ADAPTER_KINDS.named(name)().needs_equal_widths
 
 
 def wide() -> torch.nn.Module:
@@ -62,7 +62,7 @@ def wide() -> torch.nn.Module:
 
 @each_kind
 def test_it_declares_what_it_is(name):
-    cls = find_adapter_kinds()[name]
+    cls = ADAPTER_KINDS.all()[name]
     assert cls.name == name
     assert "$" in (cls.__doc__ or ""), "the docstring gives the formula"
     assert cls.has_weight or not cls.has_bias
@@ -73,7 +73,7 @@ def test_it_declares_what_it_is(name):
 @each_kind
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_the_closed_form_reaches_a_planted_map(name, widths):
-    kind = adapter_kind(name)
+    kind = ADAPTER_KINDS.named(name)()
     if not possible(name, widths):
         pytest.skip("widths that this kind refuses")
     hidden, (weight, bias) = residuals(300, widths[0]), parameters(name, widths)
@@ -99,7 +99,7 @@ def test_features_of_very_different_sizes_below_one_keep_their_digits():
 @each_kind
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_the_map_is_the_formula(name, widths):
-    kind = adapter_kind(name)
+    kind = ADAPTER_KINDS.named(name)()
     if not possible(name, widths):
         pytest.skip("widths that this kind refuses")
     hidden, (weight, bias) = residuals(7, widths[0]), parameters(name, widths)
@@ -119,7 +119,7 @@ def test_the_map_is_the_formula(name, widths):
 
 @each_kind
 def test_gradients_reach_weight_bias_and_residual(name):
-    kind, hidden, (weight, bias) = adapter_kind(name), residuals(5, 6), parameters(name, (6, 6))
+    kind, hidden, (weight, bias) = ADAPTER_KINDS.named(name)(), residuals(5, 6), parameters(name, (6, 6))
     inputs = [part.requires_grad_() for part in (hidden, weight, bias) if part is not None]
     learnt = len(inputs) - 1
     assert learnt == kind.has_weight + kind.has_bias
@@ -166,7 +166,7 @@ def test_half_precision_residuals(name, dtype):
 
 @each_kind
 def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
-    options = {"fit": "lstsq+sgd", "training": QUICK} if adapter_kind(name).has_weight else {}
+    options = {"fit": "lstsq+sgd", "training": QUICK} if ADAPTER_KINDS.named(name)().has_weight else {}
     data = lsim.Data(rows(60), batch_size=6)
     result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), data, at=(1, 0), adapter=name, **options)
     loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
@@ -186,7 +186,7 @@ def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
 
 @each_kind
 def test_widths_that_differ_are_refused_or_work(name):
-    kind = adapter_kind(name)
+    kind = ADAPTER_KINDS.named(name)()
     options = {"fit": "lstsq"} if kind.has_weight else {}
     data = lsim.Data(rows(60), batch_size=6)
     call = partial(lsim.stitch, wide(), tiny_llama(), data, at=(0, 1), adapter=name, **options)
@@ -201,7 +201,7 @@ def test_widths_that_differ_are_refused_or_work(name):
 
 @each_kind
 def test_its_moments_are_computed_where_this_package_is_not_installed(name, tmp_path):
-    kind, hidden, target = adapter_kind(name), residuals(20, 6), residuals(20, 6, seed=2)
+    kind, hidden, target = ADAPTER_KINDS.named(name)(), residuals(20, 6), residuals(20, 6, seed=2)
     nnsight.register("tl_layersim")
     blob = tmp_path / "blob"
     blob.write_bytes(dumps((partial(cross_moments, kind.features, kind.adds_residual), hidden, target)))
@@ -261,7 +261,7 @@ class TestOneNewFile:
         vars(adapters).pop("linear_rms", None)
 
     def test_is_discovered(self, new):
-        assert sorted(find_adapter_kinds()) == sorted([*KINDS, new])
+        assert sorted(ADAPTER_KINDS.all()) == sorted([*KINDS, new])
 
     def test_is_stitched_saved_and_loaded(self, new, tmp_path):
         models, data, at = (tiny_gpt2(0), tiny_gpt2(1)), lsim.Data(rows(60), batch_size=6), (1, 0)

@@ -11,12 +11,12 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.early_exit import rules
-from tl_layersim.early_exit.rules import exit_rules
+from tl_layersim.early_exit.rules import EXIT_RULES
 from tl_layersim.early_exit.rules.exit_rule import CheckedTokens
 
 from ..tiny_models import random_tokens, tiny_llama
 
-RULES = sorted(exit_rules().items())
+RULES = sorted(EXIT_RULES.all().items())
 each_rule = pytest.mark.parametrize(("name", "cls"), RULES, ids=[name for name, _ in RULES])
 LAYERS = 6
 # A rule takes those that its range allows.
@@ -198,7 +198,7 @@ def test_a_rule_in_a_new_file_is_found_by_its_name(model, tmp_path, monkeypatch)
     (tmp_path / "entropy.py").write_text(NEW_RULE)
     monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
     try:
-        assert "entropy" in exit_rules()
+        assert "entropy" in EXIT_RULES.all()
         tokens = random_tokens(2, 8)
         early = lsim.EarlyExit(model, 0.5, at="all", rule="entropy")
         exits = early.logits(tokens).exits

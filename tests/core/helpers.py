@@ -15,7 +15,7 @@ from tl_layersim.engine import submitted_runs as saved_runs
 from tl_layersim.engine.shards import tallies_of
 from tl_layersim.stitching.experiment import StitchRun, _read_training
 from tl_layersim.stitching.fitting import Progress
-from tl_layersim.training.settings import open_training_file, state_of
+from tl_layersim.training.settings import curve_of, open_training_file
 
 from ..views import provenance
 
@@ -34,7 +34,7 @@ def read_checkpoint(path: Path) -> Any:
         stitches = Progress(path, identity)
         return [stitches.get(key, StitchRun.read if stitches.done(key) else _read_training) for key in stitches._notes]
     if kind == "training":
-        return open_training_file(path, identity).read(state_of)
+        return open_training_file(path, identity).read(curve_of)
     return ResumableFile(path, kind).read(saved_runs.parsed)
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from tl_layersim.core.functions import discovered
+from tl_layersim.core.errors import LayersimError
+from tl_layersim.core.functions import Registry
 
 
 class Base(ABC):
@@ -20,7 +21,7 @@ class Base(ABC):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Write a package of modules, by name, and give what `discovered` takes."""
+    """Write a package of modules, by name, and give its registry."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(**modules: str):
@@ -30,26 +31,28 @@ def package(tmp_path, monkeypatch):
             monkeypatch.delitem(sys.modules, f"found_here{name}", raising=False)
         for name, text in {"__init__": "", **modules}.items():
             (folder / f"{name}.py").write_text(f"from {__name__} import Base\n{text}" if text else "")
-        return "found_here", [str(folder)], sys.modules[__name__].Base
+        return Registry("found_here", sys.modules[__name__].Base, "call")
 
     return write
 
 
 def test_concrete_classes_are_found_by_name(package):
-    found = discovered(
-        *package(
-            one="class One(Base):\n    name = 'one'\n    def call(self): ...\n",
-            two="from found_here.one import One\nclass Half(Base): ...\nclass Two(One):\n    name = 'two'\n",
-        )
+    registry = package(
+        one="class One(Base):\n    name = 'one'\n    def call(self): ...\n",
+        two="from found_here.one import One\nclass Half(Base): ...\nclass Two(One):\n    name = 'two'\n",
     )
-    assert {name: cls.__name__ for name, cls in found.items()} == {"one": "One", "two": "Two"}
+    assert {name: cls.__name__ for name, cls in registry.all().items()} == {"one": "One", "two": "Two"}
+    assert registry.named("two") is registry.all()["two"]
+    for name in ("three", "", 2):
+        with pytest.raises(LayersimError, match=f"`call` is {name!r}.*one, two"):
+            registry.named(name)
 
 
 @pytest.mark.parametrize("name", ["", "    name = 'one'\n", "    name = 3\n"])
 def test_a_class_without_a_name_of_its_own_is_an_error(package, name):
-    arguments = package(
+    registry = package(
         one="class One(Base):\n    name = 'one'\n    def call(self): ...\n",
         two=f"class Two(Base):\n{name}    def call(self): ...\n",
     )
     with pytest.raises(TypeError, match=r"Two of found_here\.two needs a class attribute `name` of its own"):
-        discovered(*arguments)
+        registry.all()

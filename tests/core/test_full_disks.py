@@ -73,9 +73,9 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
         raise KeyboardInterrupt
 
     for name in (
-        "analysis.engine.PassState.add",
+        "engine.run.PassState.add",
         "stitching.experiment.StitchExperiment._evaluate",
-        "training.fine_tuning_steps.FineTuning._loss_and_gradients",
+        "training.fine_tuning_steps.FineTuning.loss_and_gradients",
         "training.adapter_steps.AdapterSteps.apply",
     ):
         monkeypatch.setattr(f"tl_layersim.{name}", interrupted)

@@ -10,7 +10,7 @@ import torch
 from tl_layersim.core import resumable_file
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.core.resumable_file import ResumableFile
-from tl_layersim.core.training_loop import Shuffle, TrainingSteps, run_steps
+from tl_layersim.core.training_loop import Descent, Shuffle, TrainingSteps, run_steps
 
 
 class Summing(TrainingSteps):
@@ -98,6 +98,87 @@ def test_the_state_is_saved_when_that_is_due_and_by_the_leading_process_alone(tm
         )
         run_steps(training, file)
         assert made == ([1, 2, 3, 4, 5, 6] if leads else [])
+
+
+class Settings:
+    steps, clip = 8, 0.5
+
+    def rate(self, step):
+        return 0.1 / (step + 1)
+
+
+OPTIMISERS = {
+    ("step", "exp_avg", "exp_avg_sq"): torch.optim.AdamW,
+    ("momentum_buffer",): lambda parts, lr: torch.optim.SGD(parts, lr=lr, momentum=0.9, nesterov=True),
+}
+every_optimiser = pytest.mark.parametrize("moments", OPTIMISERS, ids="-".join)
+
+
+class Fitting(Descent):
+    """Fits a product of two parameters to a number that depends on the step; a third one has no gradient."""
+
+    def __init__(self, moments):
+        self.moments = moments
+        parameters = {name: torch.nn.Parameter(torch.full((2,), size)) for name, size in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
+        super().__init__("fit", parameters, OPTIMISERS[moments](list(parameters.values()), lr=1.0), Settings())
+
+    def loss_and_gradients(self):
+        a, b, _ = self.parameters.values()
+        loss = ((a * b - torch.tensor([self.step, 7.0])) ** 2).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    def on_divergence(self, losses):
+        raise LayersimError(f"The loss is {losses[0]}.")
+
+    def snapshot(self):
+        return ({}, self.tensors() | {"curve": torch.tensor(self.curve)}) if self.consistent else None
+
+
+@every_optimiser
+def test_a_descent_is_the_optimiser_by_hand(moments):
+    descent, other = Fitting(moments), Fitting(moments)
+    run_steps(descent, ResumableFile(None, "training"))
+    for step in range(8):
+        a, b, _ = other.parameters.values()
+        loss = ((a * b - torch.tensor([step, 7.0])) ** 2).sum()
+        assert descent.curve[step] == float(loss.detach())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(other.parameters.values()), 0.5)
+        other.optimiser.param_groups[0]["lr"] = 0.1 / (step + 1)
+        other.optimiser.step()
+        other.optimiser.zero_grad()
+    assert all(torch.equal(descent.parameters[name], other.parameters[name]) for name in "abc")
+    assert all(parameter.grad is None for parameter in descent.parameters.values())
+
+
+@every_optimiser
+def test_a_descent_goes_on_from_its_tensors_with_the_same_bits(moments):
+    whole, first, second = Fitting(moments), Fitting(moments), Fitting(moments)
+    run_steps(whole, ResumableFile(None, "training"))
+    first.steps = 3
+    run_steps(first, ResumableFile(None, "training"))
+    tensors = {name: value.clone() for name, value in first.tensors().items()}
+    assert set(tensors) == {"weight/a", "weight/b", "weight/c"} | {f"{kind}/{name}" for kind in moments for name in "ab"}
+    for name, wrong in (("weight/b", torch.zeros(3)), (f"{moments[-1]}/b", torch.zeros(3)), ("weight/b", None)):
+        with pytest.raises((ValueError, KeyError)):
+            second.load(
+                {key: wrong if key == name else value for key, value in tensors.items() if key != name or wrong is not None}
+            )
+        assert torch.equal(second.parameters["a"], torch.ones(2))
+    second.load(tensors)
+    second.curve = list(first.curve)
+    run_steps(second, ResumableFile(None, "training"))
+    assert second.curve == whole.curve
+    assert all(torch.equal(second.parameters[name], whole.parameters[name]) for name in "abc")
+
+
+def test_nothing_is_saved_in_the_middle_of_an_optimiser_step(monkeypatch, tmp_path):
+    descent = Fitting(("momentum_buffer",))
+    monkeypatch.setattr(descent.optimiser, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_steps(descent, ResumableFile(tmp_path / "run", "training", {}))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("seed", [0, 3])

@@ -1,4 +1,4 @@
-"""Render the pictures of README.md and of docs/: `python -m tests.docs.pictures [NAME ...]`, or `make pictures` for all.
+"""Render the pictures of README.md and docs/: `python -m tests.docs.pictures [NAME ...]`, or `make pictures` for all.
 
 Figures of executed lines are those that the page's own lines of Python make; others are drawn from tables of the same page
 (tables.py). Chromium takes the screenshots.
@@ -33,25 +33,10 @@ def executed(page: Path) -> dict[str, Any]:
     return names
 
 
-def readme() -> dict[str, Picture]:
-    """The figures of the first Python block of the README, side by side, with their widths."""
-    names = executed(ROOT / "README.md")
-    # Small in the README: colours alone, and room for them.
-    names["similarity"].update_traces(texttemplate="").update_xaxes(tickangle=0, tickfont_size=10)
-    return {"readme": Picture([(names["similarity"], 480), (names["predictions"], 720)])}
-
-
 def depth() -> dict[str, Picture]:
     """Contributions of sublayers, and effects of skipped blocks."""
     names = executed(ROOT / "docs/depth.md")
     return {"depth": side_by_side(names["added"].plot("relative_norm"), names["effect"].plot("values"))}
-
-
-def sublayers() -> dict[str, Picture]:
-    """Cosine similarities between attention outputs, and between MLP outputs."""
-    names = executed(ROOT / "docs/hook_points.md")
-    mlp = lsim.analyze(names["model"], names["data"], lsim.Cosine(), at="mlp_out")
-    return {"sublayers": side_by_side(names["report"]["cosine"].plot(), mlp["cosine"].plot())}
 
 
 def many_models() -> dict[str, Picture]:
@@ -139,15 +124,17 @@ def render(path: Path, picture: Picture, browser: str) -> None:
     opaque.save(path, optimize=True)
 
 
+TABLES = (
+    "groups", "stitching", "mlp_skip", "clip", "sweep", "lens", "smollm2", "similarity", "measures", "paths", "vit",
+    "vit_coupling", "sentence_encoder",
+)  # fmt: skip
 # Names of pictures, and the function that makes their figures.
 PICTURES: dict[tuple[str, ...], Callable[[], dict[str, Picture]]] = {
-    ("readme",): readme,
     ("home_decide", "home_prune", "home_agree", "home_certain"): home,
     ("performance",): performance,
     ("depth",): depth,
-    ("sublayers",): sublayers,
     ("many_models",): many_models,
-    ("groups", "stitching", "mlp_skip", "clip", "sweep", "lens"): pictures_of_tables,
+    TABLES: pictures_of_tables,
 }
 
 

@@ -78,10 +78,12 @@ class Table(NamedTuple):
         return numbers([row[at] for row in self.cells])
 
 
-def read_table(page: str, head: str) -> Table:
-    """The first table of a page in `docs` whose head begins with this text."""
-    lines_of_page = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
-    start = next(n for n, line in enumerate(lines_of_page) if line.startswith(head))
+def read_table(page: str, head: str, after: str = "") -> Table:
+    """The first table of a page in `docs` whose head begins with this text, below the first line that contains `after`."""
+    # A table in a folded box is indented.
+    lines_of_page = [line.strip() for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()]
+    above = next(n for n, line in enumerate(lines_of_page) if after in line)
+    start = next(n for n, line in enumerate(lines_of_page) if n >= above and line.startswith(head))
     rows = []
     for line in lines_of_page[start:]:
         if not line.startswith("|"):
@@ -137,6 +139,126 @@ def stitching() -> go.Figure:
     title = "Stitching penalty between two small Llamas, in both directions"
     figure = by_layer(range(1, len(table.head) + 1), drawn, title, "Penalty (nats a token)", "Stitched after layer")
     return with_subtitle(figure.update_yaxes(zeroline=True, zerolinecolor="#888888"), "Bands: 95 % intervals")
+
+
+def smollm2() -> list[go.Figure]:
+    """Similarity to the last layer and accuracy of the logit lens in SmolLM2, with intervals, from docs/results.md."""
+    table = read_table("results.md", "| after block | cosine to the last layer |")
+    blocks = range(len(table.labels))
+    similar = [
+        series(table.column("cosine to the last layer"), "cosine", BLUE, "circle"),
+        series(table.column("CKA to the last layer"), "CKA", GREEN, "diamond"),
+    ]
+    right = [series(table.column("accuracy of the lens"), "accuracy", ORANGE, "square")]
+    figures = [
+        by_layer(blocks, similar, "How similar is each layer to the last?", "Similarity", "After block"),
+        by_layer(blocks, right, "What does each layer predict?", "Accuracy of the logit lens", "After block"),
+    ]
+    return [with_subtitle(figure.update_xaxes(dtick=5), "SmolLM2-135M; bands: 95 % intervals") for figure in figures]
+
+
+def similarity() -> list[go.Figure]:
+    """Cosine and CKA to the last layer of two language models, from docs/results.md."""
+    figures = []
+    for model in ("stories15M", "SmolLM2-135M"):
+        table = read_table("results.md", "| layer | COS to last |", after=f"{model}: similarity of each layer")
+        blocks = [label for label in table.labels if label != "embed"]
+        names = ("blocks.0.hook_resid_pre", *(f"blocks.{block}.hook_resid_post" for block in blocks))
+        spread = Ends(table.column("5 %").values, table.column("95 %").values)
+        drawn = [
+            Series("cosine", table.column("COS to last").values, spread, BLUE, "circle"),
+            series(table.column("CKA to last"), "CKA", GREEN, "diamond"),
+        ]
+        figure = lines(names, drawn, f"{model}: similarity to the last layer", "Similarity", "residual")
+        figures.append(with_subtitle(figure.update_yaxes(range=[-0.15, 1.05]), "Band: 90 % of the tokens"))
+    return figures
+
+
+def measures() -> go.Figure:
+    """Similarity of two layers to the last by every measure, with intervals and the mean of the null, from docs/results.md."""
+    table = read_table("results.md", "| measure | block 3 |")
+
+    def of_block(block: str, name: str, colour: str, symbol: str) -> Series:
+        at = table.head.index(f"block {block}")
+        ends = [row[at + 1].split(" to ") for row in table.cells]
+        low, high = np.array(ends, float).T
+        return Series(name, numbers([row[at] for row in table.cells]).values, Ends(low, high), colour, symbol)
+
+    drawn = [
+        of_block("4", "after block 4", BLUE, "circle"),
+        of_block("3", "after block 3", ORANGE, "square"),
+        series(table.column("null mean"), "random pairing of rows, block 3", GREY, "x"),
+    ]
+    names = tuple(label.strip("`").removesuffix("()") for label in table.labels)
+    names = tuple({'Cosine(center="none")': "Cosine", 'CKA(estimator="biased")': "CKA, biased"}.get(n, n) for n in names)
+    figure = lines(names, drawn, "stories15M: similarity to the last layer (block 5)", "Similarity", "measure")
+    figure.update_yaxes(range=[0, 1]).update_xaxes(tickangle=0).update_layout(font_size=LARGER, legend_font_size=LARGER)
+    return with_subtitle(figure, "Whiskers: 95 % intervals")
+
+
+def paths() -> list[go.Figure]:
+    """Windowed line-shape score and NC1 of two language models, from docs/results.md."""
+    figures = []
+    for model in ("SmolLM2-135M", "stories15M"):
+        table = read_table("results.md", "| after block | norm |", after=f"{model}: paths")
+        drawn = [
+            series(table.column("windowed LSS"), "line-shape score of 4 blocks", BLUE, "circle"),
+            series(table.column("NC1"), "NC1", ORANGE, "square"),
+        ]
+        # Without the embedding, which stands before the first block.
+        drawn = [one._replace(values=one.values[1:]) for one in drawn]
+        figure = by_layer(range(len(table.labels) - 1), drawn, f"{model}: paths and collapse", "Score, or NC1", "After block")
+        figures.append(figure.update_xaxes(dtick=5 if len(table.labels) > 10 else 1).update_yaxes(rangemode="tozero"))
+    return figures
+
+
+# Arms of the vision transformer, as they are drawn.
+ARMS = {
+    "standard": (GREY, "x", "dash"),
+    "aligned": (BLUE, "circle", "solid"),
+    "cosine-reg": (ORANGE, "square", "solid"),
+    "multi-head": (GREEN, "diamond", "solid"),
+    "multi-head, own heads": (GREEN, "diamond", "solid"),
+    "multi-head, last head": (PURPLE, "diamond", "dot"),
+}
+
+
+def vit() -> list[go.Figure]:
+    """Accuracy and cosine to the last block of vision transformers with four objectives, from docs/results.md."""
+    figures = []
+    for head, title, quantity in (
+        ("accuracy after block", "Accuracy by block", "Accuracy (fraction)"),
+        ("COS to the last block", "Cosine to the last block", "Cosine similarity"),
+    ):
+        table = read_table("results.md", f"| {head} |")
+        drawn = [series(table.row(label), label.removeprefix("multi-head, "), *ARMS[label]) for label in table.labels]
+        figures.append(with_subtitle(by_layer(range(1, 9), drawn, title, quantity, "After block"), "ViT on CIFAR-10, [CLS]"))
+    return figures
+
+
+def vit_coupling() -> list[go.Figure]:
+    """Coupling and accuracy of two vision transformers during training, from docs/results.md."""
+    arms = {arm: read_table("results.md", f"| {arm}, steps |") for arm in ("standard", "aligned")}
+    steps = tuple(int(label) for label in arms["standard"].labels)
+    figures = []
+    for column, title in (("coupling", "Coupling of blocks during training"), ("accuracy", "Accuracy during training")):
+        drawn = [series(table.column(column), arm, *ARMS[arm]) for arm, table in arms.items()]
+        figure = lines(steps, drawn, title, column.capitalize(), "number").update_xaxes(title="Training step")
+        figures.append(with_subtitle(figure, "ViT on CIFAR-10, one seed"))
+    figures[0].add_hline(y=0.052, line={"color": GREY, "dash": "dot"}, annotation_text="random vectors")
+    return figures
+
+
+def sentence_encoder() -> list[go.Figure]:
+    """Accuracy by layer of a sentence encoder on two tasks, from docs/results.md."""
+    figures = []
+    for task in ("SST-2", "pairs"):
+        table = read_table("results.md", f"| {task}, after layer |")
+        drawn = [series(table.row(f"{arm}: accuracy"), arm, *ARMS[arm]) for arm in ("standard", "aligned")]
+        title = f"MiniLM on {'SST-2' if task == 'SST-2' else 'pairs of sentences'}"
+        figure = by_layer(range(1, 7), drawn, title, "Accuracy (fraction)", "After layer")
+        figures.append(with_subtitle(figure.update_yaxes(range=[0.4, 0.85]), "Bands: standard deviation over three seeds"))
+    return figures
 
 
 def mlp_skip() -> list[go.Figure]:
@@ -228,5 +350,8 @@ def pictures_of_tables() -> dict[str, Picture]:
         name: Picture([(figure, ALONE)], figure.layout.height)
         for name, figure in (("groups", groups()), ("stitching", stitching()))
     }
-    pairs = {"mlp_skip": mlp_skip(), "clip": clip(), "sweep": sweep(), "lens": lens()}
+    alone["measures"] = Picture([(measures(), 2 * BESIDE)], HIGHEST)
+    pairs = {"mlp_skip": mlp_skip(), "clip": clip(), "sweep": sweep(), "lens": lens(), "smollm2": smollm2()}
+    pairs |= {"similarity": similarity(), "paths": paths(), "vit": vit(), "vit_coupling": vit_coupling()}
+    pairs |= {"sentence_encoder": sentence_encoder()}
     return alone | {name: side_by_side(*figures) for name, figures in pairs.items()}

@@ -20,9 +20,9 @@ from tl_layersim.core import Result
 from tl_layersim.core.fields import declarations
 
 from .helpers import ROOT, executed_pages
+from .notebooks import LARGEST, NOTEBOOKS, digest
 
 GALLERY = (ROOT / "docs/gallery.md").read_text()
-NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 # Of the demo models and of small data; docs/traps.md explains them.
 EXPLAINED = (
     "CKA is dominated|CCA rests on|Cosines of tokens|NC1 is not defined|All training samples are equal|Intervals of .* rest on"
@@ -136,12 +136,16 @@ def test_blocks_of_the_gallery_end_in_a_figure_or_show_nothing(drawn):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_kept_without_outputs(path):
-    """They are executed when the pages are built; outputs in the file would not be those of its code."""
-    cells = json.loads(path.read_text())["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert code
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+def test_notebooks_are_kept_with_the_outputs_of_their_code(path):
+    """`python -m tests.docs.notebooks` writes them."""
+    notebook = json.loads(path.read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert notebook["metadata"]["tl_layersim"]["code"] == digest(notebook)
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert sum("image/png" in output.get("data", {}) for output in outputs) > 3
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert path.stat().st_size < LARGEST
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

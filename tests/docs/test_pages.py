@@ -20,6 +20,12 @@ from .tables import pictures_of_tables, read_table
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Code that asks a server, which tests/remote and tests/ndif have; and the gallery, of test_gallery.py.
 ELSEWHERE = ("ndif.md", "gallery.md")
+# Empty cells of the tables that are drawn: CKA before the first block, the cosine's null, windows that do not fit.
+EMPTY = {
+    ("clip", "CKA"): 1,
+    ("measures", "random pairing of rows, block 3"): 1,
+    ("paths", "line-shape score of 4 blocks"): 3,
+}
 # Warnings that a page explains.
 EXPLAINED: dict[str, str] = dict.fromkeys(("quickstart.md", "hook_points.md"), "CKA is dominated by a few samples")
 # Of a sixth of the texts there are few blocks.
@@ -49,7 +55,9 @@ def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+            # The page of a notebook is made from it.
+            found = page.parent / target
+            assert found.exists() or found.with_suffix(".ipynb").exists(), target
 
 
 def test_every_error_that_is_explained_is_raised():
@@ -70,7 +78,7 @@ def test_the_readme_cites_what_the_citation_file_says():
 
 
 def test_the_readme_is_read_in_a_minute():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
 
 
 def test_the_chart_of_performance_has_its_rows_in_the_table():
@@ -86,7 +94,5 @@ def test_pictures_of_tables_draw_every_number():
             drawn = [trace for trace in figure.data if trace.showlegend is not False]
             assert drawn
             for trace in drawn:
-                # One cell of CKA is empty: before the first block all images have the same vector.
-                assert sum(not math.isfinite(value) for value in trace.y) <= (trace.name == "CKA" and name == "clip"), (
-                    trace.name
-                )
+                missing = sum(not math.isfinite(value) for value in trace.y)
+                assert missing <= EMPTY.get((name, trace.name), 0), (name, trace.name)

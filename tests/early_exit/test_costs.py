@@ -21,27 +21,26 @@ class TestCosts:
         random = torch.Generator().manual_seed(seed)
         draw = lambda high=1.0: float(torch.rand((), generator=random)) * high  # noqa: E731
         costs = ExitCosts(
-            block=draw(), check=draw(0.6), head=draw(2), blocks=7, block_token=draw(0.1), check_token=draw(0.05),
-            head_token=draw(0.1), start=draw(), again=draw(0.5), batch=batch, full_check=seed % 2 == 0,
-        )  # fmt: skip
+            block=draw(), check=draw(0.6), head=draw(2), blocks=7, start=draw(), batch=batch, full_check=seed % 2 == 0
+        )
         gone = [*sorted(draw() for _ in range(6)), 0.0]
 
         def naive(at):
             """The expected step, from what each check and stretch costs."""
             cost, before, share = costs.start, -1, 0.0
             for layer in (*at, 6):
-                cost += (layer - before) * (costs.block * (1 - share**batch) + costs.block_token * batch)
+                cost += (layer - before) * costs.block * (1 - share**batch)
                 if layer == 6:
-                    return cost + costs.head * (1 - share**batch) + costs.head_token * batch * (1 - share)
+                    return cost + costs.head * (1 - share**batch)
                 then = gone[layer]
-                cost += costs.check * (1 - share**batch) + costs.check_token * batch * (1 - share)
+                cost += costs.check * (1 - share**batch)
                 if not costs.full_check:
-                    cost += costs.head * (1 - (1 - (then - share)) ** batch) + costs.head_token * batch * (then - share)
-                cost += costs.again * max(0.0, (1 - then**batch) - (1 - then) ** (2 * batch))
+                    cost += costs.head * (1 - (1 - (then - share)) ** batch)
                 before, share = layer, then
             return cost
 
-        full = costs.start + 7 * (costs.block + batch * costs.block_token) + costs.head + batch * costs.head_token
+        full = costs.start + 7 * costs.block + costs.head
+        assert costs.full() == pytest.approx(full)
         for low in (0, 2):
             subsets = [s for n in range(7) for s in itertools.combinations(range(low, 6), n)]
             best = min(subsets, key=naive)
@@ -68,7 +67,7 @@ class TestCosts:
         assert costs.blocks == 4
         assert costs.batch == 2
         assert 0 < costs.full() < 1
-        assert min(costs.block, costs.check, costs.head, costs.again, costs.start, costs.block_token) >= 0
+        assert min(costs.block, costs.check, costs.head, costs.start) >= 0
 
     def test_layers_are_chosen_from_a_curve(self, demo):
         curve = lsim.analyze(demo, lsim.demo_text()[:6], [lsim.ExitCurve(thresholds=(0.5, 0.9))])["exit_curve"]

@@ -51,7 +51,7 @@ def in_groups(monkeypatch, model, layers, prompts=PROMPTS):
     size = layer_generation._cache_bytes(EarlyExit(model, 0.0, at="all"), columns)
     monkeypatch.setattr(layer_generation, "KEYS_AND_VALUES_BYTES", layers * size)
     runs, made = [], layer_generation.GenerationLoop
-    monkeypatch.setattr(layer_generation, "GenerationLoop", lambda *args: runs.append(args[0].ends) or made(*args))
+    monkeypatch.setattr(layer_generation, "GenerationLoop", lambda *args: runs.append(args[1]) or made(*args))
     return runs
 
 

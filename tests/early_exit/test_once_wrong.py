@@ -22,7 +22,7 @@ class TestWhatWasOnceWrong:
         original = ExitCheck.__call__
         monkeypatch.setattr(ExitCheck, "__call__", lambda self, x, *rest: seen.append(len(x)) or original(self, x, *rest))
         costs = lsim.ExitCosts.measure(tiny_llama(), batch=8, rule=rule, repeats=3, context=4)
-        assert set(seen) == {8, 1}
+        assert set(seen) == {8}
         assert costs.batch == 8
 
     def test_what_cannot_be_timed_is_refused(self):

@@ -75,7 +75,15 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("test_cross_products.py", "test_procrustes.py", "test_cca.py", "test_linear_predictivity.py"),
     ),
     (
-        ("lens.py", "chunked_logit_lens.py", "logit_lens.py", "saturation.py", "exit_curve.py", "cross_entropy.py"),
+        (
+            "lens.py",
+            "_lens_analyzer.py",
+            "chunked_logit_lens.py",
+            "logit_lens.py",
+            "saturation.py",
+            "exit_curve.py",
+            "cross_entropy.py",
+        ),
         (
             *("test_lens*.py", "test_logit*.py", "test_chunked_logit_lens.py", "test_findings.py", "test_token_figures.py"),
             *("test_exit_*.py", "test_saturation*.py", "test_cross_entropy*.py", "test_bounds_of_measures.py", *EVERY),

@@ -9,10 +9,9 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.lens import ExitHeads
-from tl_layersim.training.fine_tuning_steps import FineTuning
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
-from .helpers import CE, SHORT, Stop, bert, vit, with_words
+from .helpers import CE, SHORT, bert, vit, with_words
 
 OWN_HEADS = replace(SHORT, objective="multi-head", steps=4, warmup=0)
 
@@ -96,29 +95,6 @@ def test_the_pooler_is_shared_and_trained():
     assert not torch.equal(before, model.bert.pooler.dense.weight)
     assert result.heads.weight.shape == (2, 3, 32)
     assert result.heads.bias.shape == (2, 3)
-
-
-def test_a_resumed_training_has_the_same_heads(tmp_path, monkeypatch):
-    tokens, path = random_tokens(10, 8), tmp_path / "run.safetensors"
-    whole = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
-    plain = FineTuning._loss_and_gradients
-
-    def stopping(self, step):
-        if step == 2:
-            raise Stop
-        return plain(self, step)
-
-    monkeypatch.setattr("tl_layersim.core.resumable_file.SECONDS_BETWEEN_SAVES", 0)
-    monkeypatch.setattr(FineTuning, "_loss_and_gradients", stopping)
-    with pytest.raises(Stop):
-        lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS, checkpoint=path)
-    monkeypatch.setattr(FineTuning, "_loss_and_gradients", plain)
-    again = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS, checkpoint=path)
-    assert again.heads.digest == whole.heads.digest
-    # The heads of a finished run come back too.
-    assert lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS, checkpoint=path).heads.digest == (
-        whole.heads.digest
-    )
 
 
 def test_heads_belong_to_the_trained_weights(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 
 from ..tiny_models import random_tokens, tiny_llama
-from .helpers import SHORT, weights_of
+from .helpers import SHORT
 
 
 class TestLora:
@@ -37,29 +37,6 @@ class TestLora:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
         tokens = random_tokens(2, 9)
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
-
-    def test_an_interrupted_run_takes_them_out_and_resumes(self, tmp_path, monkeypatch):
-        from tl_layersim.training.fine_tuning_steps import FineTuning
-
-        training = replace(SHORT, lora=self.config(), lr=0.05)
-        whole = tiny_llama()
-        expected = lsim.finetune_aligned(whole, lsim.Data(random_tokens(20, 8), batch_size=2), training)
-        original = FineTuning._loss_and_gradients
-
-        def stopping(self, step):
-            if step == 3:
-                raise KeyboardInterrupt
-            return original(self, step)
-
-        model, path = tiny_llama(), tmp_path / "run.safetensors"
-        monkeypatch.setattr(FineTuning, "_loss_and_gradients", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 8), batch_size=2), training, checkpoint=path)
-        monkeypatch.undo()
-        assert torch.equal(weights_of(model), weights_of(tiny_llama()))
-        again = lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 8), batch_size=2), training, checkpoint=path)
-        assert torch.equal(again.loss, expected.loss)
-        assert torch.equal(weights_of(model), weights_of(whole))
 
     def test_other_things_are_refused(self):
         with pytest.raises(lsim.LayersimError, match="peft"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.training.objectives import objective_named
+from tl_layersim.training.objectives import OBJECTIVES
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
 from .. import oracles
@@ -22,7 +22,7 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective):
     targets[:, -1] = -100
     targets[0, 2] = -100
     training = lsim.AlignedTraining(objective=objective, norm=norm, schedule="always")
-    cls = objective_named(objective)
+    cls = OBJECTIVES.named(objective)
     found = cls(open_residual_stream(model), training).evaluate(TrainingBatch(tokens, {}, targets, None))
     head, gain = model.lm_head.weight.detach().numpy(), model.model.norm.weight.detach().numpy()
     expected = np.zeros((3, 3))
@@ -41,7 +41,7 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective):
 
 def test_the_divergence_has_gradients_that_can_be_asked_for():
     """As `torch.autograd.grad` does, which is not the same as `backward` where logits are made again."""
-    objective = objective_named("multi-head")(
+    objective = OBJECTIVES.named("multi-head")(
         open_residual_stream(tiny_llama().double()), lsim.AlignedTraining(objective="multi-head", kl=1.0)
     )
     torch.manual_seed(0)

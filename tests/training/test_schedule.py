@@ -7,11 +7,9 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 import tl_layersim as lsim
 from tl_layersim.training.losses import layer_weights
-from tl_layersim.training.objectives.objective import Objective
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -24,29 +22,6 @@ class TestSchedule:
         assert [len(training.terms(step, 4)) for step in range(6)] == [1, 4, 1, 4, 1, 4]
         assert training.terms(0, 4) == {4: 1.0}
         assert all(len(lsim.AlignedTraining(schedule="always").terms(step, 4)) == 4 for step in range(6))
-
-    def test_steps_are_the_optimisers_whatever_is_accumulated(self, monkeypatch):
-        seen = []
-        original = Objective.forward
-        monkeypatch.setattr(
-            Objective, "forward", lambda self, piece, step, run=None: seen.append(step) or original(self, piece, step, run)
-        )
-        training = lsim.AlignedTraining(steps=3, accumulation=4, lr=1e-3)
-        lsim.finetune_aligned(tiny_llama(), lsim.Data(random_tokens(30, 6), batch_size=2), training)
-        assert seen == [0] * 4 + [1] * 4 + [2] * 4
-
-    def test_accumulation_is_one_larger_batch(self):
-        """Rows of different lengths: tokens count alike, not batches."""
-        rows = [random_tokens(1, n, seed=n)[0].tolist() for n in (3, 9, 4, 12, 5, 6, 3, 20, 8, 4, 6, 7)]
-        data = [{"input_ids": row} for row in rows]
-        found = []
-        for batch_size, accumulation in ((8, 1), (2, 4)):
-            model = tiny_llama().double()
-            training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=accumulation)
-            result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=batch_size), training)
-            found.append((result.loss, torch.cat([p.detach().flatten() for p in model.parameters()])))
-        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-9, atol=0)
-        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-7, atol=1e-9)
 
     @pytest.mark.parametrize("k", [1, 2, 3])
     def test_drawn_layers_are_unbiased(self, k):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations_with_replacement, product
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,14 +15,13 @@ from torch import Tensor
 from ..activations.pools import Draws, PoolKernel, pool_rows
 from ..activations.view import Kernel
 from ..core.arguments import Limit, PermutationCount, Seed, typed
-from ..core.errors import LayersimError, warn
-from ..core.sums import Sums, need_memory
+from ..core.sums import Sums
 from ..core.wording import duration_in_words
 from ..sources.model import Model
 from ._cross_products import cross_product_kernel, draw_exchanged, exchanged_sums
-from ._draws import samples
+from ._permutation_null import is_one_model, null_fields
 from ._ridge import ROUNDING
-from .analyzer import Analyzer
+from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
 
 
 class Covariances:
@@ -135,105 +134,13 @@ def are_defined(power: tuple[Tensor, Tensor]) -> Tensor:
     return variance > ROUNDING * square
 
 
-def check_defined(sides: Iterable[tuple[tuple[str, ...], Tensor]], analyzer: str, count: str) -> None:
-    """Warn of sites whose samples are all equal; refuse a run in which a side has no other sites.
-
-    Args:
-        sides: names of the sites of the rows, or of the columns, and whether each is defined.
-        analyzer: its name, for the message.
-        count: the samples in words, such as "128 tokens".
-
-    Raises:
-        LayersimError: no site of a side is defined.
-    """
-    sides = list(sides)
-    equal = list(dict.fromkeys(name for names, known in sides for name, one in zip(names, known, strict=True) if not one))
-    listed = f"{', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}"
-    digits = "the mean is so much larger than the spread that the sums lose the spread to rounding"
-    if not all(bool(known.any()) for _, known in sides):
-        raise LayersimError(
-            f"{analyzer} is not defined at any site: all {count} are equal at {listed}, or {digits}. "
-            'CKA(estimator="minibatch") centres each minibatch.'
-        )
-    if equal:
-        warn(
-            f"{analyzer} is not defined at {listed}, and NaN there: {digits}, or all of {count} are equal, as first tokens or "
-            "[CLS] tokens are before the first attention."
-        )
-
-
-def check_sums_fit(models: tuple[Model, ...], analyzer: Analyzer, limit_gb: float, permutations: int, parts: int = 1) -> None:
-    """Refuse sums of cross-products that need more memory than a limit, before the run.
-
-    Args:
-        models: one model, two that are compared, or more of which all pairs are.
-        analyzer: of the sums.
-        limit_gb: `max_memory_gb` of the analyzer.
-        permutations: number of random pairings, each of which has the products of all pairs of sites.
-        parts: number of groups of samples that are summed separately.
-
-    Raises:
-        LayersimError: the sums need more.
-    """
-    if any(model.widest is None for model in models):
-        return
-    shapes = [(len(model.layers), model.widest or 0) for model in models]
-    if len(shapes) == 1:
-        [(sites, width)] = shapes
-        cross, own = sites * (sites + 1) // 2 * width**2, 0
-    else:
-        # More than two models are each compared with themselves too.
-        pairs_of = partial(combinations_with_replacement, r=2) if analyzer.symmetric else partial(product, repeat=2)
-        both = list(pairs_of(shapes)) if len(shapes) > 2 else [(shapes[0], shapes[1])]
-        cross = sum(a * b * d * e for (a, d), (b, e) in both)
-        own = sum(a * d**2 + b * e**2 for (a, d), (b, e) in both)
-    # The batch's products, the running sum, and the new sum while the two are added.
-    name, need = type(analyzer).__name__, 3 * 8 * parts * (own + cross * (1 + permutations)) / 1e9
-    fewer = "Fewer sites (at=) or permutations= take less." if permutations else "Fewer sites (at=) take less."
-    need_memory(f"The sums of {name}", need, limit_gb, fewer)
-
-
-def seconds_of_pairs(model: Model, per_pair: float, permutations: int) -> float:
-    """Seconds on one core that decompositions of all pairs of sites take; 0 for a model of unknown width.
-
-    Args:
-        model: to be analyzed.
-        per_pair: seconds at a width of 576, which grow as the third power of the width.
-        permutations: number of random pairings, each of which is decomposed too.
-    """
-    pairs = len(model.layers) * (len(model.layers) + 1) // 2
-    return pairs * (1 + permutations) * per_pair * ((model.widest or 0) / 576) ** 3
-
-
-def cost_in_words(model: Model, analyzer: str, seconds: float, permutations: int) -> str:
-    """A sentence on the time that decompositions of all pairs of sites take; "" if it is short.
-
-    Args:
-        model: to be analyzed.
-        analyzer: its name.
-        seconds: as `seconds_of_pairs` returns them.
-        permutations: number of random pairings, each of which is decomposed too.
-    """
-    if seconds < 10:
-        return ""
-    pairs = len(model.layers) * (len(model.layers) + 1) // 2
-    times = f", each with {permutations} permutations," if permutations else ""
-    return (
-        f"{analyzer} decomposes the cross-products of {pairs} pairs of sites{times} after the data pass. It takes "
-        f"about {duration_in_words(seconds)} on one core. at=[...] selects fewer sites."
-    )
-
-
-# Annotations are objects here, not text: subclasses of other files, whose types are checked, lack names such as Literal.
-
-
 # Samples of a pool whose rows are exchanged: 16 rows of tokens, or 256 rows of one sample.
 EXCHANGED = 256
 
 
 @typed
 @dataclass(frozen=True, eq=False)
-class CrossProductAnalyzer(Analyzer):
+class CrossProductAnalyzer(SampleAnalyzer):
     """An analyzer whose sums are the cross-products between sites. Subclasses compute a result from them.
 
     Args:
@@ -247,6 +154,10 @@ class CrossProductAnalyzer(Analyzer):
 
     compares: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
+    # Seconds on one core that the decomposition of a pair of sites of width 576 takes; they grow as its third power.
+    seconds_per_pair: ClassVar[float]
+    # Groups of samples that are summed separately.
+    groups: ClassVar[int] = 1
 
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
@@ -255,33 +166,72 @@ class CrossProductAnalyzer(Analyzer):
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
 
-    @property
-    def whole_rows(self) -> bool:
-        return self.level == "sequence"
+    def sum_numbers(self, *models: Model) -> float:
+        shapes = [(len(a.layers), a.widest or 0, len(b.layers), b.widest or 0) for a, b in compared(models, self.symmetric)]
+        if len(models) == 1:
+            [(sites, width, *_)] = shapes
+            cross, own = sites * (sites + 1) // 2 * width**2, 0
+        else:
+            cross = sum(a * b * d * e for a, d, b, e in shapes)
+            own = sum(a * d**2 + b * e**2 for a, d, b, e in shapes)
+        return self.groups * (own + cross * (1 + self.permutations))
 
-    @property
-    def samples_in_words(self) -> str:
-        """What samples are."""
-        return "tokens" if self.level == "token" else "sequences"
+    def compute_seconds(self, model: Model) -> float:
+        pairs = len(model.layers) * (len(model.layers) + 1) // 2
+        return pairs * (1 + self.permutations) * self.seconds_per_pair * ((model.widest or 0) / 576) ** 3
 
-    def check_sites(self, *models: Model) -> None:
-        super().check_sites(*models)
-        check_sums_fit(models, self, self.max_memory_gb, self.permutations)
+    def cost(self, model: Model) -> str:
+        if (seconds := self.compute_seconds(model)) < 10:
+            return ""
+        pairs = len(model.layers) * (len(model.layers) + 1) // 2
+        times = f", each with {self.permutations} permutations," if self.permutations else ""
+        return (
+            f"{type(self).__name__} decomposes the cross-products of {pairs} pairs of sites{times} after the data pass. It "
+            f"takes about {duration_in_words(seconds)} on one core. at=[...] selects fewer sites."
+        )
 
     def pool_need(self, density: float) -> int:
         return pool_rows(EXCHANGED, 1 if self.whole_rows else density) if self.permutations else 0
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(cross_product_kernel, rows=self._rows())
+        return partial(cross_product_kernel, rows=self.read)
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
         if not self.permutations:
             return None
         sums = partial(exchanged_sums, permutations=self.permutations, seed=self.seed)
-        return PoolKernel(self._rows(), self.whole_rows, EXCHANGED, self._draw(), sums)
-
-    def _rows(self) -> partial[Tensor]:
-        return partial(samples, level=self.level, pool=self.pool)
+        return PoolKernel(self.read, self.whole_rows, EXCHANGED, self._draw(), sums)
 
     def _draw(self) -> partial[Draws]:
         return partial(draw_exchanged, seed=self.seed, by_row=self.unit == "row")
+
+    def defined_pairs(self, run: Run, sides: Sequence[Tensor], count: int) -> Tensor:
+        """Whether each pair of sites has a value, `row column`; warns of sites whose samples are all equal.
+
+        Args:
+            run: the finished run.
+            sides: whether the samples of each row site differ, and the same of column sites; one entry for one model.
+            count: number of samples.
+        """
+        why = (
+            "the mean is so much larger than the spread that the sums lose the spread to rounding "
+            f'(CKA(estimator="minibatch") centres each minibatch), or all of {count} {self.samples_in_words} are equal, as '
+            "first tokens or [CLS] tokens are before the first attention"
+        )
+        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=False), why)
+        return sides[0][:, None] & sides[-1]
+
+    def null(
+        self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
+    ) -> dict[str, Any]:
+        """The fields of the null, of samples that are paired at random.
+
+        Args:
+            run: the finished run.
+            known: whether each pair of sites has a value, `row column`.
+            parts: covariances of the samples that are exchanged, by group.
+            values: takes covariances, and whether they are permuted, and returns the value of each pair.
+        """
+        each = [values([part.permuted(i) for part in parts], True) for i in range(parts[0].permutations)]
+        observed = values(parts, False).where(known, math.nan)
+        return null_fields(observed, torch.stack(each), one_model=is_one_model(run.models), symmetric=self.symmetric)

@@ -17,10 +17,9 @@ from ..core.results import LayerMatrix
 from ..core.sums import Sums
 from ..core.wording import amount
 from ..sources.model import Model
-from ._draws import samples
 from ._pair_kernels import Matrix, Relate, draw_pool, pair_statistics, pool_sums, products_of_pairs, relations_of_pairs
-from ._permutation_null import CalibratedMatrix, check_null_memory, is_one_model, null_fields
-from .analyzer import Analyzer, Exchange, Run
+from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
+from .analyzer import Exchange, Run, SampleAnalyzer, compared
 
 
 def arccos_distance(result: LayerMatrix) -> float:
@@ -92,7 +91,7 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return (rest / left.clamp(min=0).sqrt()).where(left > 1e-12, float("nan"))
 
 
-class MinibatchAnalyzer(Analyzer):
+class MinibatchAnalyzer(SampleAnalyzer):
     """An analyzer that relates the samples of a minibatch at each layer, and multiplies the relations of two layers."""
 
     compares: ClassVar[bool] = True
@@ -100,8 +99,6 @@ class MinibatchAnalyzer(Analyzer):
 
     minibatch: PositiveInt
     unit: Literal["row", "token"]
-    level: Literal["token", "sequence"]
-    pool: Literal["mean", "last", "first"]
     seed: Seed
     permutations: PermutationCount
     max_memory_gb: Limit
@@ -121,15 +118,6 @@ class MinibatchAnalyzer(Analyzer):
         """Smallest number of samples in a minibatch."""
         return 4
 
-    @property
-    def whole_rows(self) -> bool:
-        return self.level == "sequence"
-
-    @property
-    def samples_in_words(self) -> str:
-        """What samples are."""
-        return "tokens" if self.level == "token" else "sequences"
-
     def __post_init__(self) -> None:
         if self.minibatch < self.least:
             raise LayersimError(f"`minibatch` of {type(self).__name__} is {self.minibatch}; it must be at least {self.least}.")
@@ -141,7 +129,9 @@ class MinibatchAnalyzer(Analyzer):
                 raise LayersimError(
                     f"`deconfound` needs the embedding as the first site, {EMBEDDING}; the first is {model.layers[0]}."
                 )
-        check_null_memory(self.permutations, models, self.max_memory_gb)
+
+    def sum_numbers(self, *models: Model) -> float:
+        return self.permutations * sum(len(a.layers) * len(b.layers) for a, b in compared(models))
 
     def pool_need(self, density: float) -> int:
         return pool_rows(self.minibatch, 1 if self.whole_rows else density)
@@ -176,7 +166,7 @@ class MinibatchAnalyzer(Analyzer):
             by_row=self.unit == "row",
             permuted=self.permutations > 0,
         )
-        return PoolKernel(partial(samples, level=self.level, pool=self.pool), self.whole_rows, self.minibatch, draw, sums)
+        return PoolKernel(self.read, self.whole_rows, self.minibatch, draw, sums)
 
     def _crossing(self, rows: int, density: float, layers: int) -> int:
         pools = -(-rows // self.pool_need(density))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from ..core.arguments import typed
 from ..core.jackknife import QUANTILES
 from ..core.results import LayerMatrix, axes
-from ..core.sums import need_memory
 from ..sources.model import Model
 
 # Level of the test behind the threshold of a calibrated value.
@@ -70,6 +68,9 @@ class CalibratedMatrix(LayerMatrix):
     """
 
     file_kind: ClassVar[str] = "calibrated_matrix"
+    # The measure in a summary; and fields that are one another's transposed, if the models are compared in the other order.
+    measure: ClassVar[str] = "similarity"
+    partners: ClassVar[Mapping[str, str]] = {}
     values: Float64[Tensor, "row column"] = axes("row", "column", label="Similarity", title="Similarity between layers")
     permutations: int = 0
     observed: Float64[Tensor, "row column"] = axes(
@@ -166,7 +167,7 @@ class CalibratedMatrix(LayerMatrix):
         for name, names in self.tensor_fields().items():
             if {"row", "column"} <= set(names):
                 order = [names.index(other.get(axis, axis)) for axis in names]
-                swapped[name] = getattr(self, name).permute(order).contiguous()
+                swapped[name] = getattr(self, self.partners.get(name, name)).permute(order).contiguous()
             elif len(names) == 1 and names[0] in sides:
                 partner = name.removeprefix("column_") if names[0] == "column" else f"column_{name}"
                 swapped[name] = getattr(self, partner)
@@ -204,6 +205,9 @@ class CalibratedMatrix(LayerMatrix):
             "calibrated maximum over pairs of layers": float(self.max_calibrated),
             "p-value of the maximum over pairs of layers": float(self.max_p_value),
         }
+
+    def headline(self) -> dict[str, float]:
+        return self.to_last_headline(self.measure) | self.null_headline()
 
 
 def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: bool = True) -> dict[str, Any]:
@@ -301,25 +305,6 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
     above = above.where((above > EQUAL_WITHIN) | above.isnan(), 0)
     # Where random pairings reach 1, no value can exceed them.
     return (above / (1 - threshold).clamp(min=EQUAL_WITHIN)).clamp(0, 1)
-
-
-def check_null_memory(permutations: int, models: Sequence[Model], limit_gb: float) -> None:
-    """Refuse a null whose sums need more memory than the user allows.
-
-    Args:
-        permutations: as the user gave it.
-        models: one model, two that are compared, or more of which all pairs are.
-        limit_gb: `max_memory_gb` of the analyzer.
-
-    Raises:
-        LayersimError: the sums need more.
-    """
-    layers = [len(model.layers) for model in models]
-    # More than two models are each compared with themselves too.
-    pairs = list(combinations_with_replacement(layers, 2)) if len(models) > 2 else [(layers[0], layers[-1])]
-    # The sums of the batch, the running sum, and the new sum while the two are added.
-    each = 3 * 8 * sum(row * column for row, column in pairs) / 1e9
-    need_memory(f"The sums of {permutations} permutations", each * permutations, limit_gb)
 
 
 def is_one_model(models: Sequence[Model]) -> bool:

@@ -5,6 +5,8 @@ Kernels are plain functions of torch: they are serialised by value and also run 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,23 @@ def counted_rows(first: Sums) -> Tensor:
         first: sums of `row_counts_kernel`; empty without values by row.
     """
     return first["rows"].nonzero()[:, 0] if first else torch.zeros(0, dtype=torch.int64)
+
+
+def prompt_fields(name: str, sums: Sums, first: Sums, known: str) -> dict[str, Any]:
+    """The fields of a result by row of the data; empty if values by row were not measured.
+
+    Args:
+        name: of the quantity.
+        sums: of the main pass.
+        first: sums of `row_counts_kernel`; empty without values by row.
+        known: name of the sums of the samples that have the quantity.
+    """
+    none = torch.zeros(0, dtype=torch.float64)
+    return {
+        f"prompt_{name}": sums[f"prompt {name}"] / sums[known] if first else none,
+        "prompt_tokens": sums["prompt tokens"] if first else none,
+        "prompt_rows": tuple(counted_rows(first).tolist()),
+    }
 
 
 def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:

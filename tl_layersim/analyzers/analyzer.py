@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
+from itertools import combinations_with_replacement, product
 from types import FunctionType
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from ..activations.pools import AnyKernel, PoolKernel
@@ -20,17 +23,20 @@ from ..architectures.heads import classes_with_head
 from ..architectures.layouts import NO_HEAD
 from ..architectures.unembed import Head
 from ..core.arguments import typed
-from ..core.errors import LayersimError, LayersimWarning
+from ..core.errors import LayersimError, LayersimWarning, warn
 from ..core.fields import Provenance
-from ..core.functions import digest_of_code, discovered
+from ..core.functions import Registry, digest_of_code
 from ..core.results import Result
-from ..core.sums import Sums
+from ..core.sums import Sums, need_memory
 from ..core.wording import brief
 from ..data.batches import Batch
+from ..data.labels import as_labels, label_source
 from ..data.positions import PositionRule
 from ..lens.exit_heads import ExitHeads
+from ..lens.targets import check_batch_labels
 from ..sources.checks import need_equal_width, need_stream
 from ..sources.model import Model
+from ._draws import samples
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 AUBRY = "(Aubry et al. 2025, {})."
@@ -223,6 +229,20 @@ class Analyzer(ABC):
                 need_stream(model, type(self).__name__, parts=self.needs_sites == "stream")
             if self.needs_sites == "equal_width":
                 need_equal_width(model, type(self).__name__)
+        # The sums of the batch, the running sums, and the new sums while the two are added.
+        if need := 3 * 8 * self.sum_numbers(*models) / 1e9:
+            name, permutations = type(self).__name__, getattr(self, "permutations", 0)
+            what = f"The sums of {name} with {permutations} permutations" if permutations else f"The sums of {name}"
+            fewer = "Fewer sites (at=) or permutations= take less." if permutations else "Fewer sites (at=) take less."
+            need_memory(what, need, getattr(self, "max_memory_gb", math.inf), fewer)
+
+    def sum_numbers(self, *models: Model) -> float:
+        """How many float64 numbers the sums hold, for the option `max_memory_gb`; 0 if they are few or a width is unknown.
+
+        Args:
+            *models: one model, two that are compared, or more of which all pairs are.
+        """
+        return 0
 
     def check(self, *models: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
         """Refuse options that do not fit the models, before the run.
@@ -273,6 +293,124 @@ class Analyzer(ABC):
     def summary(cls) -> str:
         """The first line of the class's docstring."""
         return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+class LabelledAnalyzer(Analyzer):
+    """An analyzer with the option `labels`, which are targets of predictions or classes of samples."""
+
+    optional_labels: ClassVar[bool] = False
+
+    labels: Any = "none"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", self.read_labels())
+
+    def read_labels(self) -> str | Tensor:
+        """The labels of the user, checked."""
+        return as_labels(self.labels, optional=self.optional_labels)
+
+    @property
+    def label_source(self) -> str:
+        return label_source(self.labels)
+
+    @property
+    def needs_positions(self) -> bool:
+        # Next tokens are targets of single positions.
+        return super().needs_positions or not self.label_source
+
+    def check_batch(self, batch: Batch, model: Model) -> None:
+        check_batch_labels(self.labels, batch, model if self.needs_unembed else None)
+
+
+class SampleAnalyzer(Analyzer):
+    """An analyzer with the options `level` and `pool`: samples are tokens, or one vector of each row."""
+
+    level: Literal["token", "sequence"]
+    pool: Literal["mean", "last", "first"]
+
+    @property
+    def whole_rows(self) -> bool:
+        return self.level == "sequence"
+
+    @property
+    def samples_in_words(self) -> str:
+        """The word for samples in messages."""
+        return "tokens" if self.level == "token" else "sequences"
+
+    @property
+    def read(self) -> partial[Tensor]:
+        """The function that takes a view and returns its samples, `site sample width`."""
+        return partial(samples, level=self.level, pool=self.pool)
+
+
+def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Model, Model]]:
+    """The pairs of models that are compared: a model with itself, two models, or all pairs of more, each with itself too.
+
+    Args:
+        models: one model, two that are compared, or more of which all pairs are.
+        symmetric: whether each pair is compared in one order alone.
+    """
+    if len(models) > 2:
+        return [*combinations_with_replacement(models, 2)] if symmetric else [*product(models, models)]
+    return [(models[0], models[-1])]
+
+
+def listed(names: Iterable[str], more: str = "others") -> str:
+    """The first four names as text, and that there are more.
+
+    Args:
+        names: all names.
+        more: what the other names are of.
+
+    Examples:
+        >>> listed("abcde")
+        'a, b, c, d and others'
+    """
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {more}" if len(names) > 4 else "")
+
+
+def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
+    """The sites at which samples are omitted, each with their number, as text; "" if there are none.
+
+    Args:
+        sites: all sites.
+        omitted: `site`, number of omitted samples.
+        of: `site`, number of all samples; or one number for all sites.
+    """
+    counts = torch.as_tensor(of).expand(len(sites))
+    return listed(f"{name}: {int(n)} of {int(k)}" for name, n, k in zip(sites, omitted, counts, strict=True) if n)
+
+
+def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
+    """Warn of sites at which a measure is not defined; raise an error if a side has no other sites.
+
+    Args:
+        measure: its name.
+        sides: names of the sites of the rows, or of the columns, and whether the measure is defined there.
+        why: what holds at these sites.
+
+    Raises:
+        LayersimError: no site of a side is defined.
+    """
+    sides = list(sides)
+    sites = dict.fromkeys(name for names, known in sides for name, one in zip(names, known, strict=True) if not one)
+    if not all(bool(known.any()) for _, known in sides):
+        raise LayersimError(f"{measure} is not defined at any site: {why}, at {listed(sites)}.")
+    if sites:
+        warn(f"{measure} is not defined at {listed(sites)}, and NaN there: {why}.")
+
+
+def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (divided by N) of a quantity; NaN if no sample has it.
+
+    Args:
+        sums: of the quantity, of its square ("^2"), and of the samples that have it (" known").
+        name: of the quantity.
+    """
+    known = sums[f"{name} known"]
+    mean = sums[name] / known
+    return mean, (sums[f"{name}^2"] / known - mean**2).clamp(min=0).sqrt()
 
 
 def code_digest(analyzer: Analyzer) -> str:
@@ -345,8 +483,8 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
         >>> sorted(find_analyzers())[:2]
         ['block_coupling', 'cca']
     """
-    package, folder = __name__.rpartition(".")[0], str(Path(__file__).parent)
-    analyzers = discovered(package, [folder], Analyzer)  # type: ignore[type-abstract]  # only its subclasses are instantiated
+    package = __name__.rpartition(".")[0]
+    analyzers = Registry(package, Analyzer, "analyzers").all()
     for entry in entry_points(group=package):
         try:
             cls = entry.load()

@@ -22,8 +22,8 @@ from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model import Model
 from ._block_coupling_kernel import block_coupling_kernel
-from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
-from .analyzer import AUBRY, Analyzer, Run, SiteNeed, need_tokens
+from ._prompt_rows import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
+from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
 
 
 @typed
@@ -365,8 +365,8 @@ class BlockCoupling(Analyzer):
         undefined = [name for name, n in zip(run.layers[1:], sums["count"][0].diagonal(), strict=True) if not n]
         if undefined:
             warn(
-                f"Coupling is not defined for {', '.join(undefined[:4])}{' and other blocks' if len(undefined) > 4 else ''}, "
-                f"and NaN there: on every prompt, the Jacobian has fewer than {self.ks[0]} singular values above rounding."
+                f"Coupling is not defined for {listed(undefined)}, and NaN there: on every prompt, the "
+                f"Jacobian has fewer than {self.ks[0]} singular values above rounding."
             )
         by_k, null = (sums[name] / count for name in ("total", "null"))
         square = sums["square"] / count[0]
@@ -380,9 +380,6 @@ class BlockCoupling(Analyzer):
         coupling, by_chance = (float(self.normalize) - matrix for matrix in (by_k[0], null[0]))
         different = ~torch.eye(len(coupling), dtype=torch.bool)
         neighbours = torch.cat([coupling.diagonal(1), coupling.diagonal(-1)])
-        by_row = torch.zeros(2, 0, dtype=torch.float64)
-        if self.per_prompt:
-            by_row = torch.stack([sums["prompt coupling"] / sums["prompt count"], sums["prompt tokens"]])
         return BlockCouplingResult(
             values=by_k[0],
             defined=count[0] / samples,
@@ -400,9 +397,7 @@ class BlockCoupling(Analyzer):
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),
-            prompt_coupling=by_row[0],
-            prompt_tokens=by_row[1],
-            prompt_rows=tuple(counted_rows(run.first).tolist()),
+            **prompt_fields("coupling", sums, run.first, "prompt count"),
             ks=ks,
             lengths=tuple("1" if i == 0 else f"{2**i} to {2 ** (i + 1) - 1}" for i in lengths.tolist()),
             method=pick_method(d_model, len(run.layers) - 1, max(ks)) if self.method == "auto" else self.method,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,17 +15,9 @@ from ..core.arguments import Fraction, typed
 from ..core.errors import warn
 from ..core.results import axes
 from ..core.sums import Sums
-from ..sources.model import Model
-from ._cross_product_analyzer import (
-    Covariances,
-    CrossProductAnalyzer,
-    are_defined,
-    check_defined,
-    cost_in_words,
-    seconds_of_pairs,
-)
+from ._cross_product_analyzer import Covariances, CrossProductAnalyzer, are_defined
 from ._minibatch_analyzer import arccos_distance
-from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
+from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, need_tokens
 
 # Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
@@ -68,6 +60,8 @@ class CCAResult(CalibratedMatrix):
     """
 
     file_kind: ClassVar[str] = "cca"
+    measure: ClassVar[str] = "CCA"
+    partners: ClassVar[Mapping[str, str]] = {"pwcca": "column_pwcca", "column_pwcca": "pwcca"}
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
@@ -137,16 +131,6 @@ class CCAResult(CalibratedMatrix):
         """
         return arccos_distance(self)
 
-    def transposed(self) -> CCAResult:
-        """The comparison of the two models in the other order."""
-        other = super().transposed()
-        object.__setattr__(other, "pwcca", self.column_pwcca.T.contiguous())
-        object.__setattr__(other, "column_pwcca", self.pwcca.T.contiguous())
-        return other  # type: ignore[no-any-return]  # of this class
-
-    def headline(self) -> dict[str, float]:
-        return self.to_last_headline("CCA") | self.null_headline()
-
 
 @typed
 @dataclass(frozen=True, eq=False)
@@ -191,14 +175,9 @@ class CCA(CrossProductAnalyzer):
     """
 
     name: ClassVar[str] = "cca"
+    seconds_per_pair: ClassVar[float] = 0.2
 
     variance: Fraction = 0.99
-
-    def cost(self, model: Model) -> str:
-        return cost_in_words(model, "CCA", self.compute_seconds(model), self.permutations)
-
-    def compute_seconds(self, model: Model) -> float:
-        return seconds_of_pairs(model, 0.2, self.permutations)
 
     def compute(self, sums: Sums, run: Run) -> CCAResult:
         count = int(sums["samples"])
@@ -206,19 +185,16 @@ class CCA(CrossProductAnalyzer):
         products = Covariances(sums)
         power = [products.row_power()] + ([products.column_power()] if products.two_models else [])
         defined = [are_defined(one) for one in power]
-        check_defined(zip((run.layers, run.column_layers), defined, strict=False), "CCA", f"{count} {self.samples_in_words}")
+        known = self.defined_pairs(run, defined, count)
         rows, columns = self._whitened_sites(products)
         largest = max(site.whiten.shape[1] for site in (*rows, *columns))
         _warn_of_few_per_dimension(count, self.samples_in_words, largest)
-        known = defined[0][:, None] & defined[-1]
         fields: dict[str, Any] = {name: one.where(known, math.nan) for name, one in _summaries(products, rows, columns).items()}
         null: dict[str, Any] = {}
         if "null.samples" in sums.fields:
             exchanged = Covariances(sums, "null.")
             sites = self._whitened_sites(exchanged)
-            each = [_means(exchanged.permuted(i), *sites) for i in range(exchanged.permutations)]
-            observed = _means(exchanged, *sites).where(known, math.nan)
-            null = null_fields(observed, torch.stack(each), one_model=is_one_model(run.models))
+            null = self.null(run, known, [exchanged], lambda parts, _: _means(parts[0], *sites))
         return CCAResult(
             **fields,
             **null,

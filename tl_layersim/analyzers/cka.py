@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations_with_replacement
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,13 +16,12 @@ from ..activations.view import Kernel
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import axes
-from ..core.sums import Sums, need_memory
+from ..core.sums import Sums
 from ..sources.model import Model
-from ._draws import samples
 from ._hsic import centred, exact_hsic, exact_kernel, grams, means_kernel, tuples_of_rows, without_rows
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix, arccos_distance
 from ._pair_kernels import Matrix, PairRelation, Relate, relation_of_pairs
-from .analyzer import Exchange, Run, Weight, need_tokens
+from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
 
 
 @typed
@@ -47,6 +45,7 @@ class CKAResult(MinibatchMatrix):
     """
 
     file_kind: ClassVar[str] = "cka"
+    measure: ClassVar[str] = "CKA"
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
@@ -96,7 +95,7 @@ class CKAResult(MinibatchMatrix):
 
     def headline(self) -> dict[str, float]:
         fraction = float(self.effective_samples.nan_to_num(math.inf).min() / self.samples)
-        return self.to_last_headline("CKA") | self.null_headline() | {"smallest effective fraction of samples": fraction}
+        return super().headline() | {"smallest effective fraction of samples": fraction}
 
 
 @typed
@@ -186,33 +185,23 @@ class CKA(MinibatchAnalyzer):
                     f'`{name}` is {value!r}; it needs estimator="minibatch" or "biased", because "exact" has no Gram matrices.'
                 )
 
-    def check_sites(self, *models: Model) -> None:
-        super().check_sites(*models)
-        if self.estimator != "exact" or any(model.widest is None for model in models):
-            return
-        widths = [len(model.layers) * (model.widest or 0) for model in models]
-        # More than two models are each compared with themselves too.
-        pairs = list(combinations_with_replacement(widths, 2)) if len(models) > 2 else [(widths[0], widths[-1])]
-        # Two matrices: of the batch, the running sum, and the new sum while the two are added.
-        need = 2 * 3 * 8 * sum(row * column for row, column in pairs) / 1e9
-        need_memory(
-            "The cross-products of CKA(estimator='exact')", need, self.max_memory_gb, "The default estimator takes less."
-        )
+    def sum_numbers(self, *models: Model) -> float:
+        if self.estimator != "exact":
+            return super().sum_numbers(*models)
+        size = {id(model): len(model.layers) * (model.widest or 0) for model in models}
+        return 2 * sum(size[id(a)] * size[id(b)] for a, b in compared(models))
 
     def pool_need(self, density: float) -> int:
         return 0 if self.estimator == "exact" else super().pool_need(density)
 
     def first_kernel(self) -> Kernel | None:
-        return partial(means_kernel, rows=self._rows()) if self.estimator == "exact" else None
+        return partial(means_kernel, rows=self.read) if self.estimator == "exact" else None
 
     def kernel(self, first: Sums) -> AnyKernel:
         if self.estimator != "exact":
             return super().kernel(first)
         means = (first["x"] / first["count"], first["y"] / first["count"])
-        return partial(exact_kernel, rows=self._rows(), means=means, by_row=self.unit == "row")
-
-    def _rows(self) -> partial[Tensor]:
-        return partial(samples, level=self.level, pool=self.pool)
+        return partial(exact_kernel, rows=self.read, means=means, by_row=self.unit == "row")
 
     def exchange(self) -> Exchange | None:
         return None if self.estimator == "exact" else super().exchange()
@@ -230,7 +219,9 @@ class CKA(MinibatchAnalyzer):
             power = {z: (sums[f"r_{z}"], sums[f"r_{z}^2"]) for z in "xy"}
         defined_x, defined_y = own_x > 0, own_y > 0
         count = int(sums["samples"])
-        self._undefined(defined_x, defined_y, run, f"{count} {self.samples_in_words}")
+        given = f"{count} {self.samples_in_words}"
+        why = f"all of {given} are equal, as first tokens or [CLS] tokens are before the first attention"
+        refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
         effective_x = (power["x"][0].square() / power["x"][1]).where(defined_x, math.nan)
         effective_y = (power["y"][0].square() / power["y"][1]).where(defined_y, math.nan)
         if count < 100:
@@ -255,20 +246,6 @@ class CKA(MinibatchAnalyzer):
             return None
         x, y = (sums[f"{z}0"] / (sums[2 * z] * sums[2 * z][0]).sqrt() for z in "xy")
         return x, y
-
-    def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run, count: str) -> None:
-        """Warn of layers whose samples are all equal; refuse a run in which all layers are of this kind."""
-        sides = ((run.layers, defined_x), (run.column_layers, defined_y))
-        equal = list(
-            dict.fromkeys(name for names, defined in sides for name, one in zip(names, defined, strict=True) if not one)
-        )
-        if not bool(defined_x.any() and defined_y.any()):
-            raise LayersimError(f"CKA is not defined at any layer: all {count} are equal at {', '.join(equal[:4])}.")
-        if equal:
-            warn(
-                f"CKA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: "
-                f"all of {count} are equal, as first tokens or [CLS] tokens are before the first attention."
-            )
 
 
 def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ..core.sums import Sums
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model import Model
 from ._contribution_kernel import contribution_kernel, stack_and_block, sublayer_sites
-from .analyzer import CSORDAS, Analyzer, Run, need_tokens
+from .analyzer import CSORDAS, Analyzer, Run, listed, mean_and_std, need_tokens, omitted_at
 
 
 @typed
@@ -152,23 +152,16 @@ class Contribution(Analyzer):
         if not sublayers:
             raise LayersimError(
                 f"Contribution needs sites blocks.{{i}}.hook_attn_out and hook_mlp_out, which this source does not read; it "
-                f"has {', '.join(run.layers[:4])}."
+                f"has {listed(run.layers)}."
             )
-        known = sums["cosine known"]
-        zero = [f"{site}: {count - int(n)} of {count}" for site, n in zip(sublayers, known, strict=True) if n < count]
-        if zero:
+        if zero := omitted_at(sublayers, count - sums["cosine known"], count):
             warn(
                 "Tokens at which the output of a sublayer or its stream is zero have no cosine, and those without a stream no "
-                f"relative norm. They are omitted: {', '.join(zero[:4])}{' and at other sublayers' if len(zero) > 4 else ''}."
+                f"relative norm. They are omitted: {zero}."
             )
-
-        def spread(name: str) -> tuple[Tensor, Tensor]:
-            # 0 / 0 is NaN, for a quantity that no token has.
-            known = sums[f"{name} known"]
-            mean = sums[name] / known
-            return mean, (sums[f"{name}^2"] / known - mean**2).clamp(min=0).sqrt()
-
-        (ratio, ratio_std), (cosine, cosine_std), (final, final_std) = (spread(name) for name in ("ratio", "cosine", "final"))
+        (ratio, ratio_std), (cosine, cosine_std), (final, final_std) = (
+            mean_and_std(sums, name) for name in ("ratio", "cosine", "final")
+        )
         return ContributionResult(
             values=ratio,
             relative_norm_std=ratio_std,

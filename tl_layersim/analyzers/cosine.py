@@ -21,7 +21,7 @@ from ..core.sums import Sums
 from ..core.wording import brief
 from ..sources.model import Model
 from ._cosine_kernel import cosine_kernel, mean_kernel
-from .analyzer import Analyzer, Run, SiteNeed, Weight, need_tokens
+from .analyzer import Analyzer, Run, SiteNeed, Weight, listed, need_tokens, omitted_at
 
 
 @typed
@@ -157,7 +157,7 @@ class CosineResult(LayerMatrix):
         if bool(self.block_influence.isnan().any()):
             raise LayersimError(
                 "Angular distances by gap need the residual stream after every block, at all of which no token is zero; this "
-                f"result has {', '.join(self.layers[:4])}{' and others' if blocks > 3 else ''}."
+                f"result has {listed(self.layers)}."
             )
         if not 1 <= n <= blocks:
             raise LayersimError(f"`n` is {n}; it must be from 1 to {blocks}, the blocks of the model.")
@@ -322,7 +322,7 @@ def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bo
         layers: names of the layers.
         centred: whether a mean was subtracted.
     """
-    affected = [f"{name}: {int(n)} of {count}" for name, n in zip(layers, zero, strict=True) if n]
+    affected = omitted_at(layers, zero, count)
     what = "is the mean itself" if centred else "is zero"
     if bool((zero == count).all()):
         raise LayersimError(
@@ -331,6 +331,6 @@ def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bo
     if affected:
         warn(
             f"Cosines of tokens whose residual {what} up to rounding are not defined, and omitted: "
-            f"{', '.join(affected[:4])}{' and at other layers' if len(affected) > 4 else ''}. Values are NaN at a layer where "
+            f"{affected}. Values are NaN at a layer where "
             "this holds for every token, as for first tokens or [CLS] before the first attention."
         )

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View
 from ..core.arguments import Limit, PositiveInt, typed
-from ..core.errors import LayersimError, warn
+from ..core.errors import warn
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Result, axes
-from ..core.sums import Sums, need_memory
+from ..core.sums import Sums
 from ..core.wording import number_text
 from ..sources.model import Model
 from ._draws import samples
 from ._ridge import samples_differ
-from .analyzer import Analyzer, Run, Weight, need_tokens
+from .analyzer import Run, SampleAnalyzer, Weight, need_tokens, refuse_undefined
 
 
 @typed
@@ -120,7 +120,7 @@ class EffectiveRankResult(Result):
 
 @typed
 @dataclass(frozen=True)
-class EffectiveRank(Analyzer):
+class EffectiveRank(SampleAnalyzer):
     r"""Effective rank of the samples of each site: how many directions they fill, with the spectrum of their covariance.
 
     $$\mathrm{erank} = \exp\Big(-\sum_k p_k \ln p_k\Big), \qquad p_k = \frac{\sigma_k}{\sum_j \sigma_j}$$
@@ -157,18 +157,8 @@ class EffectiveRank(Analyzer):
     top: PositiveInt = 64
     max_memory_gb: Limit = 4.0
 
-    @property
-    def whole_rows(self) -> bool:
-        return self.level == "sequence"
-
-    def check_sites(self, *models: Model) -> None:
-        super().check_sites(*models)
-        model = models[0]
-        if model.widest is None:
-            return
-        # The batch's second moments, the running sum, and the new sum while the two are added.
-        need = 3 * 8 * len(model.layers) * model.widest**2 / 1e9
-        need_memory("The second moments of all sites", need, self.max_memory_gb, "Fewer sites (at=) take less.")
+    def sum_numbers(self, *models: Model) -> float:
+        return len(models[0].layers) * (models[0].widest or 0) ** 2
 
     def compute_seconds(self, model: Model) -> float:
         # The eigenvalues of one site of width 576 take about 0.03 seconds.
@@ -182,7 +172,7 @@ class EffectiveRank(Analyzer):
         return partial(second_moments_kernel, level=self.level, pool=self.pool)
 
     def compute(self, sums: Sums, run: Run) -> EffectiveRankResult:
-        unit = "tokens" if self.level == "token" else "sequences"
+        unit = self.samples_in_words
         n, centred = int(sums["samples"]), self.center == "dataset"
         need_tokens(n, 2 if centred else 1, "EffectiveRank", unit)
         widths = tuple((sums["width"] // n).tolist())
@@ -192,7 +182,8 @@ class EffectiveRank(Analyzer):
         for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
             by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
         ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
-        self._undefined(ranks["values"].isnan(), run, f"{n} {unit}")
+        why = f"all of {n} {unit} are equal up to rounding, as first tokens or [CLS] tokens are before the first attention"
+        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
         return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)
 
     def _warn_of_few(self, n: int, widths: tuple[int, ...], unit: str) -> None:
@@ -201,21 +192,6 @@ class EffectiveRank(Analyzer):
             warn(
                 f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
                 "all are biased downwards. Pass more data."
-            )
-
-    def _undefined(self, undefined: Tensor, run: Run, count: str) -> None:
-        """Warn of sites without a spectrum; refuse a run in which no site has one."""
-        names = [name for name, one in zip(run.layers, undefined, strict=True) if one]
-        if len(names) == len(run.layers):
-            raise LayersimError(
-                f"The effective rank is not defined at any site: all {count} are equal at {', '.join(names[:4])}, or their "
-                "mean is so large that the sums lose their differences to rounding."
-            )
-        if names:
-            warn(
-                f"The effective rank is not defined at {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}, and "
-                f"NaN there: all of {count} are equal up to rounding, as first tokens or [CLS] tokens are before the first "
-                "attention."
             )
 
 

@@ -21,15 +21,11 @@ from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
-from ..data.batches import Batch
-from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
-from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..data.labels import NO_LABEL, label_key
+from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
-from ..lens.targets import check_batch_labels
-from ..sources.checks import refuse_bad_logits
-from ..sources.model import Model
-from .analyzer import JIANG, Analyzer, Run, SiteNeed, need_head, need_tokens
-from .logit_lens import unembedding
+from ._lens_analyzer import LensAnalyzer
+from .analyzer import JIANG, Run, SiteNeed
 from .probe_kernels import held_out
 
 MOST_THRESHOLDS = 10_000
@@ -175,26 +171,12 @@ class ExitCurveResult(Result):
         near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
         if abs(self.thresholds[near] - threshold) > 1e-9:
             raise LayersimError(f"`threshold` is {threshold:g}; measured were {', '.join(f'{t:g}' for t in self.thresholds)}.")
-        if held_out:
-            exits = self.part_exits[1, near]
-            # With one half alone, thresholds are chosen on it.
-            known = math.nan if bool(self.part_agreement.isnan().any()) else 1.0
-            return ExitPoint(
-                threshold=self.thresholds[near],
-                exits=exits,
-                accuracy=known * float(self.part_accuracy[1, near]),
-                agreement=known * float(self.part_agreement[1, near]),
-                perplexity=known * float(self.part_perplexity[1, near]),
-                speedup=known * float(_speedup(exits)),
-            )
-        return ExitPoint(
-            threshold=self.thresholds[near],
-            exits=self.values[near],
-            accuracy=float(self.accuracy[near]),
-            agreement=float(self.agreement[near]),
-            perplexity=float(self.perplexity[near]),
-            speedup=float(self.speedup[near]),
-        )
+        # With one half alone, thresholds are chosen on it.
+        known = math.nan if held_out and bool(self.part_agreement.isnan().any()) else 1.0
+        own, part = ("part_", (1, near)) if held_out else ("", (near,))
+        exits = self.part_exits[part] if held_out else self.values[part]
+        rates = {name: known * float(getattr(self, own + name)[part]) for name in ("accuracy", "agreement", "perplexity")}
+        return ExitPoint(threshold=self.thresholds[near], exits=exits, speedup=known * float(_speedup(exits)), **rates)
 
     @typed
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
@@ -279,7 +261,7 @@ class ExitCurveResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class ExitCurve(Analyzer):
+class ExitCurve(LensAnalyzer):
     r"""Early exit at a confidence threshold: accuracy, agreement and speed-up for many thresholds in one pass.
 
     A position exits after the first block whose top softmax probability exceeds the threshold, otherwise after the last block.
@@ -309,7 +291,6 @@ class ExitCurve(Analyzer):
 
     name: ClassVar[str] = "exit_curve"
     needs_sites: ClassVar[SiteNeed] = "every_block"
-    needs_unembed: ClassVar[bool] = True
 
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
     norm: Literal["final", "none"] = "final"
@@ -318,8 +299,7 @@ class ExitCurve(Analyzer):
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
-        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
+        super().__post_init__()
         several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
         object.__setattr__(self, "thresholds", several)
         wrong = [value for value in several if not 0 <= value <= 1]
@@ -327,43 +307,16 @@ class ExitCurve(Analyzer):
             given = brief(wrong[:4] or several)
             raise LayersimError(f"`thresholds` holds {given}; it must hold 1 to {MOST_THRESHOLDS} numbers from 0 to 1.")
 
-    @property
-    def label_source(self) -> str:
-        return label_source(self.labels)
-
-    def check(self, *models: Model) -> None:
-        need_head(
-            models[0],
-            "ExitCurve",
-            targets=not is_none(self.labels),
-            own_labels=bool(self.label_source),
-            heads=self.heads,
-        )
-
-    def check_batch(self, batch: Batch, model: Model) -> None:
-        check_batch_labels(self.labels, batch, model)
-
     def kernel(self, first: Sums) -> Kernel:
         levels = torch.tensor(self._ascending(), dtype=torch.float64)
-        return partial(
-            exit_kernel,
-            thresholds=levels,
-            normed=self.norm == "final",
-            labels=self.labels,
-            memory_mb=float(self.lens_memory_mb),
-            heads=plain_heads(self.heads),
-        )
+        return partial(exit_kernel, thresholds=levels, labels=self.labels, **self.lens)
 
     def _ascending(self) -> tuple[float, ...]:
         return tuple(sorted({float(t) for t in cast(tuple[float, ...], self.thresholds)}))
 
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
-        warn_of_unused(self.labels, run.provenance)
         count, targets = int(sums["count"].sum()), int(sums["targets"].sum())
-        need_tokens(count, 1, "ExitCurve", "positions that the head reads")
-        refuse_bad_logits(sums["bad"], run.layers)
-        if not is_none(self.labels):
-            need_tokens(targets, 1, "ExitCurve", "positions with a target")
+        self.check_sums(sums, run, count, targets)
         parts = sums["exits"].double()
         exits, counts, known = parts.sum(0), sums["count"][:, None], sums["targets"][:, None]
         return ExitCurveResult(
@@ -379,7 +332,7 @@ class ExitCurve(Analyzer):
             thresholds=self._ascending(),
             positions=count,
             targets=targets,
-            unembedding=unembedding(run, self.norm, self.heads is not None),
+            unembedding=self.unembedding(run),
             layers=run.layers,
             provenance=run.provenance,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -19,17 +20,9 @@ from ..core.results import axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..sources.model import Model
-from ._cross_product_analyzer import (
-    Covariances,
-    CrossProductAnalyzer,
-    are_defined,
-    check_defined,
-    check_sums_fit,
-    cost_in_words,
-    seconds_of_pairs,
-)
+from ._cross_product_analyzer import Covariances, CrossProductAnalyzer, are_defined
 from ._cross_products import draw_exchanged_split, split_cross_product_kernel
-from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
+from ._permutation_null import CalibratedMatrix
 from ._ridge import ridge_weights, warn_of_few_rows, warn_of_few_samples
 from .analyzer import Run, Weight, need_whole_rows
 
@@ -48,6 +41,8 @@ class LinearPredictivityResult(CalibratedMatrix):
     """
 
     file_kind: ClassVar[str] = "linear_predictivity"
+    measure: ClassVar[str] = "R2"
+    partners: ClassVar[Mapping[str, str]] = {"values": "reverse", "reverse": "values"}
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
@@ -80,13 +75,7 @@ class LinearPredictivityResult(CalibratedMatrix):
                 "The null of a LinearPredictivityResult is that of predictions from rows to columns. Compare the models in "
                 "the other order."
             )
-        other = super().transposed()
-        object.__setattr__(other, "values", self.reverse.T.contiguous())
-        object.__setattr__(other, "reverse", self.values.T.contiguous())
-        return other  # type: ignore[no-any-return]  # of this class
-
-    def headline(self) -> dict[str, float]:
-        return self.to_last_headline("R2") | self.null_headline()
+        return super().transposed()  # type: ignore[no-any-return]  # of this class
 
 
 @typed
@@ -138,35 +127,27 @@ class LinearPredictivity(CrossProductAnalyzer):
     name: ClassVar[str] = "linear_predictivity"
     symmetric: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = True
+    seconds_per_pair: ClassVar[float] = 0.1
+    # Training and held-out samples.
+    groups: ClassVar[int] = 2
 
     ridge: PositiveFloat = 0.01
     test_fraction: OpenFraction = 0.2
     first_test_row: NonNegativeInt | None = None
 
-    def check_sites(self, *models: Model) -> None:
-        super().check_sites(*models)
-        # Training and held-out samples have sums of their own.
-        check_sums_fit(models, self, self.max_memory_gb, self.permutations, parts=2)
-
     def check_batch(self, batch: Batch, model: Model) -> None:
         need_whole_rows(batch, "LinearPredictivity")
-
-    def cost(self, model: Model) -> str:
-        return cost_in_words(model, "LinearPredictivity", self.compute_seconds(model), self.permutations)
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
         return ("samples",)
-
-    def compute_seconds(self, model: Model) -> float:
-        return seconds_of_pairs(model, 0.1, self.permutations)
 
     @property
     def _split(self) -> tuple[float, int, int | None]:
         return float(self.test_fraction), self.seed, self.first_test_row
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(split_cross_product_kernel, rows=self._rows(), split=self._split)
+        return partial(split_cross_product_kernel, rows=self.read, split=self._split)
 
     def _draw(self) -> partial[Draws]:
         return partial(draw_exchanged_split, seed=self.seed, by_row=self.unit == "row", split=self._split)
@@ -184,21 +165,15 @@ class LinearPredictivity(CrossProductAnalyzer):
         sides = [are_defined(train.row_power()) & are_defined(test.row_power())]
         if train.two_models:
             sides.append(are_defined(train.column_power()) & are_defined(test.column_power()))
-        check_defined(
-            zip((run.layers, run.column_layers), sides, strict=False), "LinearPredictivity", f"{count} {self.samples_in_words}"
-        )
-        known = sides[0][:, None] & sides[-1]
+        known = self.defined_pairs(run, sides, count)
         values = self._r2(train, test, sides[0]).where(known, math.nan)
         reverse = values.T.contiguous()
         if train.two_models:
             reverse = self._r2(train.transposed(), test.transposed(), sides[1]).T.where(known, math.nan).contiguous()
         null: dict[str, Any] = {}
         if {"null.train.samples", "null.test.samples"} <= sums.fields.keys():
-            parts = Covariances(sums, "null.train."), Covariances(sums, "null.test.")
-            each = [self._r2(parts[0].permuted(i), parts[1].permuted(i), sides[0]) for i in range(parts[0].permutations)]
-            observed = self._r2(parts[0], parts[1], sides[0]).where(known, math.nan)
-            one_model = is_one_model(run.models)
-            null = null_fields(observed, torch.stack(each), one_model=one_model, symmetric=False)
+            parts = [Covariances(sums, "null.train."), Covariances(sums, "null.test.")]
+            null = self.null(run, known, parts, lambda both, _: self._r2(both[0], both[1], sides[0]))
         return LinearPredictivityResult(
             values=values,
             reverse=reverse,

@@ -16,14 +16,13 @@ from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
-from ..core.sums import Sums, need_memory
+from ..core.sums import Sums
 from ..core.wording import amount, brief
 from ..data.batches import Batch
-from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
-from ..lens.targets import check_batch_labels
+from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model import Model
 from ._ridge import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
-from .analyzer import Analyzer, Run, need_whole_rows
+from .analyzer import LabelledAnalyzer, Run, listed, need_whole_rows
 from .probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
 
 # Weights `site width class` and offsets `site class`, over all classes.
@@ -123,7 +122,7 @@ class LinearProbeResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class ProbeAnalyzer(Analyzer):
+class ProbeAnalyzer(LabelledAnalyzer):
     """A probe with labels, whose held-out rows are chosen by their numbers. Subclasses fit the probe in a first pass.
 
     Args:
@@ -143,8 +142,8 @@ class ProbeAnalyzer(Analyzer):
     control: Literal["token", "row"] | None = None
 
     def __post_init__(self) -> None:
-        labels = as_labels(self.labels)
-        object.__setattr__(self, "labels", labels)
+        super().__post_init__()
+        labels = self.labels
         if isinstance(labels, Tensor):
             _check_classes(labels, None)
             if len(set(labels[labels != NO_LABEL].tolist())) < 2:
@@ -154,13 +153,9 @@ class ProbeAnalyzer(Analyzer):
                 )
 
     @property
-    def label_source(self) -> str:
-        return label_source(self.labels)
-
-    @property
-    def needs_positions(self) -> bool:
-        # Next tokens are targets of single positions.
-        return not self.label_source
+    def class_limit(self) -> int | None:
+        """A number above every class that the data may have; None for any."""
+        return None
 
     @property
     def split(self) -> tuple[float, int, int | None]:
@@ -176,14 +171,14 @@ class ProbeAnalyzer(Analyzer):
         return labelled(view, self.labels, self.split)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
-        check_batch_labels(self.labels, batch)
+        super().check_batch(batch, model)
         need_whole_rows(batch, "a linear probe")
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
             raise LayersimError(
                 f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
             )
         if not isinstance(self.labels, Tensor):
-            _check_classes(targets(tokens_alone(batch), self.labels), None)
+            _check_classes(targets(tokens_alone(batch), self.labels), self.class_limit)
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
@@ -320,20 +315,13 @@ class LinearProbe(ProbeAnalyzer):
         """A number above every class, which sets the size of the sums."""
         return max(int(self.labels.max()) + 1, 2) if isinstance(self.labels, Tensor) else self.max_classes
 
-    def check_sites(self, *models: Model) -> None:
-        super().check_sites(*models)
-        model = models[0]
-        if model.widest is None:
-            return
-        # The batch's sums, the running sums, and the new sums while the two are added.
-        groups = self.classes + CONTROL_PARTS * (self.control is not None)
-        need = 3 * 8 * len(model.layers) * model.widest * (model.widest + groups) / 1e9
-        need_memory("The sums of a linear probe", need, self.max_memory_gb, "Fewer sites (at=) take less.")
+    @property
+    def class_limit(self) -> int | None:
+        return self.max_classes
 
-    def check_batch(self, batch: Batch, model: Model) -> None:
-        super().check_batch(batch, model)
-        if not isinstance(self.labels, Tensor):
-            _check_classes(targets(tokens_alone(batch), self.labels), self.max_classes)
+    def sum_numbers(self, *models: Model) -> float:
+        width = models[0].widest or 0
+        return len(models[0].layers) * width * (width + self.classes + CONTROL_PARTS * (self.control is not None))
 
     def first_kernel(self) -> Kernel | None:
         return partial(probe_sums_kernel, labels=self.labels, classes=self.classes, split=self.split, control=self.control)
@@ -401,7 +389,7 @@ def warn_of_constant(sites: list[str]) -> None:
     """
     if sites:
         warn(
-            f"All training samples are equal at {', '.join(sites[:4])}{' and other sites' if len(sites) > 4 else ''}, as [CLS] "
+            f"All training samples are equal at {listed(sites)}, as [CLS] "
             "tokens are before the first attention: a probe predicts the most frequent class there."
         )
 

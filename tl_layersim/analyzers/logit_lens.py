@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
@@ -20,14 +20,11 @@ from ..core.findings import site_in_words, with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
-from ..data.batches import Batch
-from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
-from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..data.labels import NO_LABEL, label_key
+from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import bad_logits, read_lens, read_positions
-from ..lens.targets import check_batch_labels
-from ..sources.checks import refuse_bad_logits
-from ..sources.model import Model
-from .analyzer import JIANG, Analyzer, Run, SiteNeed, need_head, need_tokens
+from ._lens_analyzer import LensAnalyzer
+from .analyzer import JIANG, Run, SiteNeed
 
 # Agreement from which on the prediction of a layer is mostly that of the last one.
 SETTLED = 0.5
@@ -196,7 +193,7 @@ class LogitLensResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class LogitLens(Analyzer):
+class LogitLens(LensAnalyzer):
     r"""Logit lens: loss, accuracy, agreement and entropy of each layer's predictions by the final norm and unembedding.
 
     $$\mathrm{logits}^{(l)} = W_U \, \mathrm{norm}(x^l), \qquad
@@ -231,7 +228,6 @@ class LogitLens(Analyzer):
     name: ClassVar[str] = "logit_lens"
     needs_sites: ClassVar[SiteNeed] = "stream"
     reads_mid: ClassVar[bool] = True
-    needs_unembed: ClassVar[bool] = True
 
     norm: Literal["final", "none"] = "final"
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
@@ -240,49 +236,21 @@ class LogitLens(Analyzer):
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
-        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
+        super().__post_init__()
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
             raise LayersimError(f"`top_k` is {brief(self.top_k)}; it must be one or more numbers, each at least 1.")
 
-    @property
-    def label_source(self) -> str:
-        return label_source(self.labels)
-
-    def check(self, *models: Model) -> None:
-        need_head(
-            models[0],
-            "LogitLens",
-            targets=not is_none(self.labels),
-            own_labels=bool(self.label_source),
-            heads=self.heads,
-        )
-
-    def check_batch(self, batch: Batch, model: Model) -> None:
-        check_batch_labels(self.labels, batch, model)
-
     def kernel(self, first: Sums) -> Kernel:
-        return partial(
-            lens_kernel,
-            normed=self.norm == "final",
-            ks=self._ks(),
-            labels=self.labels,
-            memory_mb=float(self.lens_memory_mb),
-            heads=plain_heads(self.heads),
-        )
+        return partial(lens_kernel, ks=self._ks(), labels=self.labels, **self.lens)
 
     def _ks(self) -> tuple[int, ...]:
         return cast(tuple[int, ...], self.top_k)
 
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
-        warn_of_unused(self.labels, run.provenance)
         count, targets = int(sums["count"]), int(sums["targets"])
-        need_tokens(count, 1, "LogitLens", "positions that the head reads")
-        refuse_bad_logits(sums["bad"], run.layers)
-        if not is_none(self.labels):
-            need_tokens(targets, 1, "LogitLens", "positions with a target")
+        self.check_sums(sums, run, count, targets)
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
         return LogitLensResult(
@@ -298,24 +266,10 @@ class LogitLens(Analyzer):
             ks=self._ks(),
             positions=count,
             targets=targets,
-            unembedding=unembedding(run, self.norm, self.heads is not None),
+            unembedding=self.unembedding(run),
             layers=run.layers,
             provenance=run.provenance,
         )
-
-
-def unembedding(run: Run, norm: str, has_heads: bool = False) -> str:
-    """The map from the residual x to logits, written as text.
-
-    Args:
-        run: the finished run.
-        norm: "final" or "none".
-        has_heads: whether layers below the last are read by heads of their own.
-    """
-    head = run.head
-    if head is None:
-        return ""
-    return (replace(head, parts=(*head.parts[:-1], "heads[layer]")) if has_heads else head).written(norm == "final")
 
 
 def lens_kernel(

@@ -35,6 +35,7 @@ class MutualKNNResult(MinibatchMatrix):
     """
 
     file_kind: ClassVar[str] = "mutual_knn"
+    measure: ClassVar[str] = "shared neighbours"
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
@@ -49,8 +50,7 @@ class MutualKNNResult(MinibatchMatrix):
     k: int
 
     def headline(self) -> dict[str, float]:
-        about = {"expected for neighbours at random": float(self.chance)}
-        return self.to_last_headline("shared neighbours") | self.null_headline() | about
+        return super().headline() | {"expected for neighbours at random": float(self.chance)}
 
 
 @typed

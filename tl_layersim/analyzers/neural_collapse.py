@@ -15,16 +15,14 @@ from ..activations.view import Kernel, View, row_ends, targets
 from ..core.arguments import Limit, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
-from ..core.sums import Sums, need_memory
+from ..core.sums import Sums
 from ..core.wording import brief
-from ..data.batches import Batch
-from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
+from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
-from ..lens.targets import check_batch_labels
 from ..sources.checks import need_stream
 from ..sources.model import Model
 from ._draws import samples
-from .analyzer import Analyzer, Run, need_head
+from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
 COUNTED_IDS = 2**19
@@ -76,7 +74,7 @@ class NeuralCollapseResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class NeuralCollapse(Analyzer):
+class NeuralCollapse(LabelledAnalyzer):
     r"""Within-class variability collapse (NC1): covariance within classes relative to that between classes, at each layer.
 
     $$\mathrm{NC}_1 = \frac{1}{K} \mathrm{tr}(\Sigma_W \Sigma_B^{+}), \quad
@@ -122,7 +120,7 @@ class NeuralCollapse(Analyzer):
     max_memory_gb: Limit = 4.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", as_labels(self.labels))
+        super().__post_init__()
         if isinstance(self.classes, list):
             object.__setattr__(self, "classes", tuple(self.classes))
         least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
@@ -130,17 +128,8 @@ class NeuralCollapse(Analyzer):
             raise LayersimError(f"`classes` is {brief(self.classes)}; it must be at least 2, or name two classes or more.")
 
     @property
-    def label_source(self) -> str:
-        return label_source(self.labels)
-
-    @property
     def whole_rows(self) -> bool:
         return self._level() == "sequence"
-
-    @property
-    def needs_positions(self) -> bool:
-        # Next tokens are targets of single positions.
-        return not self.label_source
 
     def _level(self) -> str:
         if self.level != "auto":
@@ -158,16 +147,10 @@ class NeuralCollapse(Analyzer):
         by_head: dict[str, Literal["first", "last", "mean"]] = {"first": "first", "last": "last", "rows": "mean"}
         return replace(self, pool=by_head[head.reads])
 
-    def check_sites(self, *models: Model) -> None:
-        super().check_sites(*models)
+    def sum_numbers(self, *models: Model) -> float:
         model = models[0]
-        if model.widest is None:
-            return
         pool = model.head.pool if self.reads_head and model.head is not None else None
-        width = model.widest * (1 if pool is None else pool.vectors)
-        # The batch's second moments, the running sum, and the new sum while the two are added.
-        need = 3 * 8 * len(model.layers) * width**2 / 1e9
-        need_memory("The second moments of all layers", need, self.max_memory_gb)
+        return len(model.layers) * ((model.widest or 0) * (1 if pool is None else pool.vectors)) ** 2
 
     @property
     def reads_head(self) -> bool:
@@ -183,9 +166,6 @@ class NeuralCollapse(Analyzer):
                 raise LayersimError(
                     f"`pool` is 'head', but the head of {model.name} reads every position and gives no class of a row."
                 )
-
-    def check_batch(self, batch: Batch, model: Model) -> None:
-        check_batch_labels(self.labels, batch)
 
     def first_kernel(self) -> Kernel | None:
         if isinstance(self.classes, tuple):
@@ -225,8 +205,8 @@ class NeuralCollapse(Analyzer):
         undefined = [name for name, value in zip(run.layers, nc1, strict=True) if math.isnan(value)]
         if undefined:
             warn(
-                f"NC1 is not defined at {', '.join(undefined[:4])}{' and other layers' if len(undefined) > 4 else ''}, and NaN "
-                "there: all classes have the same mean, as they do if all samples end, or begin, in the same token."
+                f"NC1 is not defined at {listed(undefined)}, and NaN there: all classes have the same "
+                "mean, as they do if all samples end, or begin, in the same token."
             )
         return NeuralCollapseResult(
             values=torch.stack(nc1),

@@ -14,17 +14,9 @@ from ..core.arguments import typed
 from ..core.errors import warn
 from ..core.results import axes
 from ..core.sums import Sums
-from ..sources.model import Model
-from ._cross_product_analyzer import (
-    Covariances,
-    CrossProductAnalyzer,
-    are_defined,
-    check_defined,
-    cost_in_words,
-    seconds_of_pairs,
-)
+from ._cross_product_analyzer import Covariances, CrossProductAnalyzer, are_defined
 from ._minibatch_analyzer import arccos_distance
-from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
+from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, Weight, need_tokens
 
 
@@ -42,6 +34,7 @@ class ProcrustesResult(CalibratedMatrix):
     """
 
     file_kind: ClassVar[str] = "procrustes"
+    measure: ClassVar[str] = "Procrustes"
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
@@ -82,9 +75,6 @@ class ProcrustesResult(CalibratedMatrix):
             Williams et al. 2021 for the angle; summed over layers as in Brown et al. 2023, appendix C.2, equation 2.
         """
         return arccos_distance(self)
-
-    def headline(self) -> dict[str, float]:
-        return self.to_last_headline("Procrustes") | self.null_headline()
 
 
 @typed
@@ -127,39 +117,29 @@ class Procrustes(CrossProductAnalyzer):
     """
 
     name: ClassVar[str] = "procrustes"
-
-    def cost(self, model: Model) -> str:
-        return cost_in_words(model, "Procrustes", self.compute_seconds(model), self.permutations)
+    seconds_per_pair: ClassVar[float] = 0.07
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
         return ("samples", "variance")
 
-    def compute_seconds(self, model: Model) -> float:
-        return seconds_of_pairs(model, 0.07, self.permutations)
-
     def compute(self, sums: Sums, run: Run) -> ProcrustesResult:
         count = int(sums["samples"])
         need_tokens(count, 2, "Procrustes", self.samples_in_words)
         products = Covariances(sums)
-        power = products.row_power(), products.column_power()
-        defined = [are_defined(one) for one in power]
-        names = (run.layers, run.column_layers)
-        check_defined(zip(names, defined, strict=True), "Procrustes", f"{count} {self.samples_in_words}")
+        sides = [are_defined(products.row_power()), are_defined(products.column_power())]
+        known = self.defined_pairs(run, sides, count)
         if count < sums["x"].shape[-1]:
             warn(
                 f"Procrustes rests on {count} {self.samples_in_words} of {sums['x'].shape[-1]} dimensions: with fewer "
                 "samples than dimensions, unrelated sites are similar too. Pass more data, or measure this with "
                 "permutations=200 at a few sites."
             )
-        known = defined[0][:, None] & defined[1]
         values = _similarities(products, products, itself=False).where(known, math.nan)
         null: dict[str, Any] = {}
         if "null.samples" in sums.fields:
-            exchanged = Covariances(sums, "null.")
-            each = [_similarities(exchanged.permuted(i), exchanged, itself=True) for i in range(exchanged.permutations)]
-            observed = _similarities(exchanged, exchanged, itself=False).where(known, math.nan)
-            null = null_fields(observed, torch.stack(each), one_model=is_one_model(run.models))
+            own = Covariances(sums, "null.")
+            null = self.null(run, known, [own], lambda parts, permuted: _similarities(parts[0], own, itself=permuted))
         return ProcrustesResult(
             values=values,
             squared_distance=2 - 2 * values,

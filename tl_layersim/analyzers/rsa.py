@@ -12,12 +12,11 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
-from ..core.errors import LayersimError, warn
 from ..core.results import axes
 from ..core.sums import Sums
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._pair_kernels import Matrix, PairRelation, Relate, average_ranks, dissimilarities, relation_of_pairs
-from .analyzer import Run, Weight
+from .analyzer import Run, Weight, refuse_undefined
 
 
 @typed
@@ -36,6 +35,7 @@ class RSAResult(MinibatchMatrix):
     """
 
     file_kind: ClassVar[str] = "rsa"
+    measure: ClassVar[str] = "RSA"
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
@@ -45,9 +45,6 @@ class RSAResult(MinibatchMatrix):
         "0 for unrelated layers (Kriegeskorte, Mur and Bandettini 2008).",
         within=(-1, 1),
     )
-
-    def headline(self) -> dict[str, float]:
-        return self.to_last_headline("RSA") | self.null_headline()
 
 
 @typed
@@ -115,29 +112,12 @@ class RSA(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> RSAResult:
         self.need_minibatch(sums, run)
-        self._undefined(sums["xx"] > 0, sums["yy"] > 0, run)
+        why = f"all {self.samples_in_words} of a minibatch are equally dissimilar, as first tokens before the first attention"
+        refuse_undefined("RSA", [(run.layers, sums["xx"] > 0), (run.column_layers, sums["yy"] > 0)], why)
         # Pairs of samples of the minibatches in which both layers have unequal dissimilarities. 0 / 0 is NaN.
         values = (sums["xy"] / sums["norms"]).clamp(-1, 1)
         inputs = None if self.deconfound is None else (sums["x0"] / sums["x0 norms"], sums["y0"] / sums["y0 norms"])
         return RSAResult(**self.similarities(sums, run, values, sums.fields.get("null norms", values), inputs))
-
-    def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run) -> None:
-        """Warn of layers whose dissimilarities are all equal; refuse a run in which all layers are of this kind."""
-        sides = ((run.layers, defined_x), (run.column_layers, defined_y))
-        equal = list(
-            dict.fromkeys(name for names, defined in sides for name, one in zip(names, defined, strict=True) if not one)
-        )
-        if not bool(defined_x.any() and defined_y.any()):
-            raise LayersimError(
-                f"RSA is not defined at any layer: all {self.samples_in_words} are equally dissimilar, as at "
-                f"{', '.join(equal[:4])}."
-            )
-        if equal:
-            warn(
-                f"RSA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: all "
-                f"{self.samples_in_words} of a minibatch are equally dissimilar, as first tokens are before the first "
-                "attention."
-            )
 
 
 def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> PairRelation:

@@ -19,14 +19,12 @@ from ..core.errors import warn
 from ..core.findings import with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
-from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import read_vectors, saturation_layers
-from ..sources.checks import refuse_bad_logits
-from ..sources.model import Model
 from ._cosine_kernel import mean_kernel
 from ._hsic import beyond_rounding
-from .analyzer import Analyzer, Run, SiteNeed, need_head, need_tokens
-from .logit_lens import unembedding
+from ._lens_analyzer import LensAnalyzer
+from .analyzer import Run, SiteNeed, omitted_at
 
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
 
@@ -108,7 +106,7 @@ class SaturationResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class Saturation(Analyzer):
+class Saturation(LensAnalyzer):
     r"""Saturation layer of each token: the first block from which on the most likely token is the final prediction.
 
     $$l_t = \min \{ l : \arg\max_v \mathrm{logits}^{(l)}_{t v} = \dots = \arg\max_v \mathrm{logits}^{(L)}_{t v} \}$$
@@ -138,7 +136,6 @@ class Saturation(Analyzer):
 
     name: ClassVar[str] = "saturation"
     needs_sites: ClassVar[SiteNeed] = "every_block"
-    needs_unembed: ClassVar[bool] = True
     one_pass: ClassVar[str] = 'Saturation(center="none")'
 
     norm: Literal["final", "none"] = "final"
@@ -146,36 +143,21 @@ class Saturation(Analyzer):
     lens_memory_mb: PositiveFloat = 128
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
-
-    def check(self, *models: Model) -> None:
-        need_head(models[0], "Saturation", heads=self.heads)
-
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if self.center == "dataset" else None
 
     def kernel(self, first: Sums) -> Kernel:
         mean = first["total"] / first["count"] if first else None
-        return partial(
-            saturation_kernel,
-            normed=self.norm == "final",
-            mean=mean,
-            memory_mb=float(self.lens_memory_mb),
-            heads=plain_heads(self.heads),
-        )
+        return partial(saturation_kernel, mean=mean, **self.lens)
 
     def compute(self, sums: Sums, run: Run) -> SaturationResult:
         counts = sums["counts"].double()
         total = int(sums["counts"].sum())
-        need_tokens(total, 1, "Saturation", "positions that the head reads")
-        refuse_bad_logits(sums["bad"], run.layers)
-        zero = sums["counts"] - sums["known"]
-        affected = [f"{name}: {int(n)} of {int(of)}" for name, n, of in zip(run.layers[1:], zero, counts, strict=True) if n]
-        if affected:
+        self.check_sums(sums, run, total)
+        if affected := omitted_at(run.layers[1:], sums["counts"] - sums["known"], sums["counts"]):
             warn(
                 f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine to the "
-                f"last layer, and are omitted from the mean cosine of the tokens that saturate at {', '.join(affected[:4])}."
+                f"last layer, and are omitted from the mean cosine of the tokens that saturate at {affected}."
             )
         # 0 / 0 is NaN, at blocks without tokens that have a cosine.
         cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)
@@ -187,7 +169,7 @@ class Saturation(Analyzer):
             early_share=counts[:-1].sum() / total,
             cosine_to_last=cosine,
             correlation=_correlation(counts[:-1], cosine[:-1]),
-            unembedding=unembedding(run, self.norm, self.heads is not None),
+            unembedding=self.unembedding(run),
             layers=run.layers,
             provenance=run.provenance,
         )

@@ -19,14 +19,14 @@ from ..core.arguments import Limit, PositiveFloat, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
-from ..data.batches import Batch
-from ..data.labels import as_labels, label_source, number_tensor, warn_of_unused
-from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
-from ..lens.targets import check_batch_labels, gives_classes
+from ..data.labels import number_tensor, warn_of_unused
+from ..lens.exit_heads import ExitHeads
+from ..lens.targets import gives_classes
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
+from ._lens_analyzer import LensAnalyzer
 from ._task_metric_kernels import confusion_kernel, need_memory_for_sums, scores_kernel
-from .analyzer import Analyzer, Run, SiteNeed, need_head, need_tokens
+from .analyzer import Run, SiteNeed, need_tokens
 
 
 @typed
@@ -148,7 +148,7 @@ class RegressionMetricsResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class TaskMetrics(Analyzer):
+class TaskMetrics(LensAnalyzer):
     r"""F1, Matthews correlation and accuracy of a classifier's lens at each layer; correlations of a regression head's.
 
     With the confusion matrix $C^{(l)}_{ab}$, the number of positions with label a at which block l predicts b,
@@ -186,7 +186,7 @@ class TaskMetrics(Analyzer):
     name: ClassVar[str] = "task_metrics"
     needs_sites: ClassVar[SiteNeed] = "stream"
     reads_mid: ClassVar[bool] = True
-    needs_unembed: ClassVar[bool] = True
+    optional_labels: ClassVar[bool] = False
 
     labels: Any = "next_token"
     norm: Literal["final", "none"] = "final"
@@ -194,14 +194,9 @@ class TaskMetrics(Analyzer):
     max_memory_gb: Limit = 4.0
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
-    def __post_init__(self) -> None:
+    def read_labels(self) -> str | Tensor:
         scores = _as_scores(self.labels)
-        object.__setattr__(self, "labels", as_labels(self.labels) if scores is None else scores)
-        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
-
-    @property
-    def label_source(self) -> str:
-        return label_source(self.labels)
+        return super().read_labels() if scores is None else scores
 
     @property
     def is_regression(self) -> bool:
@@ -209,28 +204,18 @@ class TaskMetrics(Analyzer):
         return isinstance(self.labels, Tensor) and self.labels.is_floating_point()
 
     def check(self, *models: Model) -> None:
+        super().check(*models)
         model = models[0]
-        need_head(model, "TaskMetrics", targets=True, own_labels=bool(self.label_source), heads=self.heads)
         # The number of classes of a classifier is known when it has run.
         classes = 0 if gives_classes(model) else model.vocabulary or 0
         size = len(self.labels) if self.is_regression else classes**2
         need_memory_for_sums(len(model.layers) - 1, size, float(self.max_memory_gb))
 
-    def check_batch(self, batch: Batch, model: Model) -> None:
-        check_batch_labels(self.labels, batch, model)
-
     def kernel(self, first: Sums) -> Kernel:
-        normed = self.norm == "final"
         if self.is_regression:
-            return partial(scores_kernel, rows=torch.arange(len(self.labels)), normed=normed, heads=plain_heads(self.heads))
-        return partial(
-            confusion_kernel,
-            labels=self.labels,
-            normed=normed,
-            memory_mb=float(self.lens_memory_mb),
-            max_memory_gb=float(self.max_memory_gb),
-            heads=plain_heads(self.heads),
-        )
+            options = {name: value for name, value in self.lens.items() if name != "memory_mb"}
+            return partial(scores_kernel, rows=torch.arange(len(self.labels)), **options)
+        return partial(confusion_kernel, labels=self.labels, max_memory_gb=float(self.max_memory_gb), **self.lens)
 
     def compute(self, sums: Sums, run: Run) -> Result:
         warn_of_unused(self.labels, run.provenance)

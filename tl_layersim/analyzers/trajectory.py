@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -20,9 +19,9 @@ from ..core.jackknife import QUANTILES, quantiles_from_histogram
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..sources.model import Model
-from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
+from ._prompt_rows import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
 from ._trajectory_kernel import DECADES, trajectory_kernel
-from .analyzer import AUBRY, Analyzer, Run, SiteNeed, Weight, need_head, need_tokens
+from .analyzer import AUBRY, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
 
 
 @dataclass(frozen=True)
@@ -340,12 +339,10 @@ class Trajectory(Analyzer):
         count = int(sums["count"])
         need_tokens(count, 1, "Trajectory")
         for what, names in (("residual", run.layers), ("update", run.layers[1:])):
-            zero = [f"{name}: {int(n)} of {count}" for name, n in zip(names, sums[f"zero_{what}"], strict=True) if n]
-            if zero:
+            if zero := omitted_at(names, sums[f"zero_{what}"], count):
                 warn(
-                    f"A trajectory has no shape where a token's {what} is zero: {', '.join(zero[:4])}"
-                    f"{' and at other layers' if len(zero) > 4 else ''}. Such tokens are omitted from the quantities that are "
-                    "not defined for them."
+                    f"A trajectory has no shape where a token's {what} is zero: {zero}. Such tokens are omitted from the "
+                    "quantities that are not defined for them."
                 )
         if int(sums["flat"]):
             warn(
@@ -354,11 +351,7 @@ class Trajectory(Analyzer):
             )
 
         def spread(name: str) -> dict[str, Tensor]:
-            # 0 / 0 is NaN, for a quantity that no token has.
-            known = sums[f"{name} known"]
-            mean = sums[name] / known
-            std = (sums[f"{name}^2"] / known - mean**2).clamp(min=0).sqrt()
-            return {"mean": mean, "std": std}
+            return dict(zip(("mean", "std"), mean_and_std(sums, name), strict=True))
 
         def quantiles(name: str) -> Tensor:
             values = 10 ** quantiles_from_histogram(sums[f"{name} bins"], *DECADES, QUANTILES)
@@ -370,9 +363,6 @@ class Trajectory(Analyzer):
             for part, value in (spread(name) | {"quantiles": quantiles(name)}).items()
         }
         norm, update, windowed, curvature = (spread(name) for name in ("norm", "update", "windowed", "curvature"))
-        by_row = torch.zeros(2, 0, dtype=torch.float64)
-        if self.per_prompt:
-            by_row = torch.stack([sums["prompt lss"] / sums["prompt lss known"], sums["prompt tokens"]])
         return TrajectoryResult(
             values=norm["mean"],
             norm_std=norm["std"],
@@ -385,15 +375,13 @@ class Trajectory(Analyzer):
             windowed_lss_std=windowed["std"],
             curvature=curvature["mean"],
             curvature_std=curvature["std"],
-            prompt_lss=by_row[0],
-            prompt_tokens=by_row[1],
-            prompt_rows=tuple(counted_rows(run.first).tolist()),
             turns=int(sums["turns"]),
             window=self.window or 0,
             final_norm=self.final_norm,
             layers=(*run.layers[:-1], _normed(run.layers[-1])) if self.final_norm else run.layers,
             provenance=run.provenance,
             **whole,
+            **prompt_fields("lss", sums, run.first, "prompt lss known"),
         )
 
 

@@ -141,7 +141,7 @@ class Picture:
 
 PACKAGE = __name__.partition(".")[0]
 # Later packages whose modules define results.
-DEFINE_RESULTS = ("analysis", "stitching", "training")
+DEFINE_RESULTS = ("many", "prompts", "vision", "stitching", "training")
 
 
 def kind_of(cls: type[Any]) -> str:

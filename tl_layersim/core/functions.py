@@ -1,4 +1,4 @@
-"""Code of functions, to compare that of two runs, and discovery of the classes that a package defines."""
+"""Code of functions, to compare that of two runs, and the registry of the classes that a package defines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+
+from .errors import LayersimError
+from .wording import brief
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
@@ -212,18 +216,49 @@ def _globals(function: FunctionType) -> dict[str, Any]:
 T = TypeVar("T")
 
 
-def discovered(package: str, path: Iterable[str], base: type[T]) -> dict[str, type[T]]:
-    """The concrete subclasses of a class that the modules of a package define, by their class attribute `name`.
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The extensions of one kind: the concrete subclasses of a class that the modules of a package define.
+
+    A new module in the package, or in a folder that is added to its `__path__`, needs no other edit.
 
     Args:
         package: dotted name of the package.
-        path: its `__path__`.
-        base: their abstract class, which has a class attribute `name`.
-
-    Raises:
-        TypeError: a class has no name, or two classes have the same.
+        base: abstract class of the extensions, which have a class attribute `name`.
+        argument: name of the argument that selects an extension.
     """
-    classes: dict[str, type[T]] = {}
+
+    package: str
+    base: Callable[..., T]
+    argument: str
+
+    def all(self) -> dict[str, type[T]]:
+        """The extensions by name.
+
+        Raises:
+            TypeError: a class has no name, or two classes have the same.
+        """
+        return dict(_discovered(self.package, tuple(importlib.import_module(self.package).__path__), self.base))
+
+    def named(self, name: object, argument: str | None = None) -> type[T]:
+        """The extension with a name.
+
+        Args:
+            name: the value of the argument.
+            argument: name of the argument, if it is another one.
+
+        Raises:
+            LayersimError: no extension has this name.
+        """
+        known = self.all()
+        if isinstance(name, str) and name in known:
+            return known[name]
+        raise LayersimError(f"`{argument or self.argument}` is {brief(name)}; it must be one of {', '.join(sorted(known))}.")
+
+
+@functools.cache
+def _discovered(package: str, path: tuple[str, ...], base: Any) -> dict[str, type[Any]]:
+    classes: dict[str, type[Any]] = {}
     for info in pkgutil.iter_modules(path):
         module = importlib.import_module(f"{package}.{info.name}")
         for _, cls in inspect.getmembers(module, inspect.isclass):

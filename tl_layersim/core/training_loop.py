@@ -1,6 +1,7 @@
 """The training loop: steps in a shuffled order, the progress bar, saves, interrupts, and a training that diverges.
 
-Fine-tunes, stitches and adapters of frozen models are trained by this loop. Each of them provides its steps and its state.
+Fine-tunes, stitches and adapters of frozen models are trained by this loop. `TrainingSteps` are steps of any kind, and
+`Descent` the steps of a torch optimiser.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .resumable_file import ResumableFile, Snapshot
@@ -106,11 +108,103 @@ class TrainingSteps(ABC):
         """Called after the last step; an interrupt during this call still saves the state."""
 
 
+class DescentSettings(Protocol):
+    """The settings of a descent."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def clip(self) -> float: ...
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, counted from 0."""
+
+
+class Descent(TrainingSteps):
+    """The steps of a torch optimiser: gradients are clipped, the learning rate follows the step, and the state can be saved.
+
+    Args:
+        title: of the progress bar.
+        parameters: that are trained, by name.
+        optimiser: of these parameters.
+        settings: number of steps, largest norm of a gradient, learning rate.
+
+    Attributes:
+        moments: names of the optimiser's state of a parameter.
+        curve: loss of each step.
+        consistent: whether parameters, moments and curve belong to one step.
+    """
+
+    moments: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self, title: str, parameters: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer, settings: DescentSettings
+    ) -> None:
+        self.title, self.steps, self.settings = title, settings.steps, settings
+        self.parameters, self.optimiser = parameters, optimiser
+        self.curve: list[float] = []
+        self.consistent, self._loss = True, math.nan
+
+    @abstractmethod
+    def loss_and_gradients(self) -> float:
+        """The loss of the next step; its gradients are added to those of the parameters."""
+
+    @property
+    def step(self) -> int:
+        return len(self.curve)
+
+    @contextmanager
+    def running(self, bar: Any) -> Iterator[None]:
+        """A context that begins and ends without gradients."""
+        self.optimiser.zero_grad()
+        try:
+            yield
+        finally:
+            self.optimiser.zero_grad()
+
+    def compute(self) -> Sequence[float]:
+        self._loss = self.loss_and_gradients()
+        return [self._loss]
+
+    def apply(self) -> None:
+        nn.utils.clip_grad_norm_(list(self.parameters.values()), self.settings.clip)
+        self.consistent = False
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.settings.rate(self.step)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.curve.append(self._loss)
+        self.consistent = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters, `weight/name`, and the optimiser's state of each, such as `exp_avg/name`."""
+        found = {f"weight/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            found |= {f"{key}/{name}": value for key, value in self.optimiser.state.get(parameter, {}).items()}
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave; nothing changes if a tensor is missing or has another shape."""
+        own: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            kinds = ("weight", *self.moments) if f"{self.moments[0]}/{name}" in tensors else ("weight",)
+            own[name] = {kind: tensors[f"{kind}/{name}"] for kind in kinds}
+            if any(value.shape != (() if kind == "step" else parameter.shape) for kind, value in own[name].items()):
+                raise ValueError(f"{name} has another shape")
+        for name, parameter in self.parameters.items():
+            with torch.no_grad():
+                parameter.copy_(own[name].pop("weight"))
+            if own[name]:
+                self.optimiser.state[parameter] = {
+                    kind: value.clone().to("cpu" if kind == "step" else parameter.device) for kind, value in own[name].items()
+                }
+
+
 def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
     """Make all steps of a training that remain.
 
-    The state is saved now and then, and where an exception ends the loop, Ctrl-C included: the exception then carries a note of
-    where to resume. The state after the last step is left to the caller to save, with what it makes of it.
+    The state is saved now and then, and if an exception ends the loop, Ctrl-C included: the exception then carries a note of
+    where to resume. The caller saves the state after the last step, with what it makes of it.
 
     Args:
         training: the steps, and the state that they begin with.
@@ -143,6 +237,17 @@ def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
             if text := training.status():
                 bar.set_postfix_str(text, refresh=False)
             bar.update(training.step - before)
-            if training.leads and file.due and (state := training.snapshot()) is not None:
-                file.save(*state)
+            if file.due:
+                save_state(training, file)
         training.finish()
+
+
+def save_state(training: TrainingSteps, file: ResumableFile) -> None:
+    """Save the state of a training, if this process leads and the training could be resumed from it.
+
+    Args:
+        training: the steps, and their state.
+        file: keeps the state.
+    """
+    if training.leads and (state := training.snapshot()) is not None:
+        file.save(*state)

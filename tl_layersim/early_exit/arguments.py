@@ -22,9 +22,9 @@ from ..engine.arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads
 from ..sources.model import Model
 from ..split import LocalSplitModel
-from .full_model_check import classified_positions
+from .full_model_check import positions_read
 from .full_sequence import Rows
-from .rules import exit_rules
+from .rules import EXIT_RULES
 from .rules.exit_rule import ExitRule
 from .supported_models import open_for_early_exit, reads_pixels
 
@@ -178,7 +178,7 @@ def check_curve(curve: ExitCurveResult, rule: type[ExitRule], heads: ExitHeads |
         LayersimError: it measures other rules, or was measured with other heads.
     """
     if not rule.has_exit_curve:
-        measured = [name for name, other in exit_rules().items() if other.has_exit_curve]
+        measured = [name for name, other in EXIT_RULES.all().items() if other.has_exit_curve]
         raise LayersimError(
             f"`curve` cannot be used with rule={rule.name!r}: an exit curve measures the exits of "
             f"{' or '.join(map(repr, measured))}."
@@ -222,8 +222,4 @@ def sequence_rows(
     inputs = {"pixel_values" if pixels else "input_ids": tokens}
     if attended is not None:
         inputs["attention_mask"] = attended.long()
-    if reads == "every":
-        positions = torch.ones_like(tokens, dtype=torch.bool) if attended is None else attended
-    else:
-        positions = classified_positions(split_model, reads, inputs, attended)
-    return Rows(inputs, positions, causal, attended if reads == "rows" else None)
+    return Rows(inputs, positions_read(split_model, reads, inputs, attended), causal, attended if reads == "rows" else None)

@@ -1,7 +1,9 @@
-"""Checks of an exit rule on the residuals that leave a layer, with the lens that the rule reads."""
+"""Checks: which tokens exit at a layer, by an exit rule or at given layers, and their logits."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,56 +64,114 @@ class ExitLens:
         return self.unembed.finish(torch.nn.functional.linear(read, weight, bias))
 
 
-class ExitCheck:
-    """Evaluates an exit rule on many tokens, one layer after the other, and holds the rule's state of these tokens.
+# What the head is applied to, `token width`, and whether the final norm is still to be applied to it.
+HeadInput = Callable[[], tuple[Tensor, bool]]
+
+
+class ExitCheck(ABC):
+    """Decides layer by layer which of many tokens exit, and gives the logits of those that do.
 
     Args:
-        rule: the rule.
         lens: the predictions of each layer.
-        count: number of tokens.
+
+    Attributes:
+        checked: tokens evaluated so far, summed over layers.
     """
 
-    def __init__(self, rule: ExitRule, lens: ExitLens, count: int) -> None:
-        self.rule, self.lens = rule, lens
-        self.state = rule.new_state(count)
-        # By layer, where layers have heads of their own; else one entry.
-        self._shortlist_rows: dict[int, tuple[Tensor, Tensor | None]] = {}
+    def __init__(self, lens: ExitLens) -> None:
+        self.lens, self.checked = lens, 0
 
-    def restart(self, count: int) -> None:
-        """Discard the rule's state, and begin with `count` new tokens."""
-        self.state = self.rule.new_state(count)
+    @abstractmethod
+    def restart(self, rows: list[int]) -> None:
+        """Begin with new tokens, those of some rows; forget all others."""
+
+    @abstractmethod
+    def evaluate(
+        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: HeadInput
+    ) -> tuple[Tensor, Tensor | None]:
+        """Which tokens exit, `token`, and logits `token vocabulary` of all tokens, None if they were not computed."""
 
     def __call__(
-        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: Tensor | None = None, needs_norm: bool = True
+        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, last: bool, read: HeadInput | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Which tokens exit at a layer.
 
         Args:
             leaving: `token d_model`, the residual that left the last block.
             entering: `token d_model`, the residual that entered it.
-            index: `token`, the position of each token in the rule's state.
+            index: `token`, the position of each token among those of `restart`.
             layer: number of blocks that have run.
-            read: `token width`, what the head is applied to; None for `leaving`.
-            needs_norm: whether the final norm is still to be applied to it.
+            last: whether no block runs after these, so that all tokens exit.
+            read: gives the input of the head; None for `leaving`.
 
         Returns:
-            `token`, bool; and logits `token vocabulary`, None where the check did not compute all of them.
+            `token`, bool; and logits `token vocabulary` of the tokens that exit, None if there is none.
         """
-        logits = self._logits(layer, leaving if read is None else read, needs_norm)
+        read = read or (lambda: (leaving, True))
+        if last:
+            x, needs_norm = read()
+            return leaving.new_ones(len(leaving), dtype=torch.bool), self.lens(x, layer, needs_norm)
+        self.checked += len(leaving)
+        exits, logits = self.evaluate(leaving, entering, index, layer, read)
+        exits = exits.to(leaving.device)
+        if not bool(exits.any()):
+            return exits, None
+        if logits is not None:
+            return exits, logits[exits]
+        x, needs_norm = read()
+        return exits, self.lens(x[exits], layer, needs_norm)
+
+
+class FixedCheck(ExitCheck):
+    """Tokens exit at given layers.
+
+    Args:
+        lens: the predictions of each layer.
+        layers: `row`, the number of blocks after which the tokens of each row exit.
+    """
+
+    def __init__(self, lens: ExitLens, layers: Tensor) -> None:
+        super().__init__(lens)
+        self.layers = self.current = layers
+
+    def restart(self, rows: list[int]) -> None:
+        self.current = self.layers[rows]
+
+    def evaluate(
+        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: HeadInput
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.current[index.cpu()] == layer, None
+
+
+class RuleCheck(ExitCheck):
+    """Tokens exit by an exit rule.
+
+    Args:
+        lens: the predictions of each layer.
+        rule: the rule.
+    """
+
+    def __init__(self, lens: ExitLens, rule: ExitRule) -> None:
+        super().__init__(lens)
+        self.rule, self.state = rule, rule.new_state(0)
+        # By layer, where layers have heads of their own; else one entry.
+        self._shortlist_rows: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def restart(self, rows: list[int]) -> None:
+        self.state = self.rule.new_state(len(rows))
+
+    def evaluate(
+        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: HeadInput
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self._logits(layer, *read()) if self.rule.reads_logits else leaving.new_zeros(len(leaving), 0)
         exits = self.rule.exits(CheckedTokens(logits, entering, leaving, index), self.state)
-        return exits.to(leaving.device), logits if self.rule.gives_logits else None
+        return exits, logits if self.rule.gives_logits else None
 
     def _logits(self, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
-        """Input of the exit rule: logits `token vocabulary`, shortlist logits `token candidate`, or an empty `token 0`."""
-        if not self.rule.reads_logits:
-            return x.new_zeros(len(x), 0)
+        """Logits `token vocabulary`, or `token candidate` of a shortlist."""
         if self.rule.shortlist is None:
             return self.lens(x, layer, needs_norm)
-        return self._shortlist_logits(layer, x, self.rule.shortlist, needs_norm)
-
-    def _shortlist_logits(self, layer: int, x: Tensor, shortlist: Tensor, needs_norm: bool) -> Tensor:
-        """Logits `token candidate`: the final norm, and a product with the rows of the head that belong to the shortlist."""
         key = 0 if self.lens.heads is None else layer
         if key not in self._shortlist_rows:
-            self._shortlist_rows[key] = self.lens.rows(layer, shortlist)
+            self._shortlist_rows[key] = self.lens.rows(layer, self.rule.shortlist)
         return self.lens.logits_of_rows(x, *self._shortlist_rows[key], needs_norm)

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..analyzers.exit_curve import ExitCurveResult
+from ..architectures.unembed import Unembed
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError, warn
+from ..split import LocalSplitModel
 from .arguments import shortlist_ids
-from .measured_costs import timed_costs
-from .rules import exit_rule
-from .supported_models import open_for_early_exit
+from .checks import ExitLens, RuleCheck
+from .decoding import Decoding
+from .rules import EXIT_RULES
+from .rules.exit_rule import ExitRule
+from .supported_models import open_for_early_exit, synthetic_inputs
+
+FEWEST_REPEATS = 3
 
 
 @typed
 @dataclass(frozen=True, kw_only=True)
 class ExitCosts:
-    """The costs of the parts of a decoding step, in any unit of time; a step gives each row one token.
+    """The costs of a block, of a check and of the head in a decoding step, in any unit of time.
 
-    A block that runs n tokens at once costs `block + n * block_token`: reading its weights, and the arithmetic of each token.
-    The same holds for checks and for the head.
+    A step gives each row of a batch one token. All costs are those of the whole batch.
 
     Attributes:
         block: one block.
-        block_token: each token in it.
-        check: one confidence check.
-        check_token: each token in it.
+        check: one check of an exit rule.
         head: one full unembedding.
-        head_token: each token in it.
-        start: the rest of a step: embedding, masks, choosing tokens.
-        again: a further forward pass in a step, where some rows stop or tokens are pending.
         blocks: number of blocks of the model.
+        start: the rest of a step: embedding, masks, choosing tokens.
         batch: number of rows.
         full_check: whether a check computes a full unembedding, which tokens that exit there do not pay again.
 
@@ -52,11 +56,7 @@ class ExitCosts:
     check: NonNegativeFloat
     head: NonNegativeFloat
     blocks: PositiveInt
-    block_token: NonNegativeFloat = 0.0
-    check_token: NonNegativeFloat = 0.0
-    head_token: NonNegativeFloat = 0.0
     start: NonNegativeFloat = 0.0
-    again: NonNegativeFloat = 0.0
     batch: PositiveInt = 1
     full_check: bool = True
 
@@ -77,26 +77,19 @@ class ExitCosts:
             shortlist: of the checks, see `EarlyExit`.
             batch: number of rows.
         """
-        rule_class = exit_rule(rule)
-        split_model, lens = open_for_early_exit(model)
-        ids = None if shortlist is None else shortlist_ids(shortlist, rule_class, split_model, lens)
+        rule_class, split_model, _, ids = _opened(model, rule, shortlist)
         sizes = [sum(p.numel() for p in block.parameters()) for block in split_model.blocks]
         known = split_model.model.head
         paths = known.modules if known is not None else ()
         head = sum(p.numel() for path in paths for p in split_model.module.get_submodule(path).parameters())
-        if not rule_class.reads_logits:
-            check = 0.0
-        elif ids is not None:
-            check = float(len(ids) * (split_model.model.d_model or 0))
-        else:
-            check = float(head)
+        check = head if ids is None else len(ids) * (split_model.model.d_model or 0)
         return ExitCosts(
             block=sum(sizes) / len(sizes),
-            check=check,
+            check=float(check) if rule_class.reads_logits else 0.0,
             head=float(head),
             blocks=len(sizes),
             batch=batch,
-            full_check=rule_class.reads_logits and shortlist is None,
+            full_check=rule_class.reads_logits and ids is None,
         )
 
     @staticmethod
@@ -123,55 +116,113 @@ class ExitCosts:
             clock: returns the time in seconds. On a CPU that is shared with other programs, with one thread,
                 `time.thread_time` leaves out their time.
         """
-        rule_class = exit_rule(rule)
-        split_model, lens = open_for_early_exit(model)
-        ids = None if shortlist is None else shortlist_ids(shortlist, rule_class, split_model, lens)
-        timed_rule = rule_class(rule_class.unreachable, ids)
-        return ExitCosts(**timed_costs(split_model, lens, timed_rule, batch, context, repeats, clock))
+        rule_class, split_model, lens, ids = _opened(model, rule, shortlist)
+        blocks = len(split_model.blocks)
+        limit = (split_model.model.context or 1 << 20) - repeats - 2
+        if blocks < 2 or repeats < FEWEST_REPEATS or limit < 1:
+            raise LayersimError(
+                f"`model` has {blocks} blocks and a context of {split_model.model.context}, and `repeats` is {repeats}; at "
+                f"least 2 blocks, {FEWEST_REPEATS} repeats and a context of `repeats` + 3 are needed. Use "
+                "ExitCosts.count(model)."
+            )
+        check = RuleCheck(ExitLens(lens, blocks), rule_class(rule_class.unreachable, ids))
+        with split_model.evaluating(), torch.no_grad():
+            prompt = synthetic_inputs(split_model, batch, min(context, limit))["input_ids"]
+            times = _times(split_model, check, prompt, repeats, clock)
+        return ExitCosts(**times, blocks=blocks, batch=batch, full_check=check.rule.gives_logits)
 
     def full(self) -> float:
         """The cost of a step of the full model."""
-        n = self.batch
-        return self.start + self.blocks * (self.block + n * self.block_token) + self.head + n * self.head_token
+        return self.start + self.blocks * self.block + self.head
 
-    def segment(self, blocks: int, exited: float) -> float:
-        """The cost of `blocks` consecutive blocks, where the fraction `exited` of tokens has exited below them.
+    def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:
+        """The expected cost of the blocks between two checks, and of the check or the head after them.
 
-        Weights are read when any row runs through; every token runs through in the end, with a later one.
-        """
-        return blocks * (self.block * (1 - exited**self.batch) + self.block_token * self.batch)
-
-    def checked(self, exited: float, exited_after: float) -> float:
-        """The cost of a check: the check itself, the unembedding of the tokens that exit, and the extra pass that may follow.
+        A part is run if any row needs it. Rows exit independently.
 
         Args:
-            exited: fraction of tokens that exited before the check.
-            exited_after: fraction of tokens that have exited after it.
+            below: number of the block after which the lower check is made, -1 for none.
+            block: number of the block after which the upper check is made, or of the last block.
+            exited: for each block, the fraction of tokens that have exited at it or below.
         """
-        n = self.batch
-        cost = self.check * (1 - exited**n) + self.check_token * n * (1 - exited)
-        if not self.full_check:
-            exits = exited_after - exited
-            cost += self.head * (1 - (1 - exits) ** n) + self.head_token * n * exits
-        # A further pass where some row continues, unless all rows do and have no pending tokens.
-        return cost + self.again * max(0.0, (1 - exited_after**n) - (1 - exited_after) ** (2 * n))
+        some = 1 - exited[below] ** self.batch
+        cost = some * (block - below) * self.block
+        if block == self.blocks - 1:
+            return cost + some * self.head
+        exits = 0.0 if self.full_check else self.head * (1 - (1 - (exited[block] - exited[below])) ** self.batch)
+        return cost + some * self.check + exits
 
-    def last_unembed(self, exited: float) -> float:
-        """The cost of the unembedding after the last block, where the fraction `exited` of tokens has exited below."""
-        return self.head * (1 - exited**self.batch) + self.head_token * self.batch * (1 - exited)
 
-    def step(self, at: tuple[int, ...], exited: dict[int, float]) -> float:
-        """The expected cost of a step with checks.
+def _opened(model: Any, rule: str, shortlist: Any) -> tuple[type[ExitRule], LocalSplitModel, Unembed, Tensor | None]:
+    """The rule, the blocks of the model, its norm and head, and the ids of the shortlist."""
+    rule_class = EXIT_RULES.named(rule)
+    split_model, lens = open_for_early_exit(model)
+    return rule_class, split_model, lens, None if shortlist is None else shortlist_ids(shortlist, rule_class, split_model, lens)
 
-        Args:
-            at: numbers of the blocks after which a check is made, ascending.
-            exited: for each of them, the fraction of tokens that have exited at it or below.
-        """
-        cost, before, fraction = self.start, -1, 0.0
-        for layer in at:
-            cost += self.segment(layer - before, fraction) + self.checked(fraction, exited[layer])
-            before, fraction = layer, exited[layer]
-        return cost + self.segment(self.blocks - 1 - before, fraction) + self.last_unembed(fraction)
+
+def _times(
+    split_model: LocalSplitModel, check: RuleCheck, prompt: Tensor, repeats: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """The costs of a block, a check, the head and the rest of a decoding step, in seconds.
+
+    Args:
+        split_model: the model.
+        check: the check that is timed; no token exits.
+        prompt: `row column`, token ids.
+        repeats: number of times that each part is timed. The minimum counts, because other work only adds to a time.
+        clock: returns seconds.
+    """
+    blocks, low = len(split_model.blocks), max(1, len(split_model.blocks) // 4)
+    unembed, index = check.lens.unembed, torch.arange(len(prompt))
+    # Of the newest token of each row, `row d_model`: leaving and entering the last block of a step.
+    newest: list[Tensor] = []
+    check.restart(index.tolist())
+
+    def run_head() -> None:
+        unembed(newest[0]).argmax(-1).tolist()
+
+    def run_check() -> None:
+        check(newest[0], newest[1], index, low, False)[0].tolist()
+
+    def step(ends: tuple[int, ...], part: Callable[[], None] | None = None) -> Callable[[], None]:
+        """A function that runs a decoding step, with a part after the blocks of the first of `ends`."""
+
+        def decide(layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
+            newest[:] = x, entering
+            if part is not None and layer == ends[0]:
+                part()
+            return rows
+
+        state = Decoding(split_model, ends, prompt, None, prompt.shape[1] + repeats + 2, decide)
+
+        def run() -> None:
+            with state.hooked():
+                state.run()
+            state.append(prompt[:, 0])
+
+        return run
+
+    # A check and the head are timed in a step, where the weights of the blocks displace theirs from the processor's cache.
+    calls = [step((blocks,)), step((low,)), step((low, blocks), run_check), step((blocks,), run_head), run_check, run_head]
+    for call in calls[:4]:
+        # The prompt itself.
+        call()
+    rounds = [[seconds_of(call, clock) for call in calls] for _ in range(repeats + 1)][1:]
+    full, short, checked, unembedded, check_alone, head_alone = (min(column) for column in zip(*rounds, strict=True))
+    block = max(0.0, (full - short) / (blocks - low))
+    return {
+        "block": block,
+        "check": max(check_alone, checked - full),
+        "head": max(head_alone, unembedded - full),
+        "start": max(0.0, short - low * block),
+    }
+
+
+def seconds_of(call: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """The seconds that a call takes."""
+    start = clock()
+    call()
+    return clock() - start
 
 
 @dataclass(frozen=True)
@@ -208,29 +259,19 @@ def plan_for(costs: ExitCosts, exited: list[float], lowest: int = 0, at: tuple[i
         at: the numbers of the blocks; None for the cheapest.
     """
     # -1 is the input of block 0, where no token has exited.
-    fractions = {-1: 0.0} | dict(enumerate(exited))
-    if at is None:
-        best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (costs.start, ())}
-        for layer in range(lowest, costs.blocks - 1):
-            best[layer] = min(
-                (
-                    cost + costs.segment(layer - below, fractions[below]) + costs.checked(fractions[below], fractions[layer]),
-                    (*chosen, layer),
-                )
-                for below, (cost, chosen) in best.items()
-            )
-        _, at = min(
-            (
-                cost + costs.segment(costs.blocks - 1 - layer, fractions[layer]) + costs.last_unembed(fractions[layer]),
-                chosen,
-            )
-            for layer, (cost, chosen) in best.items()
+    fractions, last = {-1: 0.0} | dict(enumerate(exited)), costs.blocks - 1
+    # For each block, the lowest cost up to the check after it, and the blocks with checks so far.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (costs.start, ())}
+    for block in (*(range(lowest, last) if at is None else at), last):
+        # Given checks follow one another; else any block may be the one below.
+        below = best if at is None else {max(best): best[max(best)]}
+        best[block] = min(
+            (cost + costs.segment(before, block, fractions), (*chosen, block)) for before, (cost, chosen) in below.items()
         )
-    exits, before = {}, 0.0
-    for layer in at:
-        exits[layer], before = fractions[layer] - before, fractions[layer]
-    exits[costs.blocks - 1] = 1.0 - before
-    return ExitPlan(at, costs.full() / costs.step(at, fractions), exits, costs)
+    cost, path = best[last]
+    shares = {block: fractions[block] - fractions[before] for before, block in zip((-1, *path), path[:-1], strict=False)}
+    exits = shares | {last: 1.0 - sum(shares.values())}
+    return ExitPlan(path[:-1], costs.full() / cost, exits, costs)
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:

@@ -19,16 +19,16 @@ from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import need_classes
 from ..sources.inputs import refusing_failed_forward
 from ..sources.open import OpenedModel
+from ..split import no_cache
 from .arguments import check_curve, check_layers, prompt_rows, sequence_rows, shortlist_ids
-from .checks import ExitCheck, ExitLens
+from .checks import ExitLens, RuleCheck
 from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
-from .decoding import Decoding
 from .exit_results import ExitLogits, Generated
 from .full_model_check import check_decoding, check_full_sequence, is_causal, refusing_crashes
 from .full_sequence import FullSequence
 from .generation import GenerationLoop, StopCriteria, TokenSampler, end_ids
-from .rules import exit_rule
-from .supported_models import note_tuples, open_for_early_exit, reads_pixels, takes_cache
+from .rules import EXIT_RULES
+from .supported_models import open_for_early_exit, reads_pixels, synthetic_inputs, takes_cache
 
 
 class EarlyExit:
@@ -59,6 +59,7 @@ class EarlyExit:
 
     Attributes:
         at: the numbers of the blocks after which a check is made.
+        lens: the predictions of each layer.
         heads: of the layers below the last, None where every layer is read by the model's own head.
         plan: an `ExitPlan`, the checks with the expected exits and speed-up; None without a curve.
 
@@ -91,7 +92,7 @@ class EarlyExit:
         shortlist: Any = None,
         heads: ExitHeads | str | os.PathLike[str] | None = None,
     ) -> None:
-        rule_class = exit_rule(rule)
+        rule_class = EXIT_RULES.named(rule)
         self.split_model, self.unembed = open_for_early_exit(model)
         self.model = OpenedModel.of(model).model
         self._head = self._head_weights()
@@ -99,7 +100,7 @@ class EarlyExit:
         self.rule = rule_class(float(threshold), ids)
         blocks = len(self.split_model.blocks)
         self.heads = as_heads(heads)
-        self._lens = self._lens_of(self.heads, blocks)
+        self.lens = self._open_lens(self.heads, blocks)
         if curve is not None:
             check_curve(curve, rule_class, self.heads)
         costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids)
@@ -122,7 +123,7 @@ class EarlyExit:
         """The number of blocks that have run at each check, and at the end."""
         return (*(block + 1 for block in self.at), len(self.split_model.blocks))
 
-    def _lens_of(self, heads: ExitHeads | None, blocks: int) -> ExitLens:
+    def _open_lens(self, heads: ExitHeads | None, blocks: int) -> ExitLens:
         """The predictions of each layer."""
         if heads is None:
             return ExitLens(self.unembed, blocks)
@@ -137,13 +138,14 @@ class EarlyExit:
         """
         split_model = self.split_model
         with split_model.evaluating(), torch.no_grad():
-            note_tuples(split_model)
+            options = synthetic_inputs(split_model, 1, 1) | no_cache(split_model.module)
+            split_model.tuples(lambda: split_model.module(**options))
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)
             self.causal = is_token_model and is_causal(split_model)
             self.generates = self.causal and takes_cache(split_model)
             ends = self._ends()
             with refusing_crashes(split_model):
-                outputs = check_full_sequence(split_model, self._lens, ends, self.causal)
+                outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
                 if self.rule.reads_logits:
                     need_classes(outputs)
                 if self.generates:
@@ -237,13 +239,17 @@ class EarlyExit:
         tokens, attended = prompt_rows(prompt, attention_mask, model, tokenizer, max_new_tokens)
         stop_criteria = StopCriteria(end_ids(self.model, eos_token_id), stop, tokenizer)
         sampler = TokenSampler(do_sample, temperature, top_p, seed, len(tokens))
-        tokens = tokens.to(self.split_model.device)
-        attended = None if attended is None else attended.to(self.split_model.device)
-        with self.split_model.evaluating(), torch.no_grad():
-            state = Decoding(self.split_model, self.ends, tokens, attended, tokens.shape[1] + max_new_tokens)
-            check = ExitCheck(self.rule, self._lens, len(tokens))
-            loop = GenerationLoop(state, check, sampler, stop_criteria, max_new_tokens)
-            loop.run()
+        loop = GenerationLoop(
+            self.split_model,
+            self.ends,
+            RuleCheck(self.lens, self.rule),
+            tokens,
+            attended,
+            sampler,
+            stop_criteria,
+            max_new_tokens,
+        )
+        loop.run()
         return loop.result(tokenizer)
 
     @typed
@@ -270,9 +276,10 @@ class EarlyExit:
         rows = sequence_rows(tokens, attention_mask, self.split_model, self.unembed.reads, self.causal)
         inputs = refusing_failed_forward(self.split_model.module, rows.inputs)
         with self.split_model.evaluating(), torch.no_grad(), inputs:
-            full_sequence = FullSequence(self.split_model, self._lens, self.ends, self.rule)
-            logits, exits = full_sequence(rows)
-        blocks, counts = len(self.split_model.blocks), full_sequence.counts
+            check = RuleCheck(self.lens, self.rule)
+            passes = FullSequence(self.split_model, self.ends, check, rows)
+            passes.run()
+        blocks, logits, exits = len(self.split_model.blocks), passes.logits, passes.exits
         if self.unembed.reads != "every":
             logits, exits = logits[rows.positions], exits[rows.positions.cpu()]
-        return ExitLogits(logits, exits, blocks, counts.tokens, full_sequence.first_tokens * blocks, counts.checks)
+        return ExitLogits(logits, exits, blocks, passes.block_tokens, passes.tokens * blocks, check.checked)

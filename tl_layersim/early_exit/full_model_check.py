@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
-from ..split import LocalSplitModel, logits_of
-from .checks import ExitLens
+from ..split import LocalSplitModel, logits_of, no_cache
+from .checks import ExitLens, FixedCheck
 from .decoding import Decoding
 from .full_sequence import FullSequence, Rows
-from .supported_models import no_cache, reads_pixels, synthetic_inputs
+from .supported_models import reads_pixels, synthetic_inputs
 
 # Of the synthetic batch: tokens of the prompt, padding of its second row, and new tokens.
 PROMPT, PAD, NEW = 5, 2, 6
@@ -28,7 +28,7 @@ def is_causal(split_model: LocalSplitModel) -> bool:
 
     def last_residual(ids: Tensor) -> Tensor:
         module = split_model.module
-        return split_model.read(len(split_model.blocks), lambda: module(input_ids=ids, **no_cache(split_model)))
+        return split_model.read(len(split_model.blocks), lambda: module(input_ids=ids, **no_cache(split_model.module)))
 
     with torch.no_grad():
         a, b = last_residual(given), last_residual(other)
@@ -71,14 +71,14 @@ def check_decoding(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[i
         # Another depth at each step and in each row; all blocks at the last step.
         return [row for row in rows if step == NEW or ends[(step + 2 * row) % len(ends)] > layer]
 
-    state = Decoding(split_model, ends, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW)
-    with state.watched(decide) as run:
+    state = Decoding(split_model, ends, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW, decide)
+    with state.hooked():
         for step in range(NEW + 1):
             if step:
                 state.append(ids[:, PROMPT + step - 1])
-            run()
+            state.run()
     for row in range(2):
-        own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model)))[0, -1]
+        own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model.module)))[0, -1]
         _refuse_different(split_model, logits[row], own, "when tokens exit early and run through the upper blocks later")
 
 
@@ -92,30 +92,26 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
         LayersimError: the logits differ by more than rounding.
     """
     inputs, unembed = synthetic_inputs(split_model, 2, 6), lens.unembed
-    if unembed.reads == "every":
-        positions = torch.ones(2, 6, dtype=torch.bool, device=split_model.device)
-        forced = torch.zeros(2, 6, dtype=torch.int64, device=split_model.device)
-        # The fourth position of the second row runs through all blocks.
-        forced[1, 3] = len(ends)
-    else:
-        positions = classified_positions(split_model, unembed.reads, inputs)
-        forced = torch.zeros(positions.shape, dtype=torch.int64, device=split_model.device)
-        forced[1] = len(ends)
-    logits, _ = FullSequence(split_model, lens, ends, forced=forced)(Rows(inputs, positions, causal))
-    own = logits_of(split_model.module(**inputs, **no_cache(split_model)))[1]
-    ours = logits[1][positions[1]][-1 if unembed.reads != "every" else 3]
+    positions, every = positions_read(split_model, unembed.reads, inputs), unembed.reads == "every"
+    layers = torch.full(positions.shape, ends[0])
+    # The second row runs through all blocks, or its fourth position does.
+    layers[1, 3 if every else slice(None)] = ends[-1]
+    passes = FullSequence(split_model, ends, FixedCheck(lens, layers.flatten()), Rows(inputs, positions, causal))
+    passes.run()
+    own = logits_of(split_model.module(**inputs, **no_cache(split_model.module)))[1]
+    ours = passes.logits[1][positions[1]][3 if every else -1]
     _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when rows and positions exit early")
     return own.shape[-1]
 
 
-def classified_positions(
+def positions_read(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """`row pos`, True at the one position of each row that a classifier reads; `row 1`, all True, if it reads several.
+    """`row pos`, True at the positions at which the head gives logits; `row 1`, all True, if it pools several into one.
 
     Args:
-        split_model: the classifier.
-        reads: "first" or "last" position, or "rows".
+        split_model: the model.
+        reads: "every", "first" or "last" position, or "rows".
         inputs: arguments of its forward by name.
         attended: `row pos`, False at padding.
     """
@@ -125,6 +121,8 @@ def classified_positions(
     ids = inputs["input_ids"]
     if reads == "rows":
         return torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
+    if reads == "every":
+        return torch.ones_like(ids, dtype=torch.bool) if attended is None else attended
     chosen = torch.zeros_like(ids, dtype=torch.bool)
     if reads == "first":
         chosen[:, 0] = True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
+from ..split import LocalSplitModel
 from .checks import ExitCheck
 from .decoding import Decoding
 from .exit_results import Generated
@@ -107,19 +108,33 @@ class GenerationLoop:
     """Generates tokens for the rows of a batch until every row is complete.
 
     Args:
-        state: the rows, with their prompts.
-        check: the check after each segment.
+        split_model: the model.
+        ends: as in `Segments`.
+        check: decides after each segment which tokens exit.
+        tokens: `row column`, the prompts.
+        attended: `row column`, False at padding; None if no row is padded.
         sampler: chooses the next tokens.
         stop: decides whether a row is complete.
         max_new_tokens: maximum number of new tokens in a row.
     """
 
     def __init__(
-        self, state: Decoding, check: ExitCheck, sampler: TokenSampler, stop: StopCriteria, max_new_tokens: int
+        self,
+        split_model: LocalSplitModel,
+        ends: tuple[int, ...],
+        check: ExitCheck,
+        tokens: Tensor,
+        attended: Tensor | None,
+        sampler: TokenSampler,
+        stop: StopCriteria,
+        max_new_tokens: int,
     ) -> None:
-        self.state, self.check, self.sampler, self.stop, self.max_new_tokens = state, check, sampler, stop, max_new_tokens
+        self.check, self.sampler, self.stop, self.max_new_tokens = check, sampler, stop, max_new_tokens
+        device = split_model.device
+        tokens, attended = tokens.to(device), None if attended is None else attended.to(device)
+        self.state = Decoding(split_model, ends, tokens, attended, tokens.shape[1] + max_new_tokens, self.decide)
         # Indices, in the original batch, of the rows that are not complete.
-        self.rows = list(range(len(state.tokens)))
+        self.rows = list(range(len(tokens)))
         self.tokens: list[list[int]] = [[] for _ in self.rows]
         self.exits: list[list[int]] = [[] for _ in self.rows]
         # Of the current step, for each row that is not complete.
@@ -130,12 +145,12 @@ class GenerationLoop:
     def run(self) -> None:
         """Run all decoding steps."""
         state, blocks = self.state, self.state.ends[-1]
-        with state.watched(self.decide) as run_step:
+        with self.state.split_model.evaluating(), torch.no_grad(), state.hooked():
             while True:
                 self.step_logits, self.step_exits = [torch.empty(0)] * len(self.rows), [0] * len(self.rows)
-                self.check.restart(len(self.rows))
+                self.check.restart(self.rows)
                 self.full_block_tokens += blocks * len(self.rows) * (state.tokens.shape[1] if self.steps == 0 else 1)
-                run_step()
+                state.run()
                 self.steps += 1
                 logits = self.step_logits[0] if len(self.rows) == 1 else torch.cat(self.step_logits)
                 new = self.sampler(logits, self.rows, state.tokens)
@@ -159,40 +174,27 @@ class GenerationLoop:
 
     def decide(self, layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
         """Return the rows that continue after a segment, and store the logits of those that exit."""
-        if layer == self.state.ends[-1]:
-            self._exit(layer, rows, self.check.lens(x, layer))
-            return []
-        self.state.counts.checks += len(rows)
-        exits, logits = self.check(x, entering, torch.tensor(rows), layer)
-        flags = exits.tolist()
-        exiting = [row for row, flag in zip(rows, flags, strict=True) if flag]
-        if not exiting:
-            return rows
-        every = len(exiting) == len(rows)
+        exits, logits = self.check(x, entering, torch.tensor(rows), layer, layer == self.state.ends[-1])
         if logits is None:
-            logits = self.check.lens(x if every else x[exits], layer)
-        elif not every:
-            logits = logits[exits]
-        self._exit(layer, exiting, logits)
-        return [row for row, flag in zip(rows, flags, strict=True) if not flag]
-
-    def _exit(self, layer: int, rows: list[int], logits: Tensor) -> None:
-        for i, row in enumerate(rows):
+            return rows
+        flags = exits.tolist()
+        for i, row in enumerate(row for row, flag in zip(rows, flags, strict=True) if flag):
             self.step_logits[row], self.step_exits[row] = logits[i : i + 1], layer
+        return [row for row, flag in zip(rows, flags, strict=True) if not flag]
 
     def result(self, tokenizer: Any) -> Generated:
         """The result; texts are empty where there is no tokenizer."""
         texts = [tokenizer.decode(row, skip_special_tokens=True) if tokenizer is not None else "" for row in self.tokens]
-        counts = self.state.counts
+        state = self.state
         return Generated(
             tokens=tuple(torch.tensor(row) for row in self.tokens),
             texts=tuple(texts),
             exits=tuple(torch.tensor(row) for row in self.exits),
-            layers=self.state.ends[-1],
+            layers=state.ends[-1],
             steps=self.steps,
-            block_calls=counts.blocks,
-            block_tokens=counts.tokens,
+            block_calls=state.block_calls,
+            block_tokens=state.block_tokens,
             full_block_tokens=self.full_block_tokens,
-            passes=counts.passes,
-            checks=counts.checks,
+            passes=state.passes,
+            checks=self.check.checked,
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from ..engine.arguments import with_tokenizer
 from .arguments import prompt_rows
-from .checks import ExitCheck, ExitLens
-from .decoding import Decoding
+from .checks import FixedCheck
 from .early_exit import EarlyExit
 from .generation import GenerationLoop, StopCriteria, TokenSampler, end_ids
 
@@ -30,34 +28,6 @@ class Continuation(NamedTuple):
 
     tokens: Tensor
     text: str
-
-
-class RowLayerCheck(ExitCheck):
-    """The check of a `GenerationLoop` whose rows have fixed layers, in place of an exit rule.
-
-    Args:
-        lens: the predictions of each layer.
-        layers: for each row, the number of the block after which its tokens are read.
-
-    Attributes:
-        rows: indices in `layers` of the rows that are not complete.
-    """
-
-    def __init__(self, lens: ExitLens, layers: Sequence[int]) -> None:
-        # No rule is evaluated, so there is no state of one.
-        self.lens, self.layers = lens, layers
-        self.rows: Callable[[], list[int]] = lambda: list(range(len(layers)))
-
-    def restart(self, count: int) -> None:
-        """Nothing is kept from token to token."""
-
-    def __call__(
-        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: Tensor | None = None, needs_norm: bool = True
-    ) -> tuple[Tensor, None]:
-        """Which tokens exit at a layer; logits are left to the caller. Arguments as those of `ExitCheck`."""
-        rows = self.rows()
-        exits = [self.layers[rows[i]] == layer for i in index.tolist()]
-        return torch.tensor(exits, device=leaving.device), None
 
 
 class LayerSampler(TokenSampler):
@@ -115,21 +85,17 @@ def generate_from_layers(
     split_model = early.split_model
     tokenizer = with_tokenizer(split_model.model, tokenizer).tokenizer
     tokens, attended = prompt_rows(prompts, None, split_model.model, tokenizer, max_new_tokens)
-    tokens = tokens.to(split_model.device)
-    attended = None if attended is None else attended.to(split_model.device)
     stop = StopCriteria(end_ids(early.model, None), None, tokenizer)
-    blocks, room = len(split_model.blocks), tokens.shape[1] + max_new_tokens
+    room = tokens.shape[1] + max_new_tokens
     out: list[list[Continuation]] = []
-    for group in layer_groups(blocks, _cache_bytes(early, len(tokens) * room)):
-        layers = [layer for layer in group for _ in range(len(tokens))]
-        check = RowLayerCheck(early._lens, layers)
+    for group in layer_groups(len(split_model.blocks), _cache_bytes(early, len(tokens) * room)):
+        check = FixedCheck(early.lens, torch.tensor(group).repeat_interleave(len(tokens)))
         sampler = LayerSampler(top_p, seed, len(tokens), len(group), on_tokens)
-        with split_model.evaluating(), torch.no_grad():
-            many = None if attended is None else attended.repeat(len(group), 1)
-            state = Decoding(split_model, tuple(group), tokens.repeat(len(group), 1), many, room)
-            loop = GenerationLoop(state, check, sampler, stop, max_new_tokens)
-            check.rows = partial(getattr, loop, "rows")
-            loop.run()
+        many = None if attended is None else attended.repeat(len(group), 1)
+        loop = GenerationLoop(
+            split_model, tuple(group), check, tokens.repeat(len(group), 1), many, sampler, stop, max_new_tokens
+        )
+        loop.run()
         written = loop.result(tokenizer)
         rows = [Continuation(*one) for one in zip(written.tokens, written.texts, strict=True)]
         out += [rows[i : i + len(tokens)] for i in range(0, len(rows), len(tokens))]

@@ -16,9 +16,8 @@ from ..core.errors import LayersimError
 from ..remote.open import open_source
 from ..sources.checks import need_stream
 from ..sources.hooked import HookedSource
-from ..sources.hooks import on_leave
 from ..sources.open import OpenedModel, is_nnsight
-from ..split import LocalSplitModel
+from ..split import LocalSplitModel, no_cache
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
@@ -54,7 +53,7 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
         )
     if source.model.stream == "unknown":
         with split_model.evaluating(), torch.no_grad(), source.settling():
-            split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model))
+            split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model.module))
         need_stream(source.model, "Early exit")
     return split_model, split_model.source.unembed
 
@@ -78,11 +77,6 @@ def not_reached(split_model: LocalSplitModel, block: int) -> LayersimError:
 def takes_cache(split_model: LocalSplitModel) -> bool:
     """Whether the model's forward takes keys and values of earlier tokens."""
     return "past_key_values" in inspect.signature(type(split_model.module).forward).parameters
-
-
-def no_cache(split_model: LocalSplitModel) -> dict[str, bool]:
-    """The argument of the model's forward that turns its own cache off."""
-    return {"use_cache": False} if hasattr(getattr(split_model.module, "config", None), "use_cache") else {}
 
 
 def reads_pixels(split_model: LocalSplitModel) -> bool:
@@ -116,22 +110,3 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(rows, channels, height, width, generator=generator)
     return {"pixel_values": pixels.to(device=split_model.device, dtype=next(split_model.module.parameters()).dtype)}
-
-
-def note_tuples(split_model: LocalSplitModel) -> None:
-    """Record the length of the tuple that each block returns (0 for a bare tensor), for models of tokens and of images."""
-    if not reads_pixels(split_model):
-        split_model.tuples()
-        return
-    lengths: list[int] = []
-    handles = [
-        on_leave(block, lambda _m, _a, out: lengths.append(len(out) if isinstance(out, tuple) else 0))
-        for block in split_model.blocks
-    ]
-    try:
-        with torch.no_grad():
-            split_model.module(**synthetic_inputs(split_model, 1, 1))
-    finally:
-        for handle in handles:
-            handle.remove()
-    split_model._tuples = lengths

@@ -18,8 +18,8 @@ from ..core.storage import replacing_model
 from ..sources.identity import refuse_quantised
 from ..sources.open import OpenedModel
 from ..split import logits_of
-from .checks import ExitLens
-from .full_model_check import classified_positions, relative_gap
+from .checks import ExitLens, FixedCheck
+from .full_model_check import positions_read, relative_gap
 from .full_sequence import FullSequence, Rows
 from .supported_models import not_hugging_face, open_for_early_exit, synthetic_inputs
 
@@ -160,17 +160,14 @@ def _copy_weights(model: Any, short: Any) -> None:
 def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -> None:
     """Check that the logits of the copy are those of the logit lens after that block of the model."""
     inputs = synthetic_inputs(split_model, 2, 6)
-    every = unembed.reads == "every"
-    positions = (
-        torch.ones(2, 6, dtype=torch.bool, device=split_model.device)
-        if every
-        else classified_positions(split_model, unembed.reads, inputs)
-    )
+    positions = positions_read(split_model, unembed.reads, inputs)
     short_split, _ = open_for_early_exit(short, either_stack=True)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         logits = logits_of(short.model(**inputs))
-        lens, _ = FullSequence(split_model, ExitLens(unembed, n_layers), (n_layers,))(Rows(inputs, positions, False))
-        lens = lens if every else lens[positions]
+        check = FixedCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
+        passes = FullSequence(split_model, (n_layers,), check, Rows(inputs, positions, False))
+        passes.run()
+        lens = passes.logits if unembed.reads == "every" else passes.logits[positions]
     gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):
         raise LayersimError(

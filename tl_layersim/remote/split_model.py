@@ -15,7 +15,7 @@ from ..activations.block_call import first_tensor
 from ..data.batches import Batch
 from ..sources.inputs import forward_arguments
 from ..sources.nnsight import NNsightSource
-from ..split import Moments, SplitModel, logits_of, mean_loss_and_gradient, score_of
+from ..split import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
 
 
 class RemoteSplitModel(SplitModel):
@@ -33,23 +33,15 @@ class RemoteSplitModel(SplitModel):
     def evaluating(self) -> AbstractContextManager[None]:
         return self.source.evaluating()
 
-    def hidden(self, batch: Batch, layer: int) -> Tensor:
-        return self.source.request(lambda at: _hidden(*self._inputs(batch, at), layer))
+    def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
+        return self.source.request(lambda at: _lower(*self._inputs(batch, at), layer, read))
 
-    def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
+    def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
         narrow = None if x is None else self._narrowed(x)
-        return self.source.request(lambda at: _score(*self._inputs(batch, at), targets, layer, narrow))
-
-    def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
-        narrow = self._narrowed(x)
-        loss, gradient = self.source.request(lambda at: _loss_and_gradient(*self._inputs(batch, at), targets, layer, narrow))
-        return float(loss), gradient.to(x.dtype)
+        return self.source.request(lambda at: _upper(*self._inputs(batch, at), targets, layer, narrow, gradient))
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        h = h.cpu()
-        return self.source.request(
-            lambda at: _moments_in_trace(*self._inputs(batch, at), layer, moments_of, batch.attention, h)
-        )
+        return super().moments(batch, layer, moments_of, h.cpu())
 
     def _narrowed(self, x: Tensor) -> Tensor:
         """The residual in the dtype of the remote model, so that no more bytes than needed are sent."""
@@ -61,16 +53,18 @@ class RemoteSplitModel(SplitModel):
         return self.source.envoy, self.source.blocks, args, options | at
 
 
-def _hidden(model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any], layer: int) -> Tensor:
+def _lower(
+    model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any], layer: int, read: Reading
+) -> dict[str, Tensor]:
     import nnsight
 
-    with torch.no_grad(), model.trace(*args, **options):
-        x = residual_at(blocks, layer)
-        saved: Tensor = nnsight.save(x.detach().cpu())
+    with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
+        found = read(residual_at(blocks, layer).detach())
+        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
     return saved
 
 
-def _score(
+def _upper(
     model: Any,
     blocks: list[Any],
     args: tuple[Tensor, ...],
@@ -78,54 +72,17 @@ def _score(
     targets: Tensor,
     layer: int,
     x: Tensor | None,
+    gradient: bool,
 ) -> dict[str, Tensor]:
     import nnsight
 
-    with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
+    with torch.set_grad_enabled(gradient), model.trace(*args, **options), torch.set_grad_enabled(gradient):
         if x is not None:
+            x = x.requires_grad_(gradient)
             enter(blocks, layer, x)
-        scores = score_of(logits_of(model.output), targets)
-        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in scores.items()})
-    return saved
-
-
-def _loss_and_gradient(
-    model: Any,
-    blocks: list[Any],
-    args: tuple[Tensor, ...],
-    options: dict[str, Any],
-    targets: Tensor,
-    layer: int,
-    x: Tensor,
-) -> tuple[Tensor, Tensor]:
-    import nnsight
-
-    with torch.enable_grad(), model.trace(*args, **options), torch.enable_grad():
-        x = x.requires_grad_()
-        enter(blocks, layer, x)
-        loss, gradient = mean_loss_and_gradient(logits_of(model.output), targets, x)
-        saved: tuple[Tensor, Tensor] = nnsight.save((loss.cpu(), gradient.cpu()))
-    return saved
-
-
-def _moments_in_trace(
-    model: Any,
-    blocks: list[Any],
-    args: tuple[Tensor, ...],
-    options: dict[str, Any],
-    layer: int,
-    moments_of: Moments,
-    attention: Tensor,
-    h: Tensor,
-) -> dict[str, Tensor]:
-    import nnsight
-
-    with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
-        target = residual_at(blocks, layer)
-        keep = attention.to(target.device)
-        # Sums in float64 are not affected by autocast.
-        sums = moments_of(h.to(target.device)[keep], target[keep])
-        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in sums.items()})
+        logits = logits_of(model.output)
+        found = score_of(logits, targets) if x is None or not gradient else loss_and_gradient_of(logits, targets, x)
+        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
     return saved
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import typed
 from ..core.errors import LayersimError
-from .adapters import adapter_kind
+from .adapters import ADAPTER_KINDS
 
 
 class Adapter(nn.Module):
@@ -50,7 +50,7 @@ class Adapter(nn.Module):
         bias: Float[Tensor, " d_back"] | None = None,
     ) -> None:
         super().__init__()
-        definition = adapter_kind(kind)
+        definition = ADAPTER_KINDS.named(kind)()
         needed = (definition.has_weight, definition.has_bias)
         if (weight is not None, bias is not None) != needed:
             has, needs = (

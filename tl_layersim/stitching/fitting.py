@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums
-from ..core.training_loop import Shuffle, TrainingSteps, run_steps
+from ..core.training_loop import Descent, Shuffle, run_steps
 from ..split import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapter import Adapter
@@ -324,7 +324,7 @@ class BackLoss:
         return f"{self.acts.front.model.layers[self.acts.layer]} into {self.back.model.layers[self.layer]}"
 
 
-class _Descent(TrainingSteps):
+class _StitchDescent(Descent):
     """Stochastic gradient descent on the changes that are added to the initial weight and bias of an adapter.
 
     Args:
@@ -337,6 +337,7 @@ class _Descent(TrainingSteps):
     """
 
     nested = True
+    moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -348,73 +349,54 @@ class _Descent(TrainingSteps):
         progress: Progress,
     ) -> None:
         assert start.weight is not None
-        self.kind, self.data, self.training = start.definition, data, training
-        self.state, self.record, self.progress = state, record, progress
-        self.title, self.steps = data.title, training.steps
+        self.kind, self.data, self.state, self.record, self.progress = start.definition, data, state, record, progress
         device, self.dtype = data.back.device, start.weight.dtype
         self.fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
-        self.names = ("weight", "bias")[: len(self.fixed)]
-        self.units = _units(start.definition, data.acts, data.back, data.layer, training)
-        self.learnt = [
-            torch.nn.Parameter(state.tensors.get(name, torch.zeros(part.shape)).to(device, self.dtype))
-            for name, part in zip(self.names, self.fixed, strict=True)
-        ]
-        self.optimiser = torch.optim.SGD(self.learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
-        for name, parameter in zip(self.names, self.learnt, strict=True):
-            if f"{name} momentum" in state.tensors:
-                momentum = state.tensors[f"{name} momentum"].to(device, self.dtype)
-                self.optimiser.state[parameter]["momentum_buffer"] = momentum
+        self.units = _units(self.kind, data.acts, data.back, data.layer, training)
+        self.learnt = [nn.Parameter(torch.zeros_like(part)) for part in self.fixed]
+        optimiser = torch.optim.SGD(self.learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
+        super().__init__(data.title, dict(zip(("weight", "bias"), self.learnt, strict=False)), optimiser, training)
+        self.curve = list(state.curve)
+        if state.step:
+            self.load(state.tensors)
         self._shuffle = Shuffle(len(data.acts), training.seed)
-        self._loss, self._status = math.nan, ""
-
-    @property
-    def step(self) -> int:
-        return self.state.step
+        self._status = ""
 
     def parts_of(self, learnt: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the adapter: the initial values plus the learnt changes in their units."""
         whole = [part + more * unit for part, more, unit in zip(self.fixed, learnt, self.units, strict=False)]
         return whole[0], whole[1] if len(whole) > 1 else None
 
-    def compute(self) -> Sequence[float]:
-        data, index = self.data, self._shuffle.row(self.state.step)
+    def loss_and_gradients(self) -> float:
+        data, index = self.data, self._shuffle.row(self.step)
         device = data.back.device
         with torch.enable_grad():
-            self._x = self.kind.apply(data.acts[index].to(device, self.dtype), *self.parts_of(self.learnt))
+            x = self.kind.apply(data.acts[index].to(device, self.dtype), *self.parts_of(self.learnt))
             batch, targets = data.acts.batches[index], data.targets[index]
-            self._loss, gradient = data.back.loss_and_gradient(batch, targets, data.layer, self._x)
-        self._gradient = gradient.to(device, self.dtype)
-        return [self._loss]
+            loss, gradient = data.back.loss_and_gradient(batch, targets, data.layer, x)
+        torch.autograd.backward(x, gradient.to(device, self.dtype))
+        return loss
 
     def diverges(self, losses: Sequence[float]) -> bool:
-        first = (*self.state.curve, *losses)[0]
+        first = (*self.curve, *losses)[0]
         return not all(loss <= 1.5 * first + 3 for loss in losses)
 
     def on_divergence(self, losses: Sequence[float]) -> None:
-        self.state = replace(self.state, curve=(*self.state.curve, *losses), stopped=self.state.step)
+        self.state = replace(self.state, curve=(*self.curve, *losses), stopped=self.step)
         self.record(self.state)
 
     def apply(self) -> None:
-        self.optimiser.zero_grad()
-        torch.autograd.backward(self._x, self._gradient)
-        torch.nn.utils.clip_grad_norm_(self.learnt, self.training.clip)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.training.rate(self.state.step)
-        self.optimiser.step()
+        super().apply()
         # Copies: an interrupt of the next step saves the end of this one.
-        held = {name: parameter.detach().clone() for name, parameter in zip(self.names, self.learnt, strict=True)}
-        held |= {
-            f"{name} momentum": self.optimiser.state[parameter]["momentum_buffer"].clone()
-            for name, parameter in zip(self.names, self.learnt, strict=True)
-        }
+        held = {name: value.clone() for name, value in self.tensors().items()}
         best = {key: value for key, value in self.state.tensors.items() if key.startswith("best")}
-        lowest, curve = self.state.best, (*self.state.curve, self._loss)
-        if len(curve) % WINDOW == 0:
-            recent = sum(curve[-WINDOW:]) / WINDOW
+        lowest = self.state.best
+        if self.step % WINDOW == 0:
+            recent = sum(self.curve[-WINDOW:]) / WINDOW
             self._status = f"loss {recent:.3f}"
             if recent < lowest:
-                lowest, best = recent, {f"best {name}": held[name] for name in self.names}
-        self.state = Trained(self.state.step + 1, held | best, curve, lowest)
+                lowest, best = recent, {f"best/{name}": held[f"weight/{name}"] for name in self.parameters}
+        self.state = Trained(self.step, held | best, tuple(self.curve), lowest)
         self.record(self.state)
 
     def status(self) -> str:
@@ -444,7 +426,7 @@ def descend(
         record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
     """
-    descent = _Descent(start, data, training, state, record, progress)
+    descent = _StitchDescent(start, data, training, state, record, progress)
     if state.stopped < 0:
         run_steps(descent, progress.file)
     state = descent.state
@@ -452,8 +434,8 @@ def descend(
     if state.stopped < 0:
         ends["the last one"] = [parameter.detach() for parameter in descent.learnt]
     if state.best < math.inf:
-        best = zip(descent.names, descent.fixed, strict=True)
-        ends["the best one on the way"] = [state.tensors[f"best {name}"].to(part) for name, part in best]
+        best = zip(descent.parameters, descent.fixed, strict=True)
+        ends["the best one on the way"] = [state.tensors[f"best/{name}"].to(part) for name, part in best]
     ends["the one that it started from"] = [torch.zeros_like(part) for part in descent.fixed]
 
     def loss_of(name: str) -> float:

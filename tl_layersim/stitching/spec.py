@@ -14,7 +14,7 @@ from ..sources.model import Model
 from ..sources.source import refuse_inference_weights
 from ..split import SplitModel
 from .adapter import Adapter
-from .adapters import adapter_kind
+from .adapters import ADAPTER_KINDS
 from .adapters.kind import AdapterKind
 from .fitting import StitchTraining
 
@@ -122,7 +122,7 @@ def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
     Raises:
         LayersimError: it names no kind.
     """
-    return adapter.definition if isinstance(adapter, Adapter) else adapter_kind(adapter, "adapter")
+    return adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
 
 
 def point_number(model: Model, layer: int | str, argument: str) -> int:

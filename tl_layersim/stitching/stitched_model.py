@@ -23,11 +23,13 @@ from ..data.inputs import TOKEN_IDS
 from ..sources.hooked import HookedSource
 from ..sources.identity import hooks_on
 from ..sources.model import Model
-from ..split import LocalSplitModel
+from ..split import LocalSplitModel, no_cache
 from .adapter import Adapter
 
 # Arguments of generation, which depend on the cache of the model that is called.
 NOT_DATA = ("cache_position",)
+# Arguments that switch the cache of keys and values on.
+CACHE_SWITCHES = ("use_cache", "use_past_kv_cache")
 
 
 class StitchedModel(nn.Module):
@@ -72,10 +74,8 @@ class StitchedModel(nn.Module):
         """The output of the back's forward pass, which takes its own further options."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         args = () if input_ids is None else (input_ids,)
-        # As `forward_arguments`: HookedTransformer knows no such option.
-        known = hasattr(getattr(self.back, "config", None), "use_cache")
         with self._joined():
-            return self.back(*args, **mask, **self._no_cache(options, "use_cache" if known else None))
+            return self.back(*args, **mask, **self._without_cache(options), **no_cache(self.back))
 
     @typed
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
@@ -111,7 +111,7 @@ class StitchedModel(nn.Module):
         if cache == "use_past_kv_cache":
             options = {"verbose": False, "return_type": "tokens"} | options
         with torch.no_grad(), self._joined():
-            out = generate(ids.to(device), **self._no_cache(options, cache))
+            out = generate(ids.to(device), **self._without_cache(options), **{cache: False})
         if not isinstance(prompt, str):
             return out
         texts: list[str] = described.tokenizer.batch_decode(out, skip_special_tokens=True)
@@ -123,16 +123,16 @@ class StitchedModel(nn.Module):
         return batch.tokens
 
     @staticmethod
-    def _no_cache(options: dict[str, Any], name: str | None) -> dict[str, Any]:
-        """The options with the cache switched off: it would miss the keys and values of blocks that do not run."""
-        given = [key for key in ("use_cache", "use_past_kv_cache") if options.get(key)]
+    def _without_cache(options: dict[str, Any]) -> dict[str, Any]:
+        """The options without those of a cache, which would miss the keys and values of blocks that do not run."""
+        given = [key for key in CACHE_SWITCHES if options.get(key)]
         given += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
         if given:
             raise LayersimError(
                 f"`{given[0]}` is not supported: a stitched model keeps no cache of keys and values, and every step runs "
                 "whole rows."
             )
-        return options if name is None else options | {name: False}
+        return {name: value for name, value in options.items() if name not in CACHE_SWITCHES}
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
@@ -188,8 +188,7 @@ class StitchedModel(nn.Module):
                 passed[name] = value.to(front.device)
             elif name not in ("attention_mask", "position_ids") and bool(value.any()):
                 raise LayersimError(f"`{name}` is no input of the front, {front.model.name}.")
-        options = {"use_cache": False} if hasattr(getattr(self.front, "config", None), "use_cache") else {}
-        args = (given[main].to(front.device),)
+        args, options = (given[main].to(front.device),), no_cache(self.front)
         try:
             self.reading_front = True
             # The adapter's own device is the back's.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,11 @@ from tqdm.auto import tqdm
 
 from ..core.errors import LayersimError
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.sums import Tally
-from ..core.training_loop import Shuffle, TrainingSteps, run_steps
-from ..data.labels import NO_LABEL
+from ..core.training_loop import Shuffle, TrainingSteps, run_steps, save_state
 from ..remote.adapter_training import Item, Parts, RemoteDescent
 from ..sources.model import Model
 from .losses import positions_with_targets
-from .settings import State, state_of, state_snapshot
+from .settings import curve_of
 from .training_data import TrainingData
 
 
@@ -58,7 +56,7 @@ class AdapterSteps(TrainingSteps):
 
     Attributes:
         start: adapters that do not change the model yet, and moments, with which the training begins.
-        state: adapters and moments, the progress with the curve of the aligned loss, and of each step the loss `layer`.
+        state: adapters and moments, and of each step the losses `layer`.
     """
 
     title = "adapters"
@@ -74,7 +72,7 @@ class AdapterSteps(TrainingSteps):
         self.descent, self.head_reads, self.settings, self.steps = descent, model.head.reads, settings, settings.steps
         self.training_data, self.eval_data = data
         self.start = _start(model, len(descent.at), settings.rank, settings.seed)
-        self.state: tuple[Parts, State, list[Tensor]] = (self.start, State(), [])
+        self.state: tuple[Parts, list[Tensor]] = (self.start, [])
         self._shuffle = Shuffle(len(self.training_data), settings.seed)
         self._weights = torch.tensor(descent.weights, dtype=torch.float64)
 
@@ -84,7 +82,7 @@ class AdapterSteps(TrainingSteps):
         Raises:
             LayersimError: the file is damaged, or belongs to another run.
         """
-        self.state = file.resume(lambda notes, tensors: self._state_of(*state_of(notes, tensors))) or self.state
+        self.state = file.resume(self._state_of) or self.state
 
     def run(self, file: ResumableFile) -> tuple[Parts, Tensor]:
         """Train to the last step, and return the adapters and the losses `step layer` of all steps.
@@ -93,20 +91,16 @@ class AdapterSteps(TrainingSteps):
             LayersimError: a loss or an adapter is not finite.
         """
         run_steps(self, file)
-        parts, _, curves = self.state
-        if (state := self.snapshot()) is not None:
-            file.save(*state)
-        return parts, torch.stack(curves)
+        save_state(self, file)
+        parts, curve = self.state
+        return parts, torch.stack(curve)
 
     @property
     def step(self) -> int:
-        return self.state[1].step
-
-    def running(self, bar: Any) -> AbstractContextManager[object]:
-        return self._requests_with(bar)
+        return len(self.state[1])
 
     @contextmanager
-    def _requests_with(self, bar: Any) -> Iterator[None]:
+    def running(self, bar: Any) -> Iterator[None]:
         run = self.descent.run(self.steps, self._item_of_step, self.state[0], self.step, bar.set_postfix_str)
         with closing(run) as self._requests:
             yield
@@ -126,14 +120,12 @@ class AdapterSteps(TrainingSteps):
         )
 
     def apply(self) -> None:
-        _, state, curves = self.state
-        curve = [*state.curve, *(float(loss @ self._weights) for loss in self._losses)]
         # One assignment: an interrupt leaves all of a step or nothing.
-        self.state = (self._parts, State(len(curve), curve), curves + self._losses)
+        self.state = (self._parts, self.state[1] + self._losses)
 
     def snapshot(self) -> Snapshot | None:
-        parts, state, curves = self.state
-        return state_snapshot(state, parts | {"curves": torch.stack(curves)}) if curves else None
+        parts, curve = self.state
+        return ({"step": self.step}, parts | {"curve": torch.stack(curve)}) if curve else None
 
     def evaluate(self, parts: Parts) -> Tensor:
         """Held-out loss `layer` with adapters, in nats."""
@@ -149,12 +141,6 @@ class AdapterSteps(TrainingSteps):
                     losses, targets = losses + loss, targets + number
                 bar.update(len(sums))
         return losses / targets
-
-    def tally(self, seconds: float) -> Tally:
-        """Counts of rows, targets and batches of the evaluation, for the provenance."""
-        count = len(self.eval_data)
-        targets = sum(int((self.eval_data.take([row]).targets != NO_LABEL).sum()) for row in range(count))
-        return Tally(-(-count // self.settings.batch_size), count, targets, self.eval_data.digest(), seconds)
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
         """The inputs of a step or an evaluation on some rows."""
@@ -172,14 +158,14 @@ class AdapterSteps(TrainingSteps):
         rows = [self._shuffle.row(place) for place in range(step * size, (step + 1) * size)]
         return self._item(self.training_data, rows, step + 1, self.settings.rate(step))
 
-    def _state_of(self, state: State, tensors: Parts) -> tuple[Parts, State, list[Tensor]]:
+    def _state_of(self, notes: Mapping[str, Any], tensors: Parts) -> tuple[Parts, list[Tensor]]:
         """The state in a file, after a check that its tensors have the shapes of the initial state."""
-        start, layers = self.start, len(self._weights)
+        steps, start = len(curve_of(notes, tensors)), self.start
         parts = {name: tensors[name] for name in start}
         wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
-        if wrong or tensors["curves"].shape != (state.step, layers):
-            raise ValueError(f"other shapes of {', '.join(wrong) or 'curves'}")
-        return parts, state, list(tensors["curves"])
+        if wrong or tensors["curve"].shape != (steps, len(self._weights)):
+            raise ValueError(f"other shapes of {', '.join(wrong) or 'curve'}")
+        return parts, list(tensors["curve"])
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:

@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ def _hugging_face(model: Any) -> nn.Module | None:
 
 def save_model(
     model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None, batch: TrainingBatch
-) -> Path:
-    """Write model and tokenizer.
+) -> None:
+    """Write model and tokenizer; a failed write only warns, as the trained model and its curves are still in memory.
 
     Args:
         model: the trained model.
@@ -64,24 +63,15 @@ def save_model(
 
     Raises:
         LayersimError: the logits differ.
-        OSError: the files cannot be written; the folder is unchanged.
     """
     plain: Any = model if _hugging_face(model) is model else export_bridge(model, batch)
-    with replacing_model(folder) as temporary:
-        plain.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        if heads is not None:
-            heads.save(temporary / "heads.safetensors")
-    return Path(folder)
-
-
-def save_or_warn(
-    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None, batch: TrainingBatch
-) -> None:
-    """`save_model`, with a warning where writing fails: the trained model and its curves are still in memory."""
     try:
-        save_model(model, folder, tokenizer, heads, batch)
+        with replacing_model(folder) as temporary:
+            plain.save_pretrained(temporary)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            if heads is not None:
+                heads.save(temporary / "heads.safetensors")
     except OSError as error:
         also = ", and result.heads.save(path)" if heads is not None else ""
         warn(

@@ -14,24 +14,19 @@ import torch
 
 from ..core.arguments import typed
 from ..core.errors import LayersimError
-from ..core.fields import Provenance
 from ..core.storage import refuse_unwritable
-from ..core.sums import Tally
 from ..core.wording import brief
 from ..data.data import Data
-from ..data.labels import warn_of_unused
 from ..engine.arguments import with_tokenizer
-from ..engine.reports import record
 from ..lens.targets import usual_labels
-from ..sources.model import Model
 from ..sources.open import OpenedModel
-from .export import check_savable, save_or_warn, without_additions
+from .export import check_savable, save_model, without_additions
 from .fine_tuning_steps import FineTuning
 from .finetune_results import AlignedResult
-from .objectives import objective_named
+from .objectives import OBJECTIVES
 from .residual_stream import open_residual_stream, refuse_float16, refuse_frozen_integers
 from .settings import AlignedTraining, open_training_file
-from .training_data import TrainingData, found_in_data, open_training_data, refuse_labels
+from .training_data import open_training_data, record_of_training, refuse_labels
 
 
 @typed
@@ -105,13 +100,11 @@ def finetune_aligned(
         stream = open_residual_stream(opened, either_stack=True)
         described = with_tokenizer(known, data.tokenizer)
         usual = usual_labels(labels, [(described, model)], data.source)
-        count = stream.source.count_positions
-        training_rows, eval_rows = open_training_data(data, eval_data, labels, described, model, usual, count)
+        rows = open_training_data(data, eval_data, labels, described, model, usual, stream.source.count_positions)
         if opened.verify is not None:
-            stream.source.settle(training_rows.batch([0]))
-        refuse_labels(training_rows, eval_rows, stream.check(training_rows.take([0]).to(stream.device)))
-        objective = objective_named(training.objective)(stream, training)
-        digests = {"data": training_rows.digest(), "judged": eval_rows.digest()}
+            stream.source.settle(rows[0].batch([0]))
+        refuse_labels(*rows, stream.check(rows[0].take([0]).to(stream.device)))
+        objective = OBJECTIVES.named(training.objective)(stream, training)
         identity = {
             "model": own,
             "blocks": opened.layers,
@@ -120,21 +113,29 @@ def finetune_aligned(
             "batch_size": data.batch_size,
             "pad": described.tokenizer.pad_token_id if described.tokenizer is not None else None,
             "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
-            **digests,
+            "data": rows[0].digest,
+            "judged": rows[1].digest,
         }
-        tuning = FineTuning(objective, training_rows, eval_rows, training, data.batch_size)
-        trained = sum(parameter.numel() for parameter in objective.trained_parameters().values())
-        state = tuning.run(open_training_file(checkpoint, identity))
+        tuning = FineTuning(objective, rows, training, data.batch_size)
+        trained = sum(parameter.numel() for parameter in tuning.parameters.values())
+        tuning.run(open_training_file(checkpoint, identity))
         finish()
     heads = objective.exit_heads()
     if training.save_to is not None and tuning.accelerator.is_main_process:
-        save_or_warn(model, training.save_to, described.tokenizer, heads, training_rows.take([0]))
+        save_model(model, training.save_to, described.tokenizer, heads, rows[0].take([0]))
     tuning.accelerator.wait_for_everyone()
-    counts = found_in_data(training_rows, eval_rows) | {"parameters": trained}
-    run = _record(known, training_rows, eval_rows, training, data.record() | counts, digests, time.perf_counter() - start)
-    if not isinstance(usual, str):
-        warn_of_unused(usual, replace(run, sequences=len(training_rows) + len(eval_rows)))
-    return AlignedResult.of(state, run, stream.reads, known.layers, heads)
+    options = {"parameters": trained} | training.options()
+    loss, hits, count = torch.stack(list(tuning.evaluations.values())).unbind(1)
+    return AlignedResult(
+        values=loss / count,
+        accuracy=hits / count,
+        loss=torch.tensor(tuning.curve, dtype=torch.float64),
+        looks=tuple(tuning.evaluations),
+        unit="token" if stream.reads == "every" else "row",
+        layers=known.layers,
+        provenance=record_of_training(known, rows, options, time.perf_counter() - start, training.seed),
+        exit_heads=heads,
+    )
 
 
 @contextmanager
@@ -192,19 +193,3 @@ def _gradient_checkpointing(model: Any, training: AlignedTraining) -> Iterator[N
     finally:
         if not before:
             model.gradient_checkpointing_disable()
-
-
-def _record(
-    model: Model,
-    training_rows: TrainingData,
-    eval_rows: TrainingData,
-    training: AlignedTraining,
-    settings: dict[str, Any],
-    digests: dict[str, str],
-    seconds: float,
-) -> Provenance:
-    """The record of the training; `tokens` and `sequences` are those of the evaluation."""
-    count = sum(int((eval_rows.take([row]).targets >= 0).sum()) for row in range(len(eval_rows)))
-    tally = Tally(-(-len(eval_rows) // settings["batch_size"]), len(eval_rows), count, digests["judged"], seconds)
-    options = settings | training.options() | {"trained_on": digests["data"], "train_rows": len(training_rows)}
-    return record([model], tally, options, training.seed)

@@ -6,7 +6,6 @@ import math
 from dataclasses import InitVar, dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from ..core.fields import Provenance
 from ..core.results import Result, axes
 from ..core.wording import amount
 from ..lens.exit_heads import ExitHeads
-from .settings import State
 
 
 def rows_in_words(run: Provenance, training: bool) -> str:
@@ -113,21 +111,6 @@ class AlignedResult(Result):
     def steps(self) -> tuple[int, ...]:
         """Numbers of the optimiser steps, from 1."""
         return tuple(range(1, len(self.loss) + 1))
-
-    @staticmethod
-    def of(state: State, run: Provenance, reads: str, layers: tuple[str, ...], heads: ExitHeads | None = None) -> AlignedResult:
-        """The result of a finished training."""
-        loss, hits, count = torch.stack(list(state.evaluations.values())).unbind(1)
-        return AlignedResult(
-            values=loss / count,
-            accuracy=hits / count,
-            loss=torch.tensor(state.curve, dtype=torch.float64),
-            looks=tuple(state.evaluations),
-            unit="token" if reads == "every" else "row",
-            layers=layers,
-            provenance=run,
-            exit_heads=heads,
-        )
 
     def measured_on(self, field: str) -> str:
         return rows_in_words(self.provenance, field == "loss")

@@ -17,7 +17,7 @@ from ..data.inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..data.labels import NO_LABEL
 from ..sources.hooks import eval_mode
 from ..sources.open import OpenedModel
-from .objectives import objective_named
+from .objectives import OBJECTIVES
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining
 
@@ -58,7 +58,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self._given = OpenedModel.of(model)
         super().__init__(self._given.model, *args, **options)
         settings = aligned or AlignedTraining()
-        objective = objective_named(settings.objective)
+        objective = OBJECTIVES.named(settings.objective)
         refused = {
             f"objective={settings.objective!r}": objective.has_own_parameters,
             "save_to=": settings.save_to is not None,
@@ -89,7 +89,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             )
         refuse_parts(model)
         self._opened = model
-        objective = objective_named(self._settings.objective)
+        objective = OBJECTIVES.named(self._settings.objective)
         self._objective = objective(open_residual_stream(replace(self._given, model=inner)), self._settings)
         self._shift: bool | None = None
 

@@ -200,8 +200,3 @@ def logits_at(unembed: Unembed, x: Tensor, head: nn.Linear | None) -> Tensor:
     else:
         logits = unembed.finish(head(unembed.features(x, normed=False).to(head.weight.dtype)))
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def attended_count(tokens: Tensor, attended: Tensor | None) -> int:
-    """Number of tokens that the model attends to."""
-    return tokens.numel() if attended is None else int(attended.sum())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,13 +17,13 @@ from ..core.errors import LayersimError
 from ..remote.open import open_source
 from ..sources.checks import lens_gap, need_stream, refuse_other_logits
 from ..sources.hooked import HookedSource
-from ..sources.hooks import ForwardRun, eval_mode, every_module, on_tensor, temporary_hooks
+from ..sources.hooks import eval_mode, every_module, on_tensor, temporary_hooks
 from ..sources.identity import refuse_quantised
 from ..sources.inputs import device_of
 from ..sources.model import Model
 from ..sources.open import OpenedModel
 from ..sources.source import refuse_inference_weights
-from ..split import logits_of
+from ..split import logits_of, no_cache, read_residuals
 from ..stitching.stitched_model import StitchedSource
 from .losses import positions_with_targets, summed_loss
 
@@ -165,9 +164,7 @@ class ResidualStream:
         pad = self._pad
         if pad is not None and batch.attended is not None and not main.is_floating_point():
             main = torch.where(batch.attended, main, pad)
-        if hasattr(getattr(self.module, "config", None), "use_cache"):
-            options.setdefault("use_cache", False)
-        options = {name: usable(value) for name, value in options.items()}
+        options = {name: usable(value) for name, value in (no_cache(self.module) | options).items()}
         return ((), options | {batch.name: usable(main)}) if batch.name else ((usable(main),), options)
 
     @property
@@ -184,31 +181,15 @@ class ResidualStream:
             run: starts the forward pass.
             whole: whether the forward pass runs to its end, which a wrapper of several processes must see.
         """
-        found: dict[int, Tensor] = {}
-        top = max(layers)
         # A block that is computed again in the backward pass must not be left by an exception.
         recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
-
-        def read(layer: int, output: Tensor) -> None:
-            found.setdefault(layer, as_positions(output))
-            if layer == top and not (whole or recomputes):
-                forward.stop()
-
-        def stop(_: Tensor) -> None:
-            if top in found and not whole:
-                forward.stop()
-
-        # Forward passes of other threads go on to their end.
-        with temporary_hooks() as handles, ForwardRun() as forward:
-            handles += [on_tensor(self.blocks[layer - 1], False, partial(read, layer)) for layer in layers]
-            handles.append(on_tensor(self._top, True, stop))
-            run()
+        found = read_residuals(self.blocks, layers, run, whole, above=self._top if recomputes else None)
         if len(found) < len(set(layers)):
             raise LayersimError(
                 f"The forward pass of {self.source.model.name} did not run its blocks {sorted(set(layers) - set(found))} as "
                 "modules. Train the model before torch.compile, and without layer drop."
             )
-        return found
+        return {layer: as_positions(x) for layer, x in found.items()}
 
     def at_targets(
         self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool | None

@@ -1,40 +1,24 @@
-"""Settings of a fine-tune, and its state in a file."""
+"""Settings of a fine-tune, and the file of a training."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..core.arguments import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError
-from ..core.resumable_file import ResumableFile, Snapshot, refuse_other_run
+from ..core.resumable_file import ResumableFile, refuse_other_run
 from ..core.storage import refuse_unwritable_folder
 from .aligned_loss import Norm
 from .losses import Weights, layer_weights
-from .objectives import find_objectives, objective_named
+from .objectives import OBJECTIVES
 from .objectives.objective import Objective
-
-
-@dataclass
-class State:
-    """The progress of a training.
-
-    Attributes:
-        step: number of optimiser steps made.
-        curve: loss of each step.
-        evaluations: by step, sums `3 layer` over the held-out data as `Objective.evaluate` gives them.
-    """
-
-    step: int = 0
-    curve: list[float] = field(default_factory=list)
-    evaluations: dict[int, Tensor] = field(default_factory=dict)
 
 
 def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> ResumableFile:
@@ -47,21 +31,12 @@ def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[st
     return ResumableFile(path, "training", identity, _refuse)
 
 
-def state_snapshot(state: State, tensors: Mapping[str, Tensor]) -> Snapshot:
-    """Notes and tensors of the state and of further tensors, for a resumable file."""
-    curve = {"curve": torch.tensor(state.curve, dtype=torch.float64)}
-    evaluations = {f"look/{step}": sums for step, sums in state.evaluations.items()}
-    return {"step": state.step}, dict(tensors) | curve | evaluations
-
-
-def state_of(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-    """Inverse of `state_snapshot`: the state and the further tensors."""
-    evaluations = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
-    further = {key: value for key, value in tensors.items() if key != "curve" and not key.startswith("look/")}
-    state = State(notes["step"], tensors["curve"].tolist(), dict(sorted(evaluations.items())))
-    if type(state.step) is not int or len(state.curve) != state.step:
-        raise ValueError(f"step is {state.step!r}, and the curve has {len(state.curve)} steps")
-    return state, further
+def curve_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any]:
+    """The loss of each step, or its losses by layer, from a file of a training."""
+    curve: list[Any] = tensors["curve"].tolist()
+    if len(curve) != notes["step"]:
+        raise ValueError(f"step is {notes['step']!r}, and the curve has {len(curve)} steps")
+    return curve
 
 
 def _refuse(path: Path, identity: Any, found: Any) -> None:
@@ -155,7 +130,7 @@ class AlignedTraining:
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
             layer_weights(self.weights, max(1, len(self.weights)))
-        objective = objective_named(self.objective)
+        objective = OBJECTIVES.named(self.objective)
         self._refuse_unused(objective)
 
     @classmethod
@@ -200,7 +175,7 @@ class AlignedTraining:
     def _refuse_unused(self, objective: type[Objective]) -> None:
         """Refuse settings of other objectives."""
         owners: dict[str, list[str]] = {}
-        for name, other in find_objectives().items():
+        for name, other in OBJECTIVES.all().items():
             for setting in other.own_settings:
                 owners.setdefault(setting, []).append(repr(name))
         for setting in (name for name in owners if name not in objective.own_settings and self._set(name)):
@@ -219,17 +194,17 @@ class AlignedTraining:
 
     def is_standard(self, step: int) -> bool:
         """Whether a step, counted from 0, trains with the loss of the last layer alone."""
-        return objective_named(self.objective).is_standard(self, step)
+        return OBJECTIVES.named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
         """Weights of the layers whose cross-entropies a step sums, by layer from 1."""
-        objective = objective_named(self.objective)
+        objective = OBJECTIVES.named(self.objective)
         return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
         """All settings that affect the results, for the provenance."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
-        options["schedule"] = self.schedule or objective_named(self.objective).schedule
+        options["schedule"] = self.schedule or OBJECTIVES.named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
         return options if lora is None else options | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
 

@@ -18,9 +18,7 @@ from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
 from ..data.data import Data
-from ..data.labels import warn_of_unused
 from ..engine.arguments import with_tokenizer
-from ..engine.reports import record
 from ..lens.targets import usual_labels
 from ..remote.adapter_training import RemoteDescent, open_traced
 from ..sources.checks import check_lens, need_stream
@@ -34,7 +32,7 @@ from .adapters import AlignedAdapters
 from .losses import Weights, layer_weights
 from .residual_stream import no_known_head, refuse_float16
 from .settings import open_training_file
-from .training_data import TrainingData, found_in_data, open_training_data
+from .training_data import TrainingData, open_training_data, record_of_training
 
 
 def no_traced_model(model: Any) -> LayersimError:
@@ -142,25 +140,21 @@ def train_adapters(
     rows = open_training_data(data, eval_data, labels, known, source.module, usual, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": opened.layers, "unembed": opened.unembed}
-    digests = {"trained_on": rows[0].digest(), "judged_on": rows[1].digest()}
     identity = {
         "model": () if checkpoint is None else known.identity("checkpoint"),
         "task": options | {"seed": seed, "batch_size": data.batch_size},
         "pad": known.tokenizer.pad_token_id if known.tokenizer is not None else None,
         "version": version("tl_layersim"),
-        **digests,
+        "trained_on": rows[0].digest,
+        "judged_on": rows[1].digest,
     }
     file, began = open_training_file(checkpoint, identity), time.perf_counter()
     training = AdapterSteps(RemoteDescent(source, blocks, weights_by_layer), rows, known, settings)
     training.restore(file)
     _report_traffic(training)
     fields = _trained(training, source, file)
-    options = data.record() | found_in_data(*rows) | options
-    options |= {"trained_on": digests["trained_on"], "train_rows": len(rows[0])}
     options |= {"remote": [source.record()]} if isinstance(source, OnServer) else {}
-    run = record([known], training.tally(time.perf_counter() - began), options, seed)
-    if not isinstance(usual, str):
-        warn_of_unused(usual, run)
+    run = record_of_training(known, rows, options, time.perf_counter() - began, seed)
     paths = tuple(source.paths[block] for block in blocks)
     adapters = AlignedAdapters(**fields, blocks=tuple(blocks), paths=paths, layers=known.layers, provenance=run)
     if not adapters.aligned("after") <= adapters.aligned("before"):

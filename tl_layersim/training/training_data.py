@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.fields import Provenance
+from ..core.sums import Tally
 from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.inputs import EMBEDDINGS
-from ..data.labels import NO_LABEL
+from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.rows import Row
+from ..engine.reports import record
 from ..lens.targets import answers, check_batch_labels
 from ..sources.inputs import forward_arguments
 from ..sources.model import Model
@@ -77,12 +81,7 @@ class TrainingData:
         targets = answers(batch, self.labels, self.model)
         return TrainingBatch(main, options, targets, batch.attention if batch.padded else None, name)
 
-    def part(self, start: int, stop: int) -> TrainingData:
-        """The rows from `start` up to `stop`."""
-        part = copy.copy(self)
-        part.rows = self.rows[start:stop]
-        return part
-
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the rows and their targets."""
         digest = new_digest()
@@ -104,8 +103,9 @@ class TrainingData:
                 f"`data` has {len(self)} row with a target; one must be held out for evaluation, so it needs two, or "
                 "eval_data=."
             )
-        kept = max(1, len(self) // HELD_OUT)
-        return self.part(0, len(self) - kept), self.part(len(self) - kept, len(self))
+        first, last, kept = copy.copy(self), copy.copy(self), max(1, len(self) // HELD_OUT)
+        first.rows, last.rows = self.rows[:-kept], self.rows[-kept:]
+        return first, last
 
 
 def refuse_labels(training_rows: TrainingData, eval_rows: TrainingData, classes: int) -> None:
@@ -122,11 +122,6 @@ def refuse_labels(training_rows: TrainingData, eval_rows: TrainingData, classes:
     refuse_other_labels(torch.tensor(training_rows.label_range), classes)
     # Rows held out of `data` have its range.
     refuse_other_labels(torch.tensor(eval_rows.label_range), classes, " of `eval_data`")
-
-
-def found_in_data(*parts: TrainingData) -> dict[str, int]:
-    """Counts of automatic corrections in reading, see `Batches.row_counts`; two parts of one data set count once."""
-    return found_in(*{id(part.batches): part.batches for part in parts}.values())
 
 
 def open_training_data(
@@ -160,3 +155,27 @@ def open_training_data(
     if eval_data is None:
         return rows.split()
     return rows, TrainingData(replace(batches, data=data.like(eval_data)), usual, model, module)
+
+
+def record_of_training(
+    model: Model, rows: tuple[TrainingData, TrainingData], options: dict[str, Any], seconds: float, seed: int
+) -> Provenance:
+    """The record of a training; `tokens`, `sequences` and `batches` are those of the evaluation.
+
+    Args:
+        model: description of the model before the training.
+        rows: to train on, and to evaluate on.
+        options: settings of the training.
+        seconds: of the whole call.
+        seed: of the training.
+    """
+    trained_on, held_out = rows
+    data = trained_on.batches.data
+    targets = sum(int((held_out.take([row]).targets != NO_LABEL).sum()) for row in range(len(held_out)))
+    tally = Tally(-(-len(held_out) // data.batch_size), len(held_out), targets, held_out.digest, seconds)
+    # Two parts of one data set count once.
+    found = found_in(*{id(part.batches): part.batches for part in rows}.values())
+    own = {"trained_on": trained_on.digest, "train_rows": len(trained_on)}
+    run = record([model], tally, data.record() | found | options | own, seed)
+    warn_of_unused(trained_on.labels, replace(run, sequences=len(trained_on) + len(held_out)))
+    return run

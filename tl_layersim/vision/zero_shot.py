@@ -236,7 +236,7 @@ def zero_shot_classifier(
     names, by_class = _prompts_by_class(class_names, template, prompts)
     tokens, vectors = _read_prompts(text, [prompt for each in by_class for prompt in each], tokenizer)
     counts = [len(each) for each in by_class]
-    _verify_logits(clip, vision, tokens[0], vectors[0])
+    _verify_logits(clip, vision.tower, tokens[0], vectors[0])
     means = torch.stack([part.mean(0) for part in torch.split(vectors, counts)])
     return ZeroShotClassifier(clip, vision.tower, unit(means), names)
 
@@ -308,23 +308,20 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
     return tokens, found
 
 
-def _verify_logits(clip: torch.nn.Module, vision: TowerSource, tokens: Tensor, vector: Tensor) -> None:
+def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: Tensor) -> None:
     """Compare the logit of one prompt for a generated image with the model's own `logits_per_image`.
 
     Raises:
         LayersimError: they differ by more than rounding.
     """
-    config: Any = vision.module.config
-    size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
-    first = next(clip.parameters())
-    image = torch.randn(1, getattr(config, "num_channels", 3), *size, generator=torch.Generator().manual_seed(0))
+    alone = ZeroShotClassifier(clip, tower, vector[None], ("",))
+    size, first = alone.config.image_size, next(clip.parameters())
+    size = size if isinstance(size, list | tuple) else (size,) * 2
+    image = torch.randn(1, getattr(alone.config, "num_channels", 3), *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), eval_mode(clip):
         output: Any = clip(input_ids=tokens[None].to(first.device), pixel_values=image.to(first))
-        pooled = vision.module(pixel_values=image.to(first)).pooler_output
-        for path in vision.tower.head.modules:
-            pooled = clip.get_submodule(path)(pooled)
-    scale = float(clip.logit_scale.detach().double().exp())  # type: ignore[operator]  # a parameter
-    ours, theirs = scale * float(unit(pooled)[0] @ vector.to(pooled.device)), float(output.logits_per_image[0, 0])
+        ours, theirs = float(alone(image.to(first))[0, 0]), float(output.logits_per_image[0, 0])
+        scale = float(clip.logit_scale.double().exp())  # type: ignore[operator]  # a parameter
     if not abs(ours - theirs) <= scale * rounding(first.dtype):
         raise LayersimError(
             f"The zero-shot logits differ from `logits_per_image` of {type(clip).__name__}: {ours:.4g} and {theirs:.4g} "

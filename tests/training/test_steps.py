@@ -1,0 +1,219 @@
+"""Optimiser steps: resume after an interrupt, accumulation, mixed precision, several processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core.resumable_file import ResumableFile
+from tl_layersim.remote.adapter_training import RemoteDescent
+from tl_layersim.training.fine_tuning_steps import FineTuning
+from tl_layersim.training.objectives.objective import Objective
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from .helpers import SHORT, Stop, cut_after, dropping, equal, traced, train, weights_of
+
+ROWS = lsim.Data(random_tokens(20, 6), batch_size=2)
+LONG = lsim.AlignedTraining(steps=30, lr=1e-2, eval_every=7, accumulation=2)
+
+KILLED = """
+import signal, sys, time, torch
+# A shell's background jobs are started deaf to it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tests.training import test_steps as here
+from tl_layersim.core import resumable_file
+resumable_file.SECONDS_BETWEEN_SAVES = 0
+plain = here.FineTuning.loss_and_gradients
+
+def waiting(self):
+    # At the tenth step it waits to be killed.
+    print(self.step, flush=True)
+    time.sleep(120 if self.step == 10 else 0.05)
+    return plain(self)
+
+here.FineTuning.loss_and_gradients = waiting
+here.lsim.finetune_aligned(here.dropping(here.tiny_gpt2()), here.ROWS, here.LONG, checkpoint=sys.argv[1])
+"""
+
+
+def counted(monkeypatch, stop=None):
+    """Numbers of the steps that fine-tunes make from now on; step `stop` is an interrupt."""
+    steps, plain = [], FineTuning.loss_and_gradients
+
+    def counting(self):
+        if self.step == stop:
+            raise KeyboardInterrupt
+        steps.append(self.step)
+        return plain(self)
+
+    monkeypatch.setattr(FineTuning, "loss_and_gradients", counting)
+    return steps
+
+
+class TestResume:
+    @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+    def test_a_killed_process(self, kill, tmp_path, monkeypatch):
+        path, whole, model = tmp_path / "run.safetensors", dropping(tiny_gpt2()), dropping(tiny_gpt2())
+        expected = lsim.finetune_aligned(whole, ROWS, LONG)
+        command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for line in process.stdout:
+            if int(line) == 10:
+                break
+        process.send_signal(kill)
+        process.wait()
+        steps = counted(monkeypatch)
+        again = lsim.finetune_aligned(model, ROWS, LONG, checkpoint=path)
+        assert 0 < len(steps) < 30
+        assert torch.equal(again.loss, expected.loss)
+        assert torch.equal(again.values, expected.values)
+        assert again.looks == expected.looks
+        assert torch.equal(weights_of(model), weights_of(whole))
+
+    @pytest.mark.parametrize("what", ["lora", "multi-head", "bf16"])
+    def test_an_interrupt(self, what, tmp_path, monkeypatch):
+        settings = {"objective": "multi-head"} if what == "multi-head" else {"mixed_precision": "bf16"}
+        if what == "lora":
+            peft = pytest.importorskip("peft")
+            config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+            settings = {"lora": config, "lr": 0.05}
+        training, path = replace(SHORT, **settings), tmp_path / "run.safetensors"
+        whole, model = tiny_llama(), tiny_llama()
+        expected = lsim.finetune_aligned(whole, ROWS, training)
+        with monkeypatch.context() as patch:
+            counted(patch, stop=3)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                lsim.finetune_aligned(model, ROWS, training, checkpoint=path)
+        assert str(path) in caught.value.__notes__[-1]
+        # Adapters are taken out again.
+        assert torch.equal(weights_of(model), weights_of(tiny_llama())) == (what == "lora")
+        steps, model = counted(monkeypatch), tiny_llama()
+        for _ in range(2):
+            # The second call finds a finished run.
+            again = lsim.finetune_aligned(tiny_llama() if steps else model, ROWS, training, checkpoint=path)
+            assert steps == [3, 4, 5]
+            assert torch.equal(again.loss, expected.loss)
+            assert torch.equal(again.values, expected.values)
+            assert what != "multi-head" or again.heads.digest == expected.heads.digest
+        assert torch.equal(weights_of(model), weights_of(whole))
+
+    @pytest.mark.filterwarnings("ignore:On held-out data the aligned loss rose")
+    @pytest.mark.parametrize("count", [0, 1, 3])
+    @pytest.mark.parametrize("killed", [False, True])
+    def test_adapters(self, count, killed, tmp_path, monkeypatch):
+        path, calm = tmp_path / "run.ckpt", train(traced())
+        with monkeypatch.context() as patch:
+            if killed:
+                # As it stands on disk when the power goes: what is saved on the way out is not there.
+                patch.setattr(ResumableFile, "due", True)
+                plain, dead = ResumableFile.write, []
+                patch.setattr(ResumableFile, "write", lambda self, *a: bool(dead) or plain(self, *a))
+                cut_after(count, patch, lambda: dead.append(1))
+            else:
+                cut_after(count, patch)
+            with pytest.raises(Stop) as caught:
+                train(traced(), checkpoint=path)
+        assert path.exists() == (count > 0)
+        assert bool(getattr(caught.value, "__notes__", [])) == (count > 0)
+        made, plain = [], RemoteDescent.item
+        monkeypatch.setattr(RemoteDescent, "item", lambda self, *a: made.append(a[-2]) or plain(self, *a))
+        assert equal(train(traced(), checkpoint=path), calm)
+        assert set(made) - {0} == set(range(count + 1, 5))
+        assert equal(train(traced(), checkpoint=path), calm)
+        with pytest.raises(lsim.LayersimError, match="another"):
+            train(traced(), checkpoint=path, lr=0.1)
+
+    def test_another_run_is_refused(self, tmp_path):
+        path, model = tmp_path / "run.safetensors", tiny_llama()
+        lsim.finetune_aligned(model, ROWS, SHORT, checkpoint=path)
+        others = [
+            (lsim.Data(random_tokens(20, 6, seed=1), batch_size=2), SHORT),
+            (ROWS, replace(SHORT, lr=1e-3)),
+            (ROWS, replace(SHORT, weights="uniform")),
+            (lsim.Data(ROWS.source, batch_size=4), SHORT),
+        ]
+        for data, training in others:
+            with pytest.raises(lsim.LayersimError, match="another run"):
+                lsim.finetune_aligned(tiny_llama(), data, training, checkpoint=path)
+        # The model that the run has trained.
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*LlamaForCausalLM.*run\.safetensors"):
+            lsim.finetune_aligned(model, ROWS, SHORT, checkpoint=path)
+
+    def test_places_that_are_none_are_refused_at_once(self, tmp_path):
+        with pytest.raises(lsim.LayersimError, match=r"`checkpoint`.*no"):
+            lsim.finetune_aligned(tiny_llama(), ROWS, SHORT, checkpoint=tmp_path / "no" / "x")
+        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*no"):
+            lsim.finetune_aligned(tiny_llama(), ROWS, replace(SHORT, save_to=tmp_path / "no" / "x"))
+
+
+def test_steps_are_the_optimisers_whatever_is_accumulated(monkeypatch):
+    seen, plain = [], Objective.forward
+    monkeypatch.setattr(
+        Objective, "forward", lambda self, batch, step, run=None: seen.append(step) or plain(self, batch, step, run)
+    )
+    lsim.finetune_aligned(tiny_llama(), ROWS, lsim.AlignedTraining(steps=3, accumulation=4, lr=1e-3))
+    assert seen == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_accumulation_is_one_larger_batch():
+    """Rows of different lengths: tokens count alike, not batches."""
+    rows = [random_tokens(1, n, seed=n)[0].tolist() for n in (3, 9, 4, 12, 5, 6, 3, 20, 8, 4, 6, 7)]
+    data, found = [{"input_ids": row} for row in rows], []
+    for batch_size, accumulation in ((8, 1), (2, 4)):
+        model = tiny_llama().double()
+        training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=accumulation)
+        result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=batch_size), training)
+        found.append((result.loss, weights_of(model)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-7, atol=1e-9)
+
+
+def test_bfloat16_is_near_float32():
+    found = [lsim.finetune_aligned(tiny_llama(), ROWS, replace(SHORT, mixed_precision=how)).loss for how in ("no", "bf16")]
+    assert not torch.equal(*found)
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
+
+
+def ranked(drawn: int, batch_size: int) -> dict[str, torch.Tensor]:
+    """A fine-tune on rows of different lengths, with layers drawn at random if `drawn` is 1."""
+    model = tiny_llama().double()
+    training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=2, layers_per_step=drawn or None)
+    rows = [{"input_ids": row[: 3 + i % 5].tolist()} for i, row in enumerate(random_tokens(40, 8))]
+    result = lsim.finetune_aligned(model, lsim.Data(rows, batch_size=batch_size), training)
+    return {"loss": result.loss, "held": result.values, "weights": weights_of(model)}
+
+
+RANKS = """
+import os, sys, torch
+from tests.training.test_steps import ranked
+found = ranked(int(sys.argv[2]), 2)
+if os.environ["RANK"] == "0":
+    torch.save(found, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_two_processes_are_one_with_twice_the_batch(tmp_path, drawn):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out, processes = tmp_path / "ranks.pt", []
+    for rank in range(2):
+        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-c", RANKS, str(out), str(drawn)]
+        processes.append(subprocess.Popen(command, env=os.environ | world, stderr=subprocess.PIPE))
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), errors
+    found, one = torch.load(out, weights_only=True), ranked(drawn, 4)
+    torch.testing.assert_close(found["loss"], one["loss"], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found["held"], one["held"], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-6, atol=1e-9)

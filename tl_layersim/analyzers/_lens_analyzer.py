@@ -1,0 +1,71 @@
+"""`LensAnalyzer`: base class of `LogitLens`, `ExitCurve`, `Saturation` and `TaskMetrics`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from ..core.arguments import PositiveFloat
+from ..core.sums import Sums
+from ..data.labels import is_none, warn_of_unused
+from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..sources.checks import refuse_bad_logits
+from ..sources.model import Model
+from .analyzer import LabelledAnalyzer, Run, need_head, need_tokens
+
+
+class LensAnalyzer(LabelledAnalyzer):
+    """An analyzer of the predictions of each layer by the final norm and the unembedding, or by heads of the layers."""
+
+    needs_unembed: ClassVar[bool] = True
+    optional_labels: ClassVar[bool] = True
+
+    norm: Literal["final", "none"]
+    lens_memory_mb: PositiveFloat
+    heads: ExitHeads | str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
+
+    def check(self, *models: Model) -> None:
+        given = {"targets": not is_none(self.labels), "own_labels": bool(self.label_source)}
+        need_head(models[0], type(self).__name__, **given, heads=self.heads)
+
+    @property
+    def lens(self) -> dict[str, Any]:
+        """The options of the lens, as kernels take them."""
+        return {
+            "normed": self.norm == "final",
+            "memory_mb": float(self.lens_memory_mb),
+            "heads": plain_heads(self.heads),
+        }
+
+    def check_sums(self, sums: Sums, run: Run, count: int | Tensor, targets: int | Tensor = 1) -> None:
+        """Refuse too few positions or targets, and logits that are not finite; warn of labels without rows.
+
+        Args:
+            sums: of all batches.
+            run: the finished run.
+            count: number of positions.
+            targets: number of positions with a target.
+        """
+        warn_of_unused(self.labels, run.provenance)
+        need_tokens(int(count), 1, type(self).__name__, "positions that the head reads")
+        refuse_bad_logits(sums["bad"], run.layers)
+        if not is_none(self.labels):
+            need_tokens(int(targets), 1, type(self).__name__, "positions with a target")
+
+    def unembedding(self, run: Run) -> str:
+        """The map from the residual x to logits as text; with heads, the map below the last layer.
+
+        Args:
+            run: the finished run.
+        """
+        if run.head is None:
+            return ""
+        head = run.head if self.heads is None else replace(run.head, parts=(*run.head.parts[:-1], "heads[layer]"))
+        return head.written(self.norm == "final")
