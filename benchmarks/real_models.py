@@ -1,7 +1,7 @@
 """Tables of docs/results.md and docs/traps.md: cosine and CKA of real models over real text, and what moves them.
 
     python benchmarks/real_models.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --tokens 16384 > tables.md
-    python benchmarks/real_models.py --model smollm2=FOLDER --text FILE --tokens 4096 --intervals > intervals.md
+    python benchmarks/real_models.py --model smollm2=FOLDER --text FILE --tokens 2048 --intervals > intervals.md
 
 Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens.
 """
@@ -49,22 +49,19 @@ def by_layer(name: str, report: lsim.Report) -> None:
 
 
 def with_intervals(name: str, report: lsim.Report) -> None:
-    """Similarity of every layer to the last and accuracy of the logit lens, with half of their 95 % intervals."""
-    cosine, lens = report["cosine"], report["logit_lens"]
+    """Cosine of every layer to the last and accuracy of the logit lens, with half of their 95 % intervals."""
+    cosine = report["cosine"]
     p = cosine.provenance
     print(f"### {name}\n")
     print(f"{p.tokens} tokens in {p.sequences} rows, first {SKIP} tokens of each row left out;")
     print(f"data `{p.data[:12]}`, weights `{p.weights_hash}`.\n")
-    print(
-        "| after block | cosine to the last layer | CKA to the last layer | accuracy of the lens |\n| --- | --- | --- | --- |"
-    )
-    columns = [report["cosine"].interval("values"), report["cka"].interval("values"), lens.interval("accuracy")]
-    last = len(cosine.layers) - 1
-    for block in range(last):
-        cells = []
-        for value, low, high, _error in columns:
-            at = (block,) if value.ndim == 1 else (block + 1, last)
-            cells.append(f"{value[at]:.3f} ± {(high[at] - low[at]) / 2:.3f}")
+    print("| after block | cosine to the last layer | accuracy of the lens |\n| --- | --- | --- |")
+    similar, right = cosine.interval("values"), report["logit_lens"].interval("accuracy")
+    for block in range(len(cosine.layers) - 1):
+        cells = [
+            f"{own.value[at]:.3f} ± {(own.high[at] - own.low[at]) / 2:.3f}"
+            for own, at in ((similar, (block + 1, -1)), (right, (block,)))
+        ]
         print("|", " | ".join([str(block), *cells]), "|")
     print(flush=True)
 
@@ -111,7 +108,7 @@ def main() -> None:
         model = load(folder)
         if arguments.intervals:
             data = lsim.Data(texts, pack=True, max_tokens=arguments.tokens, skip_first=SKIP, seq_len=128)
-            analyzers = [lsim.Cosine(center="none"), lsim.CKA(), lsim.LogitLens()]
+            analyzers = [lsim.Cosine(center="none"), lsim.LogitLens()]
             with_intervals(name, lsim.analyze(model, data, analyzers, intervals=True))
             continue
         data = lsim.Data(texts, pack=True, max_tokens=arguments.tokens, skip_first=SKIP, seq_len=256)

@@ -142,19 +142,18 @@ def stitching() -> go.Figure:
 
 
 def smollm2() -> list[go.Figure]:
-    """Similarity to the last layer and accuracy of the logit lens in SmolLM2, with intervals, from docs/results.md."""
+    """Cosine to the last layer and accuracy of the logit lens in SmolLM2, with intervals, from docs/results.md."""
     table = read_table("results.md", "| after block | cosine to the last layer |")
-    blocks = range(len(table.labels))
-    similar = [
-        series(table.column("cosine to the last layer"), "cosine", BLUE, "circle"),
-        series(table.column("CKA to the last layer"), "CKA", GREEN, "diamond"),
-    ]
-    right = [series(table.column("accuracy of the lens"), "accuracy", ORANGE, "square")]
-    figures = [
-        by_layer(blocks, similar, "How similar is each layer to the last?", "Similarity", "After block"),
-        by_layer(blocks, right, "What does each layer predict?", "Accuracy of the logit lens", "After block"),
-    ]
-    return [with_subtitle(figure.update_xaxes(dtick=5), "SmolLM2-135M; bands: 95 % intervals") for figure in figures]
+    figures = []
+    for column, title, quantity, look in (
+        ("cosine to the last layer", "How similar is each layer to the last?", "Cosine similarity", (BLUE, "circle")),
+        ("accuracy of the lens", "What does each layer predict?", "Accuracy of the logit lens", (ORANGE, "square")),
+    ):
+        figure = by_layer(
+            range(len(table.labels)), [series(table.column(column), column, *look)], title, quantity, "After block"
+        )
+        figures.append(with_subtitle(figure.update_xaxes(dtick=5), "SmolLM2-135M; bands: 95 % intervals"))
+    return figures
 
 
 def similarity() -> list[go.Figure]:

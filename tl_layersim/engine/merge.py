@@ -17,7 +17,7 @@ from ..core.resumable_file import plain
 from ..core.sums import Sums, SumTree, Tally
 from .arguments import AnalyzersArgument
 from .reports import make_report
-from .shards import FIRST, MAIN, DataCounts, FilesArgument, ShardPart, listed, read_part
+from .shards import FIRST, MAIN, DataCounts, FilesArgument, ShardPart, paths_of, read_part
 from .submitted_runs import model_of, models_read, restored_analyzers
 
 
@@ -58,7 +58,7 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         >>> bool((merged["cka"].values == lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"])["cka"].values).all())
         True
     """
-    return merged_report(map(header_of, listed(files, "files")), analyzers, reread)
+    return merged_report(map(header_of, paths_of(files, "files")), analyzers, reread)
 
 
 def merged_report(

@@ -333,10 +333,10 @@ def chosen_shard(
             "ranks divide the data already."
         )
     refuse_unwritable(save_to, "save_to")
-    return Shard(number, of, Path(save_to), None if first is None else listed(first, "first"))
+    return Shard(number, of, Path(save_to), None if first is None else paths_of(first, "first"))
 
 
-def listed(files: FilesArgument, argument: str) -> tuple[Path, ...]:
+def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
     """The paths of files: those in a folder, those that a pattern matches, or those that were given.
 
     Args:
