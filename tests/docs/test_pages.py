@@ -77,10 +77,6 @@ def test_the_readme_cites_what_the_citation_file_says():
         assert f"{field} = {{{value}}}" in bibtex
 
 
-def test_the_readme_is_read_in_a_minute():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
-
-
 def test_the_chart_of_performance_has_its_rows_in_the_table():
     table = read_table("performance.md", "| variant | seconds | / (a) |")
     seconds = dict(zip(table.labels, table.column("seconds").values, strict=True))
