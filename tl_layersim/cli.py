@@ -1,4 +1,4 @@
-"""The command line `tl-layersim`, whose commands are in `commands/`."""
+"""The command line `tl-layersim`. Its commands are in `commands/`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ for panel, commands in (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Refusals and wrong usage exit with status 2, other errors with status 1 and a traceback.
+    """Run the command line. A `LayersimError` or wrong usage exits with status 2, any other error with status 1 and a
+    traceback.
 
     Args:
-        arguments: of the command line; None for those of this process.
+        arguments: command-line arguments; None for those of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     traced = "--traceback" in given

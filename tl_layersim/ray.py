@@ -1,4 +1,5 @@
-"""`analyze_on_ray`: `analyze` with copies of the model in workers of a Ray cluster, which measure shards of the data."""
+"""`analyze_on_ray`: runs `analyze` on a Ray cluster, where each worker holds a copy of the model and measures shards of the
+data."""
 
 from __future__ import annotations
 
@@ -39,11 +40,11 @@ WORKER_OPTIONS = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 5}
 
 
 class RunDescription(NamedTuple):
-    """What a worker knows of the run.
+    """A worker's description of the run, which the driver compares.
 
     Attributes:
         identity: model, analyzers, options and version, as plain data.
-        counts: of all data.
+        counts: counts of rows and tokens of all data.
         in_two_stages: whether the model makes a first pass.
     """
 
@@ -53,12 +54,12 @@ class RunDescription(NamedTuple):
 
 
 class ModelCopy:
-    """A copy of the model in a worker, and the data; both are opened by the first call, whose errors reach the driver.
+    """A copy of the model and the data in a worker. The first call opens both, so that errors reach the driver.
 
     Args:
-        load_model: returns the model, or an `OpenedModel`.
-        argument: that names the folder of the run, see `Model.identity`.
-        how: holds Ray's reference of the data, the analyzers and the options, see `opened_analysis`.
+        load_model: function that returns the model, or an `OpenedModel`.
+        argument: name of the argument that holds the run's folder, see `Model.identity`.
+        how: Ray's reference to the data, the analyzers and the options, see `opened_analysis`.
     """
 
     def __init__(self, load_model: Callable[[], Any], argument: str | None, how: list[Any]) -> None:
@@ -87,20 +88,20 @@ class ModelCopy:
         """Measure one shard.
 
         Args:
-            number: of the shard.
+            number: index of the shard.
             of: number of shards.
-            first: the first stage, None to measure a shard of it or where there is none.
+            first: the result of the first stage; None in the first stage, or if there is none.
         """
         identity, counts, _ = self._described
         return ShardRun(self._analysis, identity, number, of, first).measure(counts, {})
 
 
 class Workers:
-    """The workers of a run: those that are free, and the calls of the others.
+    """The workers of a run: free workers, and the calls that are running.
 
     Args:
-        ray: the package.
-        actors: on Ray, of `ModelCopy`.
+        ray: the package ray.
+        actors: Ray actors of `ModelCopy`.
     """
 
     def __init__(self, ray: Any, actors: list[Any]) -> None:
@@ -113,17 +114,17 @@ class Workers:
     def measured(
         self, stage: str, identity: Mapping[str, Any], first: FirstStage | None, of: int, folder: Path | None
     ) -> list[ShardPart]:
-        """The sums of all shards, each from the first worker that returns them.
+        """Measure all shards; the sums of a shard come from the first worker that returns them.
 
         Args:
             stage: "first" or "main".
-            identity: of the run, with the digest of the first stage.
-            first: the first stage, for the main one.
-            of: number of shards, where `folder` holds none.
-            folder: keeps the sums of each shard; those that it holds are not measured again.
+            identity: identity of the run, including the digest of the first stage.
+            first: the result of the first stage, for the main stage.
+            of: number of shards, if `folder` holds none.
+            folder: folder of the sums; shards in it are not measured again.
 
         Raises:
-            LayersimError: a part in the folder is of another run.
+            LayersimError: the folder holds sums of another run.
         """
         kept = [] if folder is None else [read_part(path) for path in folder.glob(f"{stage}-*.safetensors")]
         parts: dict[int, ShardPart] = {}
@@ -147,7 +148,7 @@ class Workers:
         return list(parts.values())
 
     def _give(self, stage: str, missing: list[int], of: int, first: FirstStage | None) -> None:
-        """Give the missing shards to the free workers; then those in work once more, as a machine may be gone."""
+        """Give missing shards to free workers, then shards in work a second time, because a machine may be lost."""
         given = [task[1] for _, task in self._running.values() if task is not None and task[0] == stage]
         for number in sorted(missing, key=given.count):
             if self._free and given.count(number) < 2:
@@ -155,7 +156,7 @@ class Workers:
                 self._running[actor.measure.remote(number, of, first)] = (actor, (stage, number))
 
     def _wait(self) -> tuple[tuple[str, int] | None, Any]:
-        """The next call that ends, None for a description, and its result."""
+        """Wait for the next call to end; return its key (None for a description) and its result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
         actor, task = self._running.pop(reference)
         try:
@@ -184,20 +185,20 @@ def analyze_on_ray(
 ) -> Report:
     """Run analyzers over data on copies of one model in the workers of a Ray cluster.
 
-    Each worker loads the model and gets the data once, and measures one shard of the data at a time. The report equals that of
-    `analyze` in one process to the last bit, however many workers there are and also if some were lost, provided that a forward
-    pass gives equal bits on all machines: the same hardware, versions and number of threads (`torch.get_num_threads()`; Ray
-    gives a worker as many as its `num_cpus`).
+    Each worker loads the model and gets the data once, and measures one shard of the data at a time. The report equals the
+    report of `analyze` in one process to the last bit, for any number of workers and even if some are lost, if forward passes
+    give equal bits on all machines: the same hardware, versions and number of threads (`torch.get_num_threads()`; Ray gives a
+    worker `num_cpus` threads).
 
-    A process that is not connected to a cluster is connected for the call by `ray.init()`, which joins the cluster of
-    `RAY_ADDRESS` or one that runs on this machine, and starts one on this machine where there is none.
+    If this process is not connected to a cluster, the call connects it by `ray.init()`, which joins the cluster at
+    `RAY_ADDRESS` or on this machine, or starts one on this machine.
 
     Args:
         load_model: a function without arguments that returns the model, of any kind that `analyze` takes, or what `open_model`
             returns with `layers` and `unembed`. It runs once on each worker, where this package must be installed.
         data: a `Data`, or raw data: any data that `analyze` takes, or a `ray.data.Dataset`, whose rows this process reads in
             order.
-        analyzers: as in `analyze`.
+        analyzers: see `analyze`.
         num_workers: number of processes that hold the model. The run begins as soon as the first one has loaded it.
         resources: options of `ray.remote` for each worker: `num_cpus` (1 by default), `num_gpus`, `memory`, `resources`,
             `runtime_env`, `max_restarts` (without limit by default), `max_task_retries` (5 by default), ...
@@ -253,7 +254,7 @@ def analyze_on_ray(
 
 
 def _rows(data: Data) -> Any:
-    """The data in a form that can be sent: rows of iterators and of Ray data sets are read, in their order."""
+    """The data in a form that can be sent to workers: iterators and Ray data sets are read in order."""
     source = data.source
     if not any(cls.__module__.startswith("ray.data") for cls in type(source).__mro__):
         return list(source) if data.read_once else source
@@ -289,7 +290,8 @@ def _refuse_other_run(given: str, part: ShardPart, identity: Mapping[str, Any], 
 
 @contextmanager
 def _connected() -> Iterator[Any]:
-    """Ray in a context in which this process is connected to a cluster: as before, or as `ray.init()` connects it."""
+    """A context manager that connects this process to a cluster by `ray.init()`, unless it is connected, and yields the package
+    ray."""
     try:
         import ray
     except ImportError as error:

@@ -135,7 +135,7 @@ def test_few_samples_are_spoken_of():
     for tokens, says in (
         (80, r"CCA rests on 80 tokens of up to 8 dimensions: (.*) of about 0\.10\. Pass more data"),
         (17, r"of about 0\.50\. Pass more data"),
-        (9, r"of about 1\.00\. Every value of such sites is 1 by construction\."),
+        (9, r"of about 1\.00\. Every value is 1"),
         (5, r"CCA rests on 5 tokens of up to 4 dimensions: .* Every value"),
     ):
         with pytest.warns(lsim.LayersimWarning, match=says):

@@ -242,7 +242,7 @@ def test_two_remote_models_are_compared_by_what_is_small(server, trust, capfd):
         **options,
     )
     assert torch.allclose(far.values, here.values, atol=1e-6)
-    assert "cross in all" in said
+    assert "transferred in all" in said
 
 
 def test_one_model_here_and_one_there(server):

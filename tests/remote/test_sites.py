@@ -99,7 +99,7 @@ def test_two_models_are_compared_at_other_sites(small, capfd):
     # Of each model: Grams of 12 sites, the row of each sample and the number of rows, for each minibatch, and the rows of the
     # pool; and 96 numbers a token, where the widths of both are known beforehand.
     crossing = 2 * (tokens // 32 * (12 * 4 * 32 * 33 // 2 + 8 * 32 + 8) + 8)
-    assert said.count(f"{crossing / 1e3:.1f} kB cross in all") == 2
+    assert said.count(f"{crossing / 1e3:.1f} kB are transferred in all") == 2
     assert said.count(f"activations would be {2 * 96 * 4 * near.provenance.tokens / 1e3:.1f} kB") == 1
 
 

@@ -47,7 +47,7 @@ class TestRefusals:
         assert result.stopped == good + 1
         assert len(result.curve) == good + 1
         # The best window ended with step 50; before the first one is over there is only the start, which is zero here.
-        expected = next(tensors["weight"] for step, tensors in seen if step == 50) if good == 60 else torch.zeros(32, 32)
+        expected = next(tensors["weight/weight"] for step, tensors in seen if step == 50) if good == 60 else torch.zeros(32, 32)
         assert torch.equal(result.weight.float(), expected.float())
 
     @pytest.mark.parametrize("steps", [8, 60])
@@ -170,7 +170,7 @@ class TestRefusals:
     def test_identity_between_bases_is_warned_of(self):
         bridge = gpt2_of_kind("bridge", 0)
         bridge.enable_compatibility_mode()
-        with pytest.warns(lsim.LayersimWarning, match="written in different bases"):
+        with pytest.warns(lsim.LayersimWarning, match="different bases"):
             lsim.stitch(bridge, tiny_gpt2(1), rows(4, 8), at=(0, 0), adapter="identity")
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Activations of one batch: the view that kernels read, the samples of its sites, pools of rows, and calls of blocks."""
+"""Activations of one batch: the view that kernels read, buffers of sites, pools of rows, and recorded block calls."""
 
 import lazy_loader
 

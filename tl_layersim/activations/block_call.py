@@ -1,4 +1,4 @@
-"""Repeated calls of a block: with another residual, in float32, or for a few tokens with the keys and values of all others.
+"""Replay of a block call: with another residual, in float32, or for single tokens with fixed keys and values of all others.
 
 This file is shipped to NDIF servers by value, as source: it uses torch and the standard library alone, and decorators are lost.
 """
@@ -22,7 +22,7 @@ Block = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of one block in a forward pass: its arguments and its output.
+    """A recorded call of a block in a forward pass: its arguments and output.
 
     `again(call, hidden)` repeats the call with another residual.
 
@@ -48,7 +48,7 @@ class BlockCall:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The residual in the input or output of a block: the tensor itself, or the first tensor of a tuple, list or mapping."""
+    """The residual in a block's input or output: the tensor itself, or the first tensor of a tuple, list or mapping."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
@@ -59,12 +59,12 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def as_positions(hidden: Tensor) -> Tensor:
-    """Single vectors of rows, `batch d_model`, as rows of one position; any other residual unchanged."""
+    """Reshape single vectors, `batch d_model`, to rows of one position; other residuals are unchanged."""
     return hidden[:, None] if hidden.dim() == 2 else hidden
 
 
 class VectorBlock:
-    """A block that takes and gives one vector for each row, called with rows of one position.
+    """Wraps a block that maps one vector per row, so that it can be called with rows of one position.
 
     Args:
         block: the module, or its nnsight envoy.
@@ -89,7 +89,7 @@ def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str,
 
 
 def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> BlockCall:
-    """The record of a call; the residual is the first tensor of its arguments."""
+    """Record a call of a block; the residual is the first tensor among the arguments."""
     places = _places(args, kwargs)
     key = next(place for place, value in places.items() if isinstance(value, Tensor))
     after = first_tensor(output).detach()
@@ -100,14 +100,14 @@ def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
 
 
 def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = None) -> Tensor:
-    """Repeat the call of a block with another residual, and return the residual after the block.
+    """Replay a block call with another residual, and return the residual after the block.
 
     Floating-point arguments are converted to the dtype of the residual.
 
     Args:
         call: the block with its own arguments.
         hidden: `batch pos d_model`, the residual before the block.
-        kwargs: all arguments but the residual, by name; None for those of the call.
+        kwargs: all arguments but the residual, by name; None to use the recorded ones.
     """
     args, named = list(call.args), dict(call.kwargs)
     if kwargs is not None:
@@ -136,7 +136,7 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(value: Any, batch: int, times: int) -> Any:
-    """Arguments for several copies of a batch: tensors with one row for each row of the batch are repeated."""
+    """Repeat arguments for several copies of a batch, if they have one row for each row of the batch."""
     if isinstance(value, Tensor):
         many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
         return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
@@ -148,11 +148,11 @@ def copied(value: Any, batch: int, times: int) -> Any:
 
 
 class Widened:
-    """A context in which a block's weights have another dtype.
+    """A context manager in which a block's weights have another dtype.
 
-    The dicts of the modules hold converted copies for this time. The weights themselves are not changed, so gradients, hooks on
-    them and optimisers are not affected. Weights on the meta device and weights that are not floating-point stay. Weights that
-    accelerate has offloaded are loaded once, and stay in memory until the end.
+    The modules hold converted copies inside the context. The weights themselves are unchanged, so their gradients, hooks and
+    optimisers are not affected. Weights on the meta device and integer weights are not converted. Weights that accelerate has
+    offloaded are loaded once and stay in memory until the end.
     """
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
@@ -162,7 +162,7 @@ class Widened:
         self.loaded: list[tuple[Any, Any]] = []
 
     def _load(self) -> None:
-        """Load offloaded weights, and call the modules without accelerate's hooks, which would load them again."""
+        """Load offloaded weights and disable accelerate's hooks, which would load them again."""
         for part in self.parts:
             if "_hf_hook" in vars(part) and any(p.is_meta for p in part._parameters.values() if p is not None):
                 self.loaded.append((part, vars(part)["forward"]))
@@ -197,7 +197,7 @@ class Widened:
 
 
 class RecordingCache:
-    """Stand-in for a cache that records the keys and values that a block writes."""
+    """Stand-in for a key-value cache that records what a block writes to it."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[Tensor, Tensor]] = []
@@ -211,7 +211,7 @@ class RecordingCache:
 
 
 class FixedCache(RecordingCache):
-    """Stand-in for a cache that holds the keys and values of all tokens, and appends those of new tokens in each call.
+    """Stand-in for a key-value cache with the keys and values of all tokens; each call appends those of its own tokens.
 
     Args:
         key: `sample head pos d_head`.
@@ -226,7 +226,7 @@ class FixedCache(RecordingCache):
 
 
 def has_hooks(block: Any) -> bool:
-    """Whether the block contains hooks of the user, which may depend on positions that single tokens do not have."""
+    """Whether the user has hooks in the block, which may not work on single tokens."""
     module = getattr(block, "_module", block)
     known = ("nnsight", "accelerate", "transformer_lens.model_bridge")
     return isinstance(module, torch.nn.Module) and any(
@@ -237,10 +237,10 @@ def has_hooks(block: Any) -> bool:
 
 
 def by_name(call: BlockCall) -> dict[str, Any]:
-    """All arguments but the residual, by name.
+    """All arguments of a call except the residual, by name.
 
     Raises:
-        ValueError: the block's signature does not name them.
+        ValueError: the block's signature does not name an argument.
     """
     if not call.args:
         return {name: value for name, value in call.kwargs.items() if name != call.key}
@@ -254,27 +254,26 @@ def by_name(call: BlockCall) -> dict[str, Any]:
 
 
 class FewTokens:
-    """A block as a function of one token of a row, with the keys and values of all other tokens fixed; for many copies at once.
+    """A block as a function of one token per row, with fixed keys and values of all other tokens, for many copies at once.
 
-    Tokens influence each other only through attention, so the derivatives of this function are those of the block, and cost
-    as much as one token. The copies of a token form one row in which each copy attends to the other tokens and to itself, and
-    to no other copy. Where another token is read, copies of that token follow, each of which attends to its own copy of the
-    first token.
+    Tokens influence each other only through attention, so this function has the derivatives of the block, at the cost of one
+    token. The copies of a token form one row; each copy attends to the other tokens and to itself, but to no other copy. If
+    another token is read, copies of that token follow, and each attends to its own copy of the varied token.
 
     Args:
         call: the block with its own arguments.
-        dtype: to compute in.
-        row: `sample`, row of the batch of each sample.
+        dtype: dtype of the computation.
+        row: `sample`, the row of the batch that holds each sample.
         t_in: `sample`, the token that is varied.
         t_out: `sample`, the token that is read: equal to `t_in` for all samples, or different for all.
 
     Attributes:
         x: `sample d_model`, the unchanged residuals of the tokens `t_in`.
-        whole: `batch pos d_model`, output of the block for the batch.
+        whole: `batch pos d_model`, the block's output for the batch.
 
     Raises:
-        ValueError: the block cannot be called for single tokens: it takes no cache of keys and values, uses it more than once,
-            or takes unknown arguments with positions.
+        ValueError: the block cannot run on single tokens: it takes no key-value cache, uses the cache more than once, or takes
+            unknown arguments with positions.
     """
 
     def __init__(self, call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor) -> None:
@@ -299,13 +298,13 @@ class FewTokens:
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """The rows of an argument that belong to the samples; the single row of an argument that all rows share is expanded."""
+        """Select the samples' rows of an argument; an argument with a single shared row is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
 
     def _mask(self, given: Any) -> Tensor:
-        """The attention mask of the tokens, `sample head token pos`: booleans, or numbers that are added to scores."""
+        """The attention mask of the tokens, `sample head token pos`: bools, or numbers to add to the scores."""
         pos, at = self.pos, self.at
         if given is None:
             later = torch.arange(pos, device=at.device) > at[:, :, None]
@@ -334,7 +333,7 @@ class FewTokens:
         return torch.cat([seen[:, :, :, None].expand(-1, -1, -1, n, -1), columns], -1).flatten(2, 3)
 
     def block(self, n: int) -> Block:
-        """The function from `sample n d_model`, n variants of each sample's token, to `sample n d_model`."""
+        """The block as a function from `sample n d_model` (n variants of each sample's token) to `sample n d_model`."""
         at = self.at.repeat_interleave(n, 1)
         arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
         for name, value in self.named.items():
@@ -362,15 +361,15 @@ class FewTokens:
 
 
 def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor, copies: int = 1) -> Block:
-    """The block as a function of one token of each sample, run on whole rows.
+    """A block as a function of one token per sample, run on whole rows.
 
     Args:
         call: the block with its own arguments.
-        dtype: to compute in.
-        row: `sample`, row of the batch of each sample, none twice.
+        dtype: dtype of the computation.
+        row: `sample`, the row of the batch that holds each sample; all different.
         t_in: `sample`, the position that is varied.
         t_out: `sample`, the position that is read.
-        copies: number of copies of the batch; the function then takes and returns `copies * sample`, copy by copy.
+        copies: number of copies of the batch; the function takes and returns `(copies sample) d_model`.
 
     Returns:
         A function from `sample d_model` to `sample d_model`.

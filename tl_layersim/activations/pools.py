@@ -1,6 +1,6 @@
-"""Pools of rows: samples that are drawn from several forward passes, for measures over pairs of samples.
+"""Pools of rows: samples drawn from several forward passes, for measures over pairs of samples.
 
-The sums of a batch are those of its leaves, groups of 1 to 16 rows, and of its pools. `BatchPlan` runs all kernels on a batch
+The sums of a batch are computed for its leaves (groups of 1 to 16 rows) and its pools. `BatchPlan` runs all kernels on a batch
 whose rows need several forward passes. Plain functions of torch and small classes: they are serialised by value with the
 kernels that they call, and run on servers too.
 """
@@ -28,13 +28,13 @@ SAMPLES_OF_ROW = 64
 
 @dataclass(frozen=True)
 class Samples:
-    """Where the samples of some rows come from.
+    """Origin of samples: their rows, and their place in these rows.
 
     Attributes:
-        row: `sample`, number of its row in the batch or in the pool, ascending.
-        rank: `sample`, its number among the samples of its row.
+        row: `sample`, index of its row in the batch or pool, ascending.
+        rank: `sample`, its index among the samples of its row.
         key: `sample`, a hash of the token ids of its row.
-        origin: `sample`, number of its row in the data; -1 if it is not known.
+        origin: `sample`, index of its row in the data; -1 if unknown.
     """
 
     row: Tensor
@@ -43,7 +43,7 @@ class Samples:
     origin: Tensor
 
     def some(self, index: Tensor) -> Samples:
-        """The samples of these indices."""
+        """Select samples by index."""
         return Samples(self.row[index], self.rank[index], self.key[index], self.origin[index])
 
 
@@ -52,16 +52,16 @@ Draws = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class PoolKernel:
-    """The kernel of a measure over pairs of samples: it draws samples from a pool of rows, and sums over them.
+    """Kernel of a measure over pairs of samples: it draws samples from a pool of rows and sums over their pairs.
 
     Attributes:
-        read: takes a view and returns its samples, `site sample width`.
+        read: function from a view to its samples, `site sample width`.
         whole_rows: whether `read` returns one sample for each row.
         size: samples that a pool needs.
-        draw: takes the `Samples` of a pool and returns indices of those that are used, by name.
-        sums: takes the samples of each model, `site sample width`, the widths of its sites, the `Samples` and their draws, and
-            returns tensors that are added over pools.
-        sites: for each model, indices of the sites that are read; None for all.
+        draw: function from the `Samples` of a pool to the indices of the drawn samples, by name.
+        sums: function from the samples of each model, `site sample width`, the widths of its sites, the `Samples` and the draws
+            to tensors that are added over pools.
+        sites: for each model, indices of the sites to read; None for all.
     """
 
     read: Callable[[View], Tensor]
@@ -72,18 +72,18 @@ class PoolKernel:
     sites: tuple[tuple[int, ...], ...] | None = None
 
     def rows(self, density: float) -> int:
-        """Rows of a pool, 16 times a power of two.
+        """Number of rows in a pool: 16 times a power of two.
 
         Args:
-            density: mean number of counted positions of a row.
+            density: mean number of counted positions per row.
         """
         return pool_rows(self.size, 1 if self.whole_rows else density)
 
     def __call__(self, *views: View) -> dict[str, Tensor]:
-        """The sums of views that are one pool.
+        """Compute the sums if the views form a single pool.
 
         Args:
-            *views: of the same tokens, one for each model.
+            *views: views of the same tokens, one for each model.
         """
         rows = int(views[0].sequence[-1]) + 1 if len(views[0].sequence) else 1
         plan = plan_batch(views[0], (0, rows), rows, None, {"": self})
@@ -91,11 +91,11 @@ class PoolKernel:
         return out[""]
 
     def samples_in(self, rows: int, density: float) -> int:
-        """About how many samples are drawn from some rows.
+        """Approximate number of samples that are drawn from some rows.
 
         Args:
-            rows: their number.
-            density: mean number of counted positions of a row.
+            rows: number of rows.
+            density: mean number of counted positions per row.
         """
         return int(rows * (1 if self.whole_rows else min(density, SAMPLES_OF_ROW)))
 
@@ -104,11 +104,11 @@ AnyKernel = Kernel | PoolKernel
 
 
 def pool_rows(size: int, density: float) -> int:
-    """Rows whose samples are as many as a pool needs: 16 times a power of two.
+    """Number of rows that have enough samples for a pool: 16 times a power of two.
 
     Args:
         size: samples that the pool needs.
-        density: mean number of samples of a row.
+        density: mean number of samples per row.
 
     Examples:
         >>> pool_rows(256, 100.0), pool_rows(256, 10.0), pool_rows(256, 1)
@@ -124,7 +124,7 @@ def samples_of(view: View, whole_rows: bool) -> Samples:
     """The samples of a view.
 
     Args:
-        view: its `tokens`, `sequence` and `row` are read.
+        view: a view with `tokens`, `sequence` and `row`.
         whole_rows: whether each row is one sample.
     """
     row = view.sequence.cpu()
@@ -139,7 +139,7 @@ def samples_of(view: View, whole_rows: bool) -> Samples:
 
 
 def mixed(values: Tensor) -> Tensor:
-    """A hash of each whole number (the finaliser of SplitMix64).
+    """Hash each integer (the finaliser of SplitMix64).
 
     Args:
         values: int64.
@@ -154,10 +154,10 @@ class _Pool:
     """One pool of a batch.
 
     Attributes:
-        leaf: the leaf of its last row, to which its sums are added.
-        index: of the samples that were drawn, among the samples of the batch.
-        samples: those that were drawn.
-        draws: indices among those.
+        leaf: index of the leaf that holds the pool's last row and gets its sums.
+        index: indices of the drawn samples among the samples of the batch.
+        samples: the drawn samples.
+        draws: indices into the drawn samples, by name.
     """
 
     leaf: int
@@ -168,14 +168,14 @@ class _Pool:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The kernels of a run on one batch: what each forward pass computes, and the sums of the leaves.
+    """Plan of a batch: the kernels of each forward pass, and how their outputs form the sums of the leaves.
 
     Attributes:
-        starts: number of the first row of each forward pass, and of the row after the last.
-        leaf: rows of a leaf, a power of two up to 16.
-        kernels: by name.
-        pools: of each `PoolKernel`, by name.
-        bounds: for each kind of samples (`whole_rows`), the number of those before each forward pass.
+        starts: index of the first row of each forward pass, and of the row after the last.
+        leaf: number of rows in a leaf, a power of two up to 16.
+        kernels: kernels by name.
+        pools: pools of each `PoolKernel`, by name.
+        bounds: for both values of `whole_rows`, the number of samples before each forward pass.
     """
 
     starts: tuple[int, ...]
@@ -193,7 +193,7 @@ class BatchPlan:
         """The kernels of one forward pass.
 
         Args:
-            number: of the forward pass.
+            number: index of the forward pass.
         """
         first, end = self.starts[number : number + 2]
         out: dict[str, Kernel] = {}
@@ -208,13 +208,13 @@ class BatchPlan:
         return out
 
     def finish(self, passes: Sequence[Reduced]) -> list[Reduced]:
-        """The sums of each leaf, from the outputs of all forward passes.
+        """Combine the outputs of all forward passes to the sums of each leaf.
 
         Args:
-            passes: what `reduce` returned with the kernels of each forward pass.
+            passes: output of `reduce` for each forward pass.
 
         Returns:
-            For each leaf the outputs of `reduce`; one for the whole batch without sums if activations are not finite.
+            For each leaf the output of `reduce`; a single one without sums if activations are not finite.
         """
         counts = [sum(each) for each in zip(*(own for own, _ in passes), strict=True)]
         if any(bool(count.any()) for count in counts):
@@ -248,14 +248,14 @@ class BatchPlan:
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two outputs of a kernel, int64 or float64.
+    """Add two outputs of a kernel, int64 or float64.
 
     Args:
-        a: of some rows.
-        b: of others.
+        a: the output on some rows.
+        b: the output on other rows.
 
     Raises:
-        ValueError: they have different shapes, which broadcasting would hide.
+        ValueError: the shapes differ, which broadcasting would hide.
     """
     if a.shape != b.shape:
         raise ValueError(f"the kernel returned tensors of shape {tuple(a.shape)} and {tuple(b.shape)}")
@@ -271,9 +271,9 @@ def plan_batch(
     Args:
         known: `tokens`, `sequence` and `row` of all counted positions of the batch.
         starts: see `BatchPlan`.
-        leaf: rows of a leaf.
-        density: mean number of counted positions of a row of the data; None to take the batch for one pool.
-        kernels: by name.
+        leaf: number of rows in a leaf.
+        density: mean number of counted positions per row of the data; None to treat the batch as one pool.
+        kernels: kernels by name.
     """
     pools: dict[str, list[_Pool]] = {}
     bounds: dict[bool, tuple[int, ...]] = {}
@@ -295,11 +295,11 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
     """Draw the samples of one pool.
 
     Args:
-        kernel: of the measure.
-        samples: of the batch.
-        inside: indices of those of the pool.
-        first: number of the first row of the pool in the batch.
-        leaf: see `_Pool`.
+        kernel: kernel of the measure.
+        samples: samples of the batch.
+        inside: indices of the samples in the pool.
+        first: index of the pool's first row in the batch.
+        leaf: number of rows in a leaf.
     """
     own = samples.some(inside)
     # Counted from the pool's first row, so that draws do not depend on the rows of a batch.
@@ -313,16 +313,16 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
 
 
 def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> dict[str, Tensor]:
-    """Run a kernel on each leaf of a forward pass; the names of its outputs begin with the number of the leaf.
+    """Run a kernel on each leaf of a forward pass; the names of its outputs begin with the index of the leaf.
 
-    Views that carry calls of blocks are not divided, because a call replays all rows of a forward pass.
+    Views with block calls are not divided, because a call replays all rows of a forward pass.
 
     Args:
-        *views: of the forward pass, one for each model.
-        kernel: of an analyzer.
-        first: number of the first row in the batch.
+        *views: views of the forward pass, one for each model.
+        kernel: kernel of an analyzer.
+        first: index of the first row in the batch.
         rows: number of rows.
-        leaf: rows of a leaf.
+        leaf: number of rows in a leaf.
     """
     whole = views[0].calls is not None
     out: dict[str, Tensor] = {}
@@ -337,12 +337,12 @@ def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> d
 
 
 def some_rows(view: View, start: int, stop: int) -> View:
-    """The view of some of its rows; views of equal rows share a memo.
+    """The part of a view in some rows; views of the same rows share a memo.
 
     Args:
-        view: of one forward pass.
-        start: number of the first row.
-        stop: number of the row after the last.
+        view: the view of one forward pass.
+        start: index of the first row.
+        stop: index of the row after the last.
     """
     inside = ((view.sequence >= start) & (view.sequence < stop)).nonzero()[:, 0]
     if len(inside) == len(view.sequence):
@@ -360,13 +360,13 @@ def some_rows(view: View, start: int, stop: int) -> View:
 def drawn(
     *views: View, read: Callable[[View], Tensor], sites: tuple[tuple[int, ...], ...] | None, index: Tensor
 ) -> dict[str, Tensor]:
-    """The samples of a forward pass that were drawn, and the widths of the sites, by number of the model.
+    """The drawn samples of a forward pass and the widths of the sites, for each model.
 
     Args:
-        *views: of the forward pass, one for each model.
+        *views: views of the forward pass, one for each model.
         read: see `PoolKernel`.
         sites: see `PoolKernel`.
-        index: of the samples.
+        index: indices of the drawn samples.
     """
     out: dict[str, Tensor] = {}
     for number, view in enumerate(views):
@@ -380,12 +380,12 @@ def drawn(
 def run_batch(
     run: Callable[[Batch, Mapping[str, Kernel]], Reduced], batch: Batch, kernels: Mapping[str, AnyKernel]
 ) -> list[Reduced]:
-    """The sums of the leaves of a batch.
+    """Run all forward passes of a batch and return the sums of its leaves.
 
     Args:
-        run: runs one forward pass, and `reduce` on its views.
-        batch: of one forward pass or more.
-        kernels: by name.
+        run: function that runs one forward pass, and `reduce` on its views.
+        batch: a batch of one or more forward passes.
+        kernels: kernels by name.
     """
     plan = plan_batch(tokens_alone(batch), batch.starts, batch.leaf, batch.density, kernels)
     passes = [run(part, plan.kernels_of(number)) for number, part in enumerate(batch.passes()) if bool(part.counted.any())]

@@ -1,4 +1,4 @@
-"""SiteBuffer: the samples of one forward pass at every site, which become the activations of a view.
+"""SiteBuffer: collects the samples of one forward pass at every site for a view.
 
 This file is shipped to NDIF servers by value: it uses torch and the standard library alone.
 """
@@ -16,20 +16,20 @@ from ..architectures.points import Part, at_point
 class SiteBuffer:
     """Activations `site sample width`, filled site by site.
 
-    Each site is copied at once, so that the model can free its own activations: only one batch of samples is held.
+    Each site is copied as soon as it is read, so that the model can free its activations.
 
     Args:
-        names: of the sites.
+        names: names of the sites.
         keep: indices of the counted positions in the flattened `batch pos`, ascending.
         shape: `batch pos` of the forward pass.
-        pooled: whether a sample is the mean of a row's counted positions.
-        has_tokens: whether positions are those of tokens; else a site may have a number of positions of its own, over which
-            its mean is taken.
+        pooled: whether a sample is the mean over a row's counted positions.
+        has_tokens: whether positions are tokens. If False, each site may have its own number of positions, over which the mean
+            is taken.
 
     Attributes:
         sites: names of the sites.
-        samples: for each sample, the index of its position in the flattened `batch pos`; of its row's last counted position for
-            a mean.
+        samples: for each sample, the index of its position in the flattened `batch pos`; for a mean, of its row's last counted
+            position.
 
     Examples:
         >>> import torch
@@ -59,9 +59,9 @@ class SiteBuffer:
         """Copy the samples of one site.
 
         Args:
-            site: its number.
+            site: index of the site.
             hidden: `batch pos ...`, any dtype, any device.
-            part: of the last axis that belongs to the site; None for all of it.
+            part: part of the last axis that belongs to the site; None for all of it.
         """
         own = self.own_positions and hidden.shape[0] == self.shape[0] and (hidden.dim() < 3 or hidden.shape[1] != self.shape[1])
         hidden = at_point(hidden, part, None if own else self.shape, self.sites[site])
@@ -93,7 +93,7 @@ class SiteBuffer:
 
     @property
     def activations(self) -> Tensor:
-        """`site sample width`; sites that are narrower than the widest one are padded with zeros."""
+        """The activations `site sample width`; narrower sites are zero-padded to the widest."""
         assert self._buffer is not None
         return self._buffer
 
@@ -103,22 +103,22 @@ class SiteBuffer:
         return tuple(self._widths)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a view that do not depend on the data."""
+        """The fields of a view that the buffer fills."""
         samples = self.samples.to(self.activations.device)
         where = {"sequence": samples // self.shape[1], "position": samples % self.shape[1]}
         return {"activations": self.activations, "sites": self.sites, "widths": self.widths, **where}
 
 
 def last_of_rows(keep: Tensor, pos: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows among counted positions.
+    """Group counted positions by row.
 
     Args:
         keep: indices of the counted positions in the flattened `batch pos`, ascending.
         pos: number of positions of a row.
 
     Returns:
-        `row`, the index in `keep` of each row's last counted position; `token`, the number of each position's row; and `row`,
-        the number of counted positions of each row. Rows without a counted position are left out.
+        `row`, the index in `keep` of each row's last counted position; `token`, the index of each position's row; and `row`,
+        the number of counted positions per row. Rows without a counted position are left out.
     """
     lengths: Tensor = torch.unique_consecutive(keep.cpu() // pos, return_counts=True)[1]
     return lengths.cumsum(0) - 1, torch.arange(lengths.numel()).repeat_interleave(lengths), lengths

@@ -1,4 +1,4 @@
-"""Sizes of activations: norms of vectors of any size, and how much a few tokens or one dimension weigh.
+"""Sizes of activations: overflow-safe norms, and the share of a few tokens or of one dimension in the total.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """
@@ -12,7 +12,7 @@ from .view import View
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors divided by their largest absolute entry, and this entry of each, `... 1`; a zero vector stays zero.
+    """Divide vectors by their largest absolute entry; return them and these entries, `... 1`. Zero vectors stay zero.
 
     The entries are constants to autograd, which does not change the gradient of a cosine.
 
@@ -30,7 +30,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors `... width` divided by their norm, in the dtype of `x`, and the norms `...` in float64; a zero vector stays zero.
+    """Divide vectors by their norm; return unit vectors in x's dtype and norms in float64. Zero vectors stay zero.
 
     Args:
         x: `... width`.
@@ -47,7 +47,7 @@ def unit_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms(x: Tensor) -> Tensor:
-    """Norms of vectors `... width` in float64, `...`.
+    """Norms of vectors `... width`, in float64.
 
     Args:
         x: `... width`.
@@ -62,10 +62,10 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """Sums of the squared norms of samples by position, and of the largest dimension; names begin with the model's number.
+    """Sums of squared norms by position, and the share of the largest dimension; keys begin with the model's index.
 
     Args:
-        *views: of the same tokens, one for each model.
+        *views: views of the same tokens, one for each model.
 
     Returns:
         For each model "tokens", `place`; "norm^2" and "norm^4", `site place`, sums of |x|^2 and |x|^4; and `site`: "all power"
@@ -90,7 +90,7 @@ def _sizes(view: View) -> dict[str, Tensor]:
 
 
 def _numbered(sequence: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The number of each sample's row from 0 on, and the number of samples of each row."""
+    """The index of each sample's row, and the number of samples in each row."""
     row, count = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)[1:]
     return row.to(device), count.to(device)
 
@@ -115,5 +115,5 @@ def _sizes_of(
 
 
 def _by_group(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Sums of the values of each group."""
+    """Sum values by group."""
     return values.new_zeros(groups, *values.shape[1:]).index_add_(0, group, values)

@@ -1,4 +1,4 @@
-"""View: the activations of one batch, as the kernels of analyzers read them, and the run of kernels on a view."""
+"""View: the activations of one batch, as kernels read them; and the functions that run kernels on views."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class View:
-    """The samples of one batch: its counted positions, without padding, or with positions="mean" one mean for each row.
+    """The samples of one batch: its counted positions without padding, or one mean per row with positions="mean".
 
     Attributes:
-        activations: `site sample width`, float32 (float64 if the model is). By default the sites are the residual layers, the
-            input of block 0 first. Sites that are narrower than the widest one are padded with zeros.
+        activations: `site sample width`, float32 (float64 if the model is). By default the sites are the residual layers,
+            starting with the input of block 0. Narrower sites are zero-padded to the widest.
         tokens: `token`, token ids.
-        sequence: `token`, number of the row in the batch, ascending. Under `attach` every forward pass has its own rows, so a
+        sequence: `token`, index of the row in the batch, ascending. Under `attach` every forward pass has its own rows, so a
             cached generation step is a row of one token.
         position: `token`, position in this row, ascending within a row.
-        next_token: `token`, the id that follows in the row, `NO_LABEL` where no attended token follows. None where the counted
-            tokens of the view give it.
-        row: `token`, number of the row in the data. None where the source does not know it.
-        column: `token`, position in the row of the data, counted with padding and with tokens that were cut off before it.
-        labels: `token`, the data's own label at this position, `NO_LABEL` where it has none. None if the data has no labels.
-        unembed: the logit lens of the model. None where the model has no known head.
-        calls: the calls of the blocks, each of which can be repeated. None where no analyzer needs them.
+        next_token: `token`, the next id in the row, `NO_LABEL` if no attended token follows. None if it follows from the
+            counted tokens.
+        row: `token`, index of the row in the data. None if the source does not know it.
+        column: `token`, position in the data's row, including padding and tokens before a cut.
+        labels: `token`, the label from the data, `NO_LABEL` if it is missing. None if the data has no labels.
+        unembed: the logit lens of the model. None if the model has no known head.
+        calls: the block calls, which can be replayed. None if no analyzer needs them.
         sites: names of the sites, in the order of `activations`.
         widths: width of each site.
         memo: results that one kernel computes and others use.
@@ -62,11 +62,11 @@ class View:
 
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Run kernels on views, outside autograd and autocast, with full float32 products, and count values that are not finite.
+    """Run kernels on views without autograd and autocast, with full float32 matmuls, and count non-finite values.
 
     Returns:
-        For each view `layer`, the number of activations that are NaN or infinite; and by kernel name what the kernel returned,
-        empty if any view holds such values.
+        For each view `layer`, the number of activations that are NaN or infinite; and the kernels' outputs by name, empty if
+        there are such values.
     """
 
     def run() -> Reduced:
@@ -79,10 +79,10 @@ def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
 
 
 def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
-    """Call a function outside autograd and autocast, with full float32 products.
+    """Call a function without autograd and autocast, with full float32 matmuls.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
         call: the function.
     """
     before = _set_precision(None)
@@ -102,9 +102,10 @@ def _count_not_finite(activations: Tensor) -> Tensor:
 
 
 def _set_precision(values: list[str] | None) -> list[str]:
-    """Set the precision of float32 products (None for full float32), and return the precision before.
+    """Set the precision of float32 matmuls (None for full float32) and return the previous setting.
 
-    A user or a server may have allowed TF32 or bfloat16 for speed. Not a decorator, because shipping loses decorators.
+    A user or a server may have allowed TF32 or bfloat16 for speed. This is not a decorator, because shipped source loses
+    decorators.
     """
     backends: list[Any] = [getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn)]
     if all(hasattr(backend, "fp32_precision") for backend in backends):
@@ -119,7 +120,7 @@ def _set_precision(values: list[str] | None) -> list[str]:
 
 
 def tokens_alone(batch: Batch) -> View:
-    """A view of a batch without activations, with zero layers."""
+    """A view of a batch with its tokens, but no activations."""
     index = batch.counted.nonzero()
     next_tokens = batch.next_tokens
     if batch.pooled:
@@ -140,22 +141,22 @@ def tokens_alone(batch: Batch) -> View:
 
 
 def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
-    """Run a kernel on some of the sites of each view.
+    """Run a kernel on some sites of each view.
 
     Args:
-        *views: of one model, or of two.
-        kernel: of an analyzer that reads some of the sites only.
+        *views: views of one model, or of two.
+        kernel: kernel of an analyzer that reads only some of the sites.
         sites: for each view, indices of the sites that the kernel reads.
     """
     return kernel(*(some_sites(view, chosen) for view, chosen in zip(views, sites, strict=True)))
 
 
 def some_sites(view: View, sites: tuple[int, ...]) -> View:
-    """The view of some of its sites; kernels that read the same sites share one such view and its memo.
+    """The part of a view at some sites; kernels that read the same sites share this view and its memo.
 
     Args:
-        view: of all sites.
-        sites: their indices, in the order of the new view.
+        view: the view of all sites.
+        sites: indices of the sites, in the order of the new view.
     """
     if sites == tuple(range(len(view.activations))):
         return view
@@ -184,14 +185,14 @@ def row_ends(view: View) -> Tensor:
 
 
 def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors of the tokens of a view as rows.
+    """Arrange vectors of the view's tokens in rows.
 
     Args:
-        view: of one batch.
+        view: the view of one batch.
         x: `token width`.
 
     Returns:
-        `row pos width`, zeros where a row has no counted token; and `row pos`, bool, whether it has one.
+        `row pos width`, zero at positions without a counted token; and `row pos`, bool, whether there is one.
     """
     counts: Tensor = torch.unique_consecutive(view.sequence, return_counts=True)[1]
     row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts).to(x.device)
@@ -203,7 +204,7 @@ def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def targets(view: View, labels: str | Tensor) -> Tensor:
-    """The target at each position, `token`, NO_LABEL where there is none. Shipped with the kernels that call it."""
+    """The target at each token, `token`; NO_LABEL if there is none. Shipped with the kernels that call it."""
     if isinstance(labels, Tensor):
         assert view.row is not None
         assert view.column is not None
@@ -224,6 +225,6 @@ def targets(view: View, labels: str | Tensor) -> Tensor:
 
 
 def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tensor:
-    """`targets` at the tokens `index`, or at all tokens if `index` is None."""
+    """`targets` at the tokens in `index`, or at all tokens if `index` is None."""
     ids = targets(view, labels)
     return ids if index is None else ids[index]

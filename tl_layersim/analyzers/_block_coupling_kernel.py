@@ -22,14 +22,14 @@ OCTAVES = 21
 def block_coupling_kernel(
     view: View, *, options: CouplingOptions, positions: tuple[int, ...], normalize: bool, rows: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Sums over prompts of the coupling of all pairs of blocks.
+    """For every pair of blocks, sums over prompts of their coupling.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
         options: as in `BlockCoupling`, with the method "auto" too.
         positions: indices of the tokens of each prompt.
         normalize: whether to sum m~ instead of m.
-        rows: numbers of all rows of the data, for sums by row; None for no such sums.
+        rows: indices of all rows of the data, to sum by row; None not to sum by row.
     """
     calls = view.calls
     assert calls is not None

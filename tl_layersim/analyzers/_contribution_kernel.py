@@ -1,4 +1,4 @@
-"""Sums over tokens of the contributions of sublayers: the kernel of `Contribution`.
+"""Kernel of `Contribution`: sums over tokens of what each sublayer adds to the residual stream.
 
 It is serialised by value and runs on servers too.
 """
@@ -18,10 +18,10 @@ CHUNK = 256
 
 
 def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
-    """The sites among `names` that are outputs of sublayers, block by block in the order of the forward pass.
+    """Selects the outputs of sublayers from `names`, block by block in the order of the forward pass.
 
     Args:
-        names: of sites, in any order; the stacks of an encoder-decoder stay in the order in which they are named.
+        names: names of sites, in any order. The stacks of an encoder-decoder keep the order in which they are named.
     """
     found = [match for name in names if (match := SUBLAYER.fullmatch(name))]
     stacks = list(dict.fromkeys(match[1] for match in found))
@@ -29,14 +29,14 @@ def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def stack_and_block(sublayer: str) -> tuple[str, int]:
-    """Prefix of the stack of a sublayer and number of its block, from the name of its site."""
+    """Splits the name of a sublayer's site into the prefix of its stack and the index of its block."""
     match = SUBLAYER.fullmatch(sublayer)
     assert match is not None
     return match[1], int(match[2])
 
 
 def contribution_kernel(view: View) -> dict[str, Tensor]:
-    """Sums over tokens of the relative norm of each sublayer's output and of its cosines, and of their squares.
+    """Sums over tokens of the relative norm and the cosines of each sublayer's output, and of their squares.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the activations.
 
@@ -65,7 +65,7 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
 
 
 def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, int, int]]:
-    """For each sublayer, indices of its output, of the stream to which it is added, and of the final stream of its stack."""
+    """For each sublayer, three indices: its output, the stream it is added to, and the final stream of its stack."""
     streams = []
     for name in sublayers:
         stack, block = stack_and_block(name)
@@ -80,18 +80,18 @@ def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, 
 
 
 def _input(sites: Sequence[str], stack: str, block: int) -> int:
-    """Index of the residual stream before a block: the block's input, or the output of the block before it."""
+    """Index of the residual stream before a block, which is the block's input or the output of the block before it."""
     own = f"{stack}{block}.hook_resid_pre"
     return sites.index(own if own in sites else f"{stack}{block - 1}.hook_resid_post")
 
 
 def _quantities(added: Tensor, stream: Tensor, final: Tensor) -> dict[str, Tensor]:
-    """Relative norm and cosines of a sublayer's output, each `token`; NaN where they are not defined.
+    """Relative norm and cosines of a sublayer's output, each `token`; NaN if not defined.
 
     Args:
-        added: `token d_model`, the output.
-        stream: `token d_model`, to which it is added.
-        final: `token d_model`, the output of the last block.
+        added: `token d_model`, output of the sublayer.
+        stream: `token d_model`, residual stream to which the output is added.
+        final: `token d_model`, output of the last block.
     """
     size, stream_size, final_size = (vector.norm(dim=-1) for vector in (added, stream, final))
 

@@ -1,4 +1,4 @@
-"""Kernels of `Cosine`: means of layers, and sums over tokens of the cosines between all layers.
+"""Kernels of `Cosine`: the mean of each layer, and sums over tokens of the cosines between all layers.
 
 Plain functions of torch: they are serialised by value and also run on a server.
 """
@@ -29,7 +29,7 @@ def mean_kernel(view: View) -> dict[str, Tensor]:
 
 
 def refuse_unequal_widths(view: View) -> None:
-    """Refuse sites of different widths, which a view pads with zeros."""
+    """Raise an error if sites differ in width. A view pads narrower sites with zeros."""
     odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
     if odd:
         raise LayersimError(
@@ -39,14 +39,14 @@ def refuse_unequal_widths(view: View) -> None:
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
-    """Sums over tokens of the cosines between all layers, of their squares, signs and histograms.
+    """For all pairs of layers, sums over tokens of the cosine, its square and its sign, with histograms.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
     Args:
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
-        bins: of each histogram.
+        bins: number of bins of each histogram.
     """
     refuse_unequal_widths(view)
     x = view.activations
@@ -104,7 +104,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
 
 
 def _cosines(unit: Tensor, known: Tensor) -> Tensor:
-    """Cosines between the layers of each token, `token layer layer`; 0 where one is not known, which adds nothing to sums.
+    """Cosines between the layers of each token, `token layer layer`; 0 if a vector has no direction.
 
     Args:
         unit: `layer token d_model`, vectors of norm 1.
@@ -116,7 +116,7 @@ def _cosines(unit: Tensor, known: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
-    """Histograms over [-1, 1] of the known values in each column of `values`, `token series`; returns `series bin`."""
+    """Histogram of the known values in each column of `values` over [-1, 1]: `token series` to `series bin`."""
     index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
     series = values.shape[1]
     index = index + bins * torch.arange(series, device=values.device)

@@ -1,4 +1,4 @@
-"""Base class of the analyzers of summed cross-products, with their common options, covariances and warnings."""
+"""Base class of `Procrustes`, `CCA` and `LinearPredictivity`: their common options, covariances and warnings."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Covariances:
     """Covariances (with 1 / n) within and between the sites of one model, or of two models.
 
     Args:
-        sums: of `cross_products` or `cross_products_of_two`, over all batches.
-        prefix: of the names of the sums.
+        sums: sums that `cross_products` or `cross_products_of_two` returned, added over all batches.
+        prefix: prefix of the names of the sums, such as "null.".
 
     Attributes:
         samples: number of samples, n.
-        two_models: whether the columns are sites of a second model.
+        two_models: whether the columns are sites of a second model; if not, of the first model.
         rows: number of sites of the (first) model.
-        columns: number of sites of the second model, or of the first again.
-        row_mean: `row width`.
-        column_mean: `column width`.
+        columns: number of sites of the second model; within one model, the same as `rows`.
+        row_mean: `row width`, mean of the samples at each row site.
+        column_mean: `column width`, mean of the samples at each column site.
         permutations: number of random pairings of samples.
     """
 
@@ -58,17 +58,17 @@ class Covariances:
             self._own_row = self._own_column = torch.stack([self._product(site, site) for site in range(self.rows)])
 
     def permuted(self, number: int) -> Covariances:
-        """The same with the samples of the column sites in another order; covariances of a site with itself are kept.
+        """These covariances for one random pairing of samples. The covariance of a site with itself is unchanged.
 
         Args:
-            number: of the permutation.
+            number: index of the permutation.
         """
         other = copy(self)
         other._cross = self._by_pair(self._null[number])
         return other
 
     def transposed(self) -> Covariances:
-        """The same with rows and columns exchanged."""
+        """These covariances with rows and columns exchanged."""
         other = copy(self)
         other.rows, other.columns = self.columns, self.rows
         other.row_mean, other.column_mean = self.column_mean, self.row_mean
@@ -78,10 +78,10 @@ class Covariances:
         return other
 
     def pairs(self, *, itself: bool = False) -> list[tuple[int, list[int]]]:
-        """Each row site with its column sites; of one model, each pair of sites once.
+        """Yields each row site with its column sites; within one model, each pair of sites once.
 
         Args:
-            itself: whether a site of one model and itself are a pair.
+            itself: within one model, whether to include the pair of each site with itself.
         """
         start = [0 if self.two_models else row + (not itself) for row in range(self.rows)]
         return [(row, list(range(first, self.columns))) for row, first in enumerate(start) if first < self.columns]
@@ -100,11 +100,11 @@ class Covariances:
         return self._own_column[column] / self.samples - torch.outer(self.column_mean[column], self.column_mean[column])
 
     def row_power(self) -> tuple[Tensor, Tensor]:
-        """Of each row site, the mean squared norm and the mean squared distance from the mean, each `row`."""
+        """For each row site, the mean squared norm and the mean squared distance from the mean, both `row`."""
         return _power(self._own_row, self.row_mean, self.samples)
 
     def column_power(self) -> tuple[Tensor, Tensor]:
-        """The same of each column site."""
+        """For each column site, the mean squared norm and the mean squared distance from the mean, both `column`."""
         return _power(self._own_column, self.column_mean, self.samples)
 
     def _by_pair(self, cross: Tensor) -> Tensor:
@@ -125,10 +125,10 @@ def _power(own: Tensor, mean: Tensor, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def are_defined(power: tuple[Tensor, Tensor]) -> Tensor:
-    """Whether the samples of each site differ by more than the rounding error of the sums, `site`.
+    """Whether the samples of each site differ by more than rounding, `site`.
 
     Args:
-        power: as `Covariances.row_power` returns it.
+        power: output of `Covariances.row_power` or `column_power`.
     """
     square, variance = power
     return variance > ROUNDING * square
@@ -141,7 +141,7 @@ EXCHANGED = 256
 @typed
 @dataclass(frozen=True, eq=False)
 class CrossProductAnalyzer(SampleAnalyzer):
-    """An analyzer whose sums are the cross-products between sites. Subclasses compute a result from them.
+    """Base class of analyzers that sum the cross-products between sites. Subclasses compute a result from the sums.
 
     Args:
         level: see `Procrustes`, as for all options.
@@ -206,17 +206,17 @@ class CrossProductAnalyzer(SampleAnalyzer):
         return partial(draw_exchanged, seed=self.seed, by_row=self.unit == "row")
 
     def defined_pairs(self, run: Run, sides: Sequence[Tensor], count: int) -> Tensor:
-        """Whether each pair of sites has a value, `row column`; warns of sites whose samples are all equal.
+        """Whether each pair of sites has a value, `row column`. Warns of sites whose samples are all equal.
 
         Args:
             run: the finished run.
-            sides: whether the samples of each row site differ, and the same of column sites; one entry for one model.
+            sides: whether the samples of each row site differ, then of each column site; a single entry within one model.
             count: number of samples.
         """
         why = (
-            "the mean is so much larger than the spread that the sums lose the spread to rounding "
-            f'(CKA(estimator="minibatch") centres each minibatch), or all of {count} {self.samples_in_words} are equal, as '
-            "first tokens or [CLS] tokens are before the first attention"
+            f"either all of {count} {self.samples_in_words} are equal, as first tokens or [CLS] tokens are before the first "
+            "attention, or the mean is so large that rounding hides the spread "
+            '(CKA(estimator="minibatch") centres each minibatch)'
         )
         refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=False), why)
         return sides[0][:, None] & sides[-1]
@@ -224,13 +224,13 @@ class CrossProductAnalyzer(SampleAnalyzer):
     def null(
         self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
     ) -> dict[str, Any]:
-        """The fields of the null, of samples that are paired at random.
+        """The fields of the result that describe the null: its values come from samples that are paired at random.
 
         Args:
             run: the finished run.
             known: whether each pair of sites has a value, `row column`.
-            parts: covariances of the samples that are exchanged, by group.
-            values: takes covariances, and whether they are permuted, and returns the value of each pair.
+            parts: covariances of the samples that the null exchanges, by part of the data ("", "train" or "test").
+            values: function that takes covariances and whether they are permuted, and returns the value of each pair.
         """
         each = [values([part.permuted(i) for part in parts], True) for i in range(parts[0].permutations)]
         observed = values(parts, False).where(known, math.nan)

@@ -1,4 +1,4 @@
-"""Sums of cross-products between sites, from which `Procrustes`, `CCA` and `LinearPredictivity` are computed.
+"""Sums of cross-products between sites, as `Procrustes`, `CCA` and `LinearPredictivity` need them.
 
 Plain functions of torch: they are serialised by value and also run on a server.
 
@@ -27,8 +27,8 @@ def cross_product_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tenso
     Analyzers of one run that read the same samples of one model share the products of a batch.
 
     Args:
-        *views: of one model, or of two models on the same tokens.
-        rows: takes a view and returns its samples, `site sample width`.
+        *views: the view of one model, or the views of two models on the same tokens.
+        rows: function that takes a view and returns its samples, `site sample width`.
 
     Returns:
         See `cross_products`.
@@ -50,12 +50,12 @@ def cross_product_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tenso
 
 
 def split_cross_product_kernel(*views: View, rows: partial[Tensor], split: tuple[float, int, int | None]) -> dict[str, Tensor]:
-    """The same for training samples, with names that begin with "train.", and held-out samples, "test.".
+    """Cross-products as `cross_product_kernel`, apart for training samples ("train.") and held-out samples ("test.").
 
     Args:
-        *views: of one model, or of two models on the same tokens.
-        rows: takes a view and returns its samples, `site sample width`.
-        split: the arguments of `held_out` after the rows.
+        *views: the view of one model, or the views of two models on the same tokens.
+        rows: function that takes a view and returns its samples, `site sample width`.
+        split: the arguments of `held_out` after `row`.
     """
     number = views[0].row
     assert number is not None
@@ -73,12 +73,12 @@ def split_cross_product_kernel(*views: View, rows: partial[Tensor], split: tuple
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool) -> Draws:
-    """Draw the samples that the null exchanges: rows and positions of all of them, or single samples.
+    """Draw the samples that the null exchanges: rows with positions that all of them have, or single samples.
 
     Args:
-        samples: of a pool.
-        seed: of the draw.
-        by_row: whether whole rows are exchanged.
+        samples: the samples of a pool.
+        seed: random seed of the draw.
+        by_row: whether whole rows are exchanged, not single samples.
     """
     if by_row:
         return {"": [draw_grid(samples, len(samples.row) * SAMPLES_OF_ROW, seed, least_rows=1)]}
@@ -86,13 +86,13 @@ def draw_exchanged(samples: Samples, *, seed: int, by_row: bool) -> Draws:
 
 
 def draw_exchanged_split(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None]) -> Draws:
-    """The same for training samples, "train.", and held-out samples, "test.".
+    """Draw the samples that the null exchanges, apart for training samples ("train.") and held-out samples ("test.").
 
     Args:
-        samples: of a pool.
-        seed: of the draw.
-        by_row: whether whole rows are exchanged.
-        split: the arguments of `held_out` after the rows.
+        samples: the samples of a pool.
+        seed: random seed of the draw.
+        by_row: whether whole rows are exchanged, not single samples.
+        split: the arguments of `held_out` after `row`.
     """
     test = held_out(samples.origin, *split)
     out: dict[str, list[Tensor]] = {}
@@ -112,18 +112,18 @@ def exchanged_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Cross-products of the samples of a pool, and of the same with the rows of the second site exchanged.
+    """Cross-products of a pool's samples, and again with the rows of the second site permuted.
 
     Args:
         sides: samples of one model or of two, `site sample width`.
-        widths: of the sites.
+        widths: widths of the sites.
         samples: rows and hashes of the samples.
-        draws: samples `row position`, by the name of a part.
+        draws: indices of the drawn samples, `row position`, by part of the data.
         permutations: number of random pairings of rows.
-        seed: of the pairings.
+        seed: random seed of the pairings.
 
     Returns:
-        See `cross_products`; names begin with "null." and that of the part.
+        See `cross_products`; names begin with "null." and the name of the part.
     """
     out: dict[str, Tensor] = {}
     for name, [grid] in draws.items():
@@ -138,11 +138,11 @@ def exchanged_sums(
 
 
 def products_of(sides: Sequence[Tensor], permutations: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums and cross-products of the sites of one model, or of two.
+    """Sums and cross-products of the samples of one model, or of two models.
 
     Args:
-        sides: of each model, `site sample width`, float64.
-        permutations: `permutation sample`; None for none.
+        sides: samples of each model, `site sample width`, float64.
+        permutations: `permutation sample`, indices of the permuted samples; None without a null.
     """
     if len(sides) == 1:
         return cross_products(sides[0], permutations)
@@ -150,16 +150,16 @@ def products_of(sides: Sequence[Tensor], permutations: Tensor | None = None) -> 
 
 
 def cross_products(x: Tensor, permutations: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums and cross-products of the sites of one model.
+    """Sums and cross-products between the sites of one model.
 
     Args:
-        x: `site sample width`, float64.
-        permutations: `permutation sample`; None for none.
+        x: samples, `site sample width`, float64.
+        permutations: `permutation sample`, indices of the permuted samples; None without a null.
 
     Returns:
-        `samples`; `x`, `site width`; `cross`, `pair width width`, for the pairs (0, 0), (0, 1), ..., (1, 1), (1, 2), ... of
-        sites, because the products of the other pairs are transposed ones; and `null`, `permutation pair width width`, the
-        same with permuted samples of the second site, where there are permutations.
+        `samples`, their number; `x`, sums of the samples, `site width`; `cross`, `pair width width`, for the pairs of sites (0,
+        0), (0, 1), ..., (1, 1), (1, 2), ... (the other pairs are transposes); with permutations also `null`,
+        `permutation pair width width`, the same with permuted samples of the second site.
     """
     out = {"samples": torch.tensor(x.shape[1]), "x": x.sum(1), "cross": _products(x, x, later=True)}
     if permutations is not None:
@@ -168,17 +168,18 @@ def cross_products(x: Tensor, permutations: Tensor | None = None) -> dict[str, T
 
 
 def cross_products_of_two(x: Tensor, y: Tensor, own: list[Tensor], permutations: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums and cross-products of the sites of two models.
+    """Sums and cross-products between the sites of two models.
 
     Args:
-        x: `site sample width` of the first model, float64.
-        y: `site sample width` of the second model, of the same samples.
-        own: of each model, products of each site with itself, `site width width`.
-        permutations: `permutation sample`; None for none.
+        x: samples of the first model, `site sample width`, float64.
+        y: the same samples in the second model, `site sample width`, float64.
+        own: for each model, cross-products of each site with itself, `site width width`.
+        permutations: `permutation sample`, indices of the permuted samples; None without a null.
 
     Returns:
-        `samples`; `x` and `y`, `site width`; `xx` and `yy`, which are `own`; `cross`, `pair width width`, with all sites of the
-        second model for the first site of the first model, then for its second site, and so on; and `null` as above.
+        `samples`, their number; `x` and `y`, sums of the samples, `site width`; `xx` and `yy`, the products in `own`; `cross`,
+        `pair width width`, with the first site of the first model and all sites of the second, then its second site, and so on;
+        with permutations also `null`, as in `cross_products`.
     """
     y = y.to(x.device)
     out = {"samples": torch.tensor(x.shape[1]), "x": x.sum(1), "y": y.sum(1), "xx": own[0], "yy": own[1]}
@@ -189,7 +190,7 @@ def cross_products_of_two(x: Tensor, y: Tensor, own: list[Tensor], permutations:
 
 
 def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
-    """Products x'y of pairs of sites, `pair width_x width_y`; with `later`, of each site of x with those from its number on."""
+    """Products x'y of all pairs of sites, `pair width_x width_y`; `later` leaves out pairs with an earlier second site."""
     width = y.shape[-1]
     flat = rearrange(y, "site sample d -> sample (site d)").contiguous()
     counts = [len(y) - site * later for site in range(len(x))]

@@ -1,4 +1,4 @@
-"""Samples of a view, and random draws of them from a pool of rows.
+"""Samples of a view, and random draws of samples from a pool of rows.
 
 Plain functions of torch: they run inside the kernels that call them, also on a server.
 """
@@ -14,13 +14,13 @@ from ..lens.statistics import read_vectors
 
 
 def samples(view: View, *, level: str, pool: str) -> Tensor:
-    """Samples of a view, `layer sample d_model`: each counted token, or one vector for each row of tokens.
+    """Samples of a view, `layer sample d_model`: each counted token, or one vector for each row.
 
     Args:
         view: activations of one batch.
         level: "token" or "sequence".
-        pool: for "sequence", the "mean" of the row's counted tokens, its "last" or its "first"; "head" for the vector that the
-            model's head reads of a row.
+        pool: for "sequence": the "mean" of the row's counted tokens, its "last" or its "first" one; "head" for the vector of a
+            row that the model's head reads.
     """
     if level == "token":
         return view.activations
@@ -40,17 +40,17 @@ LEAST_ROWS = 4
 
 
 def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row: bool) -> list[Tensor]:
-    """Draw the samples of each minibatch without replacement, as indices.
+    """Draw the samples of each minibatch without replacement, and return their indices.
 
     The draw depends on the rows of the pool and the seed, not on the number of the pool.
 
     Args:
-        samples: of a pool.
-        size: samples of a minibatch; a pool of fewer samples is one smaller minibatch, of fewer than `least` none.
-        seed: of the draw.
-        least: samples that the measure needs.
-        by_row: whether pairs of one row are left out, so that a minibatch needs `LEAST_ROWS` rows, and each sample `least` - 1
-            others of other rows.
+        samples: the samples of a pool.
+        size: samples in a minibatch. A smaller pool gives one smaller minibatch; a pool of fewer than `least` gives none.
+        seed: random seed of the draw.
+        least: smallest number of samples that the measure needs.
+        by_row: whether pairs of samples from one row are left out. A minibatch then needs `LEAST_ROWS` rows, and each sample
+            needs `least` - 1 samples from other rows.
 
     Examples:
         >>> rows = torch.arange(4).repeat_interleave(3)
@@ -78,17 +78,17 @@ def _has_rows(row: Tensor, least: int) -> bool:
 
 
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw rows and positions that all these rows have, as indices `row position`.
+    """Draw some rows, and some positions that all of them have: indices `row position`.
 
     Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
     numbers of samples of the rows alone.
 
     Args:
-        samples: of a pool.
-        size: samples at most.
-        seed: of the positions.
-        least: as in `draw_minibatches`; fewer samples give an empty grid.
-        least_rows: fewer rows give an empty grid.
+        samples: the samples of a pool.
+        size: largest number of samples.
+        seed: random seed of the positions.
+        least: smallest number of samples; fewer give an empty grid.
+        least_rows: smallest number of rows; fewer give an empty grid.
 
     Examples:
         Rows of 3, 1, 3, 3 and 3 samples: four rows of three positions are most.
@@ -118,12 +118,12 @@ def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows
 
 
 def draw_orders(count: int, rows: int, key: int) -> Tensor:
-    """Random orders of rows, `order row`; cyclic shifts of each give the permutations, as many as `count` needs.
+    """Random orders of the rows, `order row`. Cyclic shifts of each order give the permutations.
 
     Args:
-        count: number of permutations.
+        count: number of permutations that the orders must give.
         rows: number of rows.
-        key: seed of the draw, see `pool_key`.
+        key: random seed, see `pool_key`.
     """
     generator = torch.Generator().manual_seed(key)
     drawn = [torch.randperm(rows, generator=generator) for _ in range(-(-count // rows))]
@@ -131,7 +131,7 @@ def draw_orders(count: int, rows: int, key: int) -> Tensor:
 
 
 def draw_permutations(count: int, rows: int, key: int) -> Tensor:
-    """Permutations of rows, `permutation row`: the cyclic shifts of random orders.
+    """Permutations of the rows, `permutation row`: cyclic shifts of random orders.
 
     Each permutation is uniformly distributed. Those of one order send a row to different places, and the similarities of
     all of them follow from one Fourier transform. The first permutations of a larger count are those of a smaller one.
@@ -139,7 +139,7 @@ def draw_permutations(count: int, rows: int, key: int) -> Tensor:
     Args:
         count: number of permutations.
         rows: number of rows.
-        key: seed of the draw, see `pool_key`.
+        key: random seed, see `pool_key`.
 
     Examples:
         >>> draw_permutations(3, 4, key=0)
@@ -154,10 +154,10 @@ def draw_permutations(count: int, rows: int, key: int) -> Tensor:
 
 
 def pool_key(samples: Samples, seed: int) -> int:
-    """A seed that depends on the token ids of a pool and on the user's seed.
+    """A random seed made from the token ids of a pool and the user's seed.
 
     Args:
-        samples: of the pool.
-        seed: of the user.
+        samples: the samples of the pool.
+        seed: the user's random seed.
     """
     return int(mixed(samples.key.sum() + seed * 131071 + 1)) & 0x7FFFFFFFFFFFFFFF

@@ -1,4 +1,4 @@
-"""Hilbert-Schmidt independence criterion (HSIC), the basis of CKA: from Gram matrices of minibatches, and over all samples.
+"""Hilbert-Schmidt independence criterion (HSIC), which CKA is built on: within minibatches, or over all samples.
 
 Tokens of one text depend on each other, so pairs of one row add a covariance that is not there between texts. `without_rows`
 leaves them out of all three terms of HSIC_1: it is then a U-statistic over distinct rows, without bias for any dependence
@@ -46,7 +46,7 @@ def grams(x: Tensor) -> Tensor:
 
 
 def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
-    """Whether centred samples differ from zero by more than the rounding error of the subtraction, `layer sample`.
+    """Whether centred samples differ from zero by more than rounding, `layer sample`.
 
     A difference within rounding error has no direction: its cosine, or its weight in CKA, would be arbitrary.
 
@@ -71,7 +71,7 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         gram: `layer n n`.
-        biased: double centring, for HSIC_0; else U-centring with a zero diagonal, for HSIC_1.
+        biased: whether to centre twice, for the biased HSIC_0; if not, U-centre with a zero diagonal, for the unbiased HSIC_1.
 
     Returns:
         `layer (n n)`, the centred matrices, and `layer n`, the squared distance of each sample from the mean.
@@ -93,18 +93,18 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RowTerms:
-    """The terms of HSIC without pairs of one row, for samples of several rows, float64.
+    """Terms of HSIC without the pairs of samples that share a row. Float64.
 
     HSIC is a sum of products of the terms of two layers, each product times the sign of the term. The factors of METHODS are in
     the terms, times the number of pairs of samples of distinct rows, which weights a smaller minibatch by its pairs.
 
     Attributes:
-        pairs: `layer n n`, the Gram matrix without pairs of one row; added.
-        with_row: `layer n row`, its sums over the samples of each row; added.
-        of_sample: `layer n`, its sums over all samples; subtracted.
-        between: `layer row row`, its sums over the samples of two rows; added.
+        pairs: `layer n n`, the Gram matrix without pairs that share a row; added.
+        with_row: `layer n row`, sums of `pairs` over the samples of each row; added.
+        of_sample: `layer n`, sums of `pairs` over all samples; subtracted.
+        between: `layer row row`, sums of `pairs` over the samples of two rows; added.
         of_row: `layer row`, the sums of `between` over rows; subtracted.
-        total: `layer`, the sum of all; added.
+        total: `layer`, the sum of all entries; added.
     """
 
     pairs: Tensor
@@ -115,14 +115,14 @@ class RowTerms:
     total: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        """All terms of a layer in one row, `layer term`, and their signs, `term`."""
+        """All terms of each layer as one vector, `layer term`, and their signs, `term`."""
         parts = (self.pairs, self.with_row, self.of_sample, self.between, self.of_row, self.total[:, None])
         signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
         ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
         return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
 
     def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The terms by pair of rows, `layer row row term`, and the signs of those of a row with itself, `term`.
+        """The terms by pair of rows, `layer row row term`, and the signs for a row with itself, `term`.
 
         The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
         three terms, so that there is place for those of single rows.
@@ -145,7 +145,7 @@ class RowTerms:
 
 
 def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""The terms of HSIC without pairs of one row, and the squared distance of each sample from the mean, `layer n`.
+    r"""Terms of HSIC without pairs that share a row, and each sample's squared distance from the mean, `layer n`.
 
     With K and L of which pairs of one row are 0, G = `sample row` the membership of samples in rows, m = G'1, n = 1'm,
     R = G'KG and S = G'LG,
@@ -156,7 +156,7 @@ def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
     with the numbers q of pairs, quadruples and triples of samples of distinct rows. With one sample a row it is HSIC_1.
 
     Args:
-        gram: `layer n n`, of centred samples.
+        gram: Gram matrix of the centred samples, `layer n n`.
         row: `n`, the row of each sample, from 0.
     """
     gram = gram.double()
@@ -183,13 +183,13 @@ def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
 
 
 def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
-    """Numbers of ordered pairs, triples and quadruples of samples of distinct rows.
+    """Numbers of ordered pairs, triples and quadruples of samples that all come from different rows.
 
     Args:
         n: number of samples.
-        squares: sum over rows of the squared number of samples.
-        cubes: of the third power.
-        fourths: of the fourth power.
+        squares: sum over rows of (samples in the row)^2.
+        cubes: sum over rows of (samples in the row)^3.
+        fourths: sum over rows of (samples in the row)^4.
 
     Examples:
         Four rows of one sample: 4 * 3, 4 * 3 * 2 and 4 * 3 * 2 * 1.
@@ -204,24 +204,24 @@ def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tu
 
 
 def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
-    """Sums of the samples of each model, and their number.
+    """Sum of the samples of each model, and their number.
 
     Args:
-        *views: of one model, or of two models on the same tokens.
-        rows: takes a view and returns its samples, `layer sample d_model`.
+        *views: the view of one model, or the views of two models on the same tokens.
+        rows: function that takes a view and returns its samples, `layer sample d_model`.
     """
     totals = [torch.stack([layer.sum(0, dtype=torch.float64) for layer in rows(view)]) for view in views]
     return {"x": totals[0], "y": totals[-1], "count": torch.tensor(rows(views[0]).shape[1])}
 
 
 def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], by_row: bool) -> dict[str, Tensor]:
-    """Cross-products of one batch, float64: their sums over batches determine HSIC without pairs of one row over all samples.
+    """Cross-products of one batch in float64, from whose sums `exact_hsic` computes HSIC over all samples.
 
     Args:
-        *views: of one model, or of two models on the same tokens.
-        rows: takes a view and returns its samples, `layer sample d_model`.
-        means: of the samples of each model, `layer d_model`.
-        by_row: whether pairs of one row are left out, not only pairs of a sample with itself.
+        *views: the view of one model, or the views of two models on the same tokens.
+        rows: function that takes a view and returns its samples, `layer sample d_model`.
+        means: mean of the samples of each model, `layer d_model`.
+        by_row: whether pairs that share a row are left out, not only the pair of a sample with itself.
 
     Returns:
         Fields `xy.*` for all pairs of layers; with two views, also `xx.*` and `yy.*` for each layer with itself.
@@ -241,23 +241,24 @@ def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tenso
 
 
 def _centred(x: Tensor, mean: Tensor) -> Tensor:
-    """Samples minus their mean, float64, 0 where they differ from it by rounding alone."""
+    """Samples minus their mean in float64; 0 if the difference is only rounding."""
     offset = mean.to(x)[:, None]
     return (x.double() - mean.to(x.device)[:, None]) * beyond_rounding(x - offset, offset)[..., None]
 
 
 def _products(x: Tensor, y: Tensor, row: Tensor) -> dict[str, Tensor]:
-    """Products of centred samples, and of their sums over the samples of a row.
+    """Products of centred samples, and products of their sums over each row.
 
     Args:
         x: `layer sample d_model`.
-        y: `layer sample d_model` of the same samples; layers and width may differ from those of `x`.
-        row: `sample`, ascending.
+        y: `layer sample d_model` of the same samples; layers and width may differ from `x`.
+        row: `sample`, index of the row of each sample, ascending.
 
     Returns:
-        `cross` = X'Y and `between` = S'T for all pairs of layers, S and T the sums of the rows; by pair of layers `within`, the
-        sum over rows of |X_a'Y_a|^2; `inner`, of (x_i s_a)(y_i t_a) over samples; `squares`, of |s_a|^2 |t_a|^2 over rows; and
-        by layer `row_x`, `row_y`, the sums of |s_a|^2; `r_x`, `r_x^2`, `r_y`, `r_y^2`, of the squared norms of samples.
+        For all pairs of layers `cross` = X'Y and `between` = S'T, where S and T are the sums over each row; `within`, the sum
+        over rows of |X_a'Y_a|^2; `inner`, the sum over samples of (x_i s_a)(y_i t_a); `squares`, the sum over rows of |s_a|^2
+        |t_a|^2. For each layer `row_x` and `row_y`, the sums of |s_a|^2; `r_x`, `r_x^2`, `r_y` and `r_y^2`, sums of the squared
+        norms of samples and of their squares.
     """
     rows = int(row[-1]) + 1
     s, t = (z.new_zeros(len(z), rows, z.shape[-1]).index_add(1, row, z) for z in (x, y))
@@ -289,16 +290,17 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC without pairs of one row over all samples, from the summed output of `exact_kernel`.
+    """HSIC over all samples without pairs that share a row, from the summed output of `exact_kernel`.
 
     The samples sum to 0, so the terms of METHODS become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.
 
     Args:
-        sums: of all batches.
+        sums: sums over all batches.
 
     Returns:
-        HSIC of all pairs of layers, `row column`; of each row layer with itself, `row`; and of each column layer, `column`.
+        HSIC of all pairs of layers, `row column`; of each row layer with itself, `row`; of each column layer with itself,
+        `column`.
     """
     cross = _hsic_of({name.removeprefix("xy."): value for name, value in sums.fields.items() if name.startswith("xy.")}, sums)
     if "xx.cross" not in sums.fields:

@@ -18,7 +18,7 @@ from .analyzer import LabelledAnalyzer, Run, need_head, need_tokens
 
 
 class LensAnalyzer(LabelledAnalyzer):
-    """An analyzer of the predictions of each layer by the final norm and the unembedding, or by heads of the layers."""
+    """Base class of analyzers that read the predictions of each layer, by the model's head or by heads of the layers."""
 
     needs_unembed: ClassVar[bool] = True
     optional_labels: ClassVar[bool] = True
@@ -37,7 +37,7 @@ class LensAnalyzer(LabelledAnalyzer):
 
     @property
     def lens(self) -> dict[str, Any]:
-        """The options of the lens, as kernels take them."""
+        """The options of the lens, in the form that kernels take."""
         return {
             "normed": self.norm == "final",
             "memory_mb": float(self.lens_memory_mb),
@@ -45,10 +45,10 @@ class LensAnalyzer(LabelledAnalyzer):
         }
 
     def check_sums(self, sums: Sums, run: Run, count: int | Tensor, targets: int | Tensor = 1) -> None:
-        """Refuse too few positions or targets, and logits that are not finite; warn of labels without rows.
+        """Raise an error for too few positions or targets and for logits that are not finite; warn of rows without a label.
 
         Args:
-            sums: of all batches.
+            sums: sums over all batches.
             run: the finished run.
             count: number of positions.
             targets: number of positions with a target.
@@ -60,7 +60,7 @@ class LensAnalyzer(LabelledAnalyzer):
             need_tokens(int(targets), 1, type(self).__name__, "positions with a target")
 
     def unembedding(self, run: Run) -> str:
-        """The map from the residual x to logits as text; with heads, the map below the last layer.
+        """The map from the residual x to logits, as text; with `heads`, the map of the layers below the last.
 
         Args:
             run: the finished run.

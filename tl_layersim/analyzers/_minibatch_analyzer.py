@@ -1,4 +1,4 @@
-"""Base class of CKA, RSA and mutual nearest neighbours: options, kernels, statistics of two models, and checks."""
+"""Base class of `CKA`, `RSA` and `MutualKNN`: their common options, kernels, statistics of two models, and checks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .analyzer import Exchange, Run, SampleAnalyzer, compared
 
 
 def arccos_distance(result: LayerMatrix) -> float:
-    """Root of the summed squared angles arccos(similarity) of equal layers, over outputs of blocks, or other sites.
+    """Root of the sum over equal layers of arccos(similarity)^2; layers are outputs of blocks, or other sites.
 
     Args:
-        result: of two models, whose values are similarities; those outside [-1, 1] are clipped.
+        result: a result of two models whose values are similarities; values outside [-1, 1] are clipped.
 
     Raises:
         LayersimError: the models have different numbers of sites.
@@ -52,12 +52,12 @@ FEW_ROWS = 8
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MinibatchMatrix(CalibratedMatrix):
-    """A similarity for each pair of layers from minibatches of samples, with its permutation null.
+    """A similarity for each pair of layers, computed from minibatches of samples, with its permutation null.
 
     Attributes:
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, the mean over minibatches.
+        rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
     file_kind: ClassVar[str] = "minibatch_matrix"
@@ -72,15 +72,15 @@ class MinibatchMatrix(CalibratedMatrix):
 
 
 def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Similarities after the similarity of the inputs is regressed out of both sides: partial correlations of the terms.
+    """Partial correlations: similarities after the similarity with the inputs is regressed out of both sides.
 
     Args:
-        values: `... row column`, of which the first row and column are of the embeddings.
-        row: similarity of each row layer with the embedding of its model.
-        column: the same for the columns.
+        values: similarities, `... row column`; the first row and the first column are the embeddings.
+        row: similarity of each row layer with its model's embedding.
+        column: similarity of each column layer with its model's embedding.
 
     Returns:
-        The same shape; NaN at layers that are no more than the embedding.
+        Similarities of the same shape; NaN for a layer that equals the embedding.
 
     Source:
         Cui, Kumar, Marttinen and Kaski 2022 (arXiv 2202.00095), section 3, without the projection to positive eigenvalues.
@@ -92,7 +92,7 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 
 class MinibatchAnalyzer(SampleAnalyzer):
-    """An analyzer that relates the samples of a minibatch at each layer, and multiplies the relations of two layers."""
+    """Base class of analyzers that relate the samples of a minibatch at each layer and compare these relations."""
 
     compares: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
@@ -106,12 +106,12 @@ class MinibatchAnalyzer(SampleAnalyzer):
     @property
     @abstractmethod
     def matrix(self) -> Matrix:
-        """The function that gives the matrix of each layer; see `pool_sums`."""
+        """The function that computes the matrix of each layer; see `pool_sums`."""
 
     @property
     @abstractmethod
     def relate(self) -> Relate:
-        """The function that gives the relations of each layer."""
+        """The function that turns the matrices into relations; see `pool_sums`."""
 
     @property
     def least(self) -> int:
@@ -183,23 +183,23 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def similarities(
         self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """The fields of the result that all measures of minibatches share; warns of minibatches of few rows.
+        """The fields that the results of all minibatch measures share. Warns if minibatches have few rows.
 
         Args:
-            sums: of all pools.
+            sums: sums over all pools.
             run: the finished run.
             values: the similarities.
-            null_scale: by which the sums of products of the null are divided.
-            inputs: similarity of each layer with the embedding, for the rows and for the columns, which is regressed out; None
-                not to.
+            null_scale: divisor of the null's summed products.
+            inputs: similarity of each layer with the embedding, for the rows and for the columns, to be regressed out; None not
+                to.
         """
         minibatches, rows = int(sums["minibatches"]), float(sums["rows"])
         each = rows / minibatches
         if self.unit == "row" and each < FEW_ROWS:
             warn(
-                f"Minibatches of {type(self).__name__} have {each:.3g} different rows on average, and pairs of one row "
-                f"are left out: values of fewer than {FEW_ROWS} rows scatter widely. Pass more rows of data, shorter ones "
-                "(seq_len=), or a larger minibatch=."
+                f"Minibatches of {type(self).__name__} have {each:.3g} different rows on average, and pairs from one "
+                f"row are left out. With fewer than {FEW_ROWS} rows, values scatter widely. Pass more rows of data, "
+                "shorter ones (seq_len=), or a larger minibatch=."
             )
         if inputs is not None:
             values = without_inputs(values, *inputs)
@@ -213,7 +213,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             "provenance": run.provenance,
         }
         if self.permutations and "null xy" not in sums.fields:
-            warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens each that could be exchanged.")
+            warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens to exchange.")
         if "null xy" not in sums.fields:
             return fields
         observed, null = sums["null xy"] / null_scale, sums["null permuted"] / null_scale
@@ -223,10 +223,10 @@ class MinibatchAnalyzer(SampleAnalyzer):
         return fields | null_fields(observed, null, one_model=is_one_model(run.models))
 
     def need_minibatch(self, sums: Sums, run: Run) -> None:
-        """Refuse a run without a minibatch.
+        """Raise an error if no pool had enough samples for a minibatch.
 
         Args:
-            sums: of all pools.
+            sums: sums over all pools.
             run: the finished run.
 
         Raises:
@@ -236,14 +236,14 @@ class MinibatchAnalyzer(SampleAnalyzer):
             raise self.too_few_rows(run)
 
     def too_few_rows(self, run: Run) -> LayersimError:
-        """The error of data without enough rows.
+        """The error for data with too few rows.
 
         Args:
             run: the finished run.
         """
-        rows = " of 4 rows, as pairs of tokens of one row are left out" if self.unit == "row" else ""
+        rows = " from 4 rows, because pairs of tokens from one row are left out" if self.unit == "row" else ""
         tokens, given = amount(run.provenance.tokens, "token"), amount(run.provenance.sequences, "row")
         return LayersimError(
             f"{type(self).__name__} needs {self.least} {self.samples_in_words}{rows}; the data has {tokens} in {given}."
-            + (' unit="token" takes tokens of one row as independent.' if rows else "")
+            + (' With unit="token", tokens of one row count as independent.' if rows else "")
         )

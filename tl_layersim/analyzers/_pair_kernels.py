@@ -1,4 +1,4 @@
-"""Kernels of CKA, RSA and mutual nearest neighbours: similarities of matrices over pairs of samples within minibatches.
+"""Kernels of `CKA`, `RSA` and `MutualKNN`: similarities of layers from matrices over pairs of samples.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 
@@ -23,13 +23,13 @@ from ._hsic import beyond_rounding
 
 
 def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
-    """Dissimilarities between samples, `layer n n` in float32, with a zero diagonal.
+    """Dissimilarity of each pair of samples, `layer n n` in float32, with a zero diagonal.
 
     They are computed in float64 and rounded to float32, so that equal samples have equal dissimilarities, and ties are ties.
 
     Args:
         x: `layer n d_model`.
-        widths: of the layers; narrower ones are padded with zeros. Empty for layers of one width.
+        widths: widths of the layers; narrower layers are padded with zeros. Empty if all layers have one width.
         kind: "correlation" is 1 minus the Pearson correlation over dimensions, "cosine" 1 minus the cosine, "euclidean" the
             distance. A vector without direction has correlation or cosine 0 with all others.
     """
@@ -62,7 +62,7 @@ def _without_diagonal(matrix: Tensor) -> Tensor:
 
 
 def average_ranks(values: Tensor) -> Tensor:
-    """Ranks within each row, from 1, in float64; equal values share the mean of their ranks.
+    """Ranks within each row of `values`, from 1, in float64. Equal values share the mean of their ranks.
 
     Args:
         values: `layer pair`.
@@ -80,14 +80,14 @@ def average_ranks(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairRelation:
-    """How the samples of a minibatch relate at each layer.
+    """Relation between the samples of a minibatch at each layer, such as a centred Gram matrix.
 
     Attributes:
         terms: `layer term`, float64; the similarity of two layers is a sum of products of their terms.
-        signs: `term`, by which the products are multiplied.
-        numbers: by layer, summed over minibatches; names have {} for the side, x or y.
-        by_row: `layer row row term`, the terms by pair of rows, for samples that are `row position`; None if not asked for.
-        own_signs: signs of the terms of a row with itself, of `by_row`.
+        signs: `term`, the sign of each product of terms.
+        numbers: numbers by layer that are summed over minibatches; {} in a name stands for the side, x or y.
+        by_row: `layer row row term`, the terms by pair of rows, for samples on a grid `row position`; None if not asked for.
+        own_signs: signs in `by_row` of the terms of a row with itself.
     """
 
     terms: Tensor
@@ -104,14 +104,14 @@ Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
-    """Draw the minibatches of a pool, and the rows and positions that its null exchanges.
+    """Draw the minibatches of a pool, and the rows and positions that the null exchanges.
 
     Args:
-        samples: of the pool.
-        size: samples of a minibatch.
-        seed: of the draws.
-        least: samples that the measure needs.
-        by_row: whether rows are independent, not single samples.
+        samples: the samples of the pool.
+        size: number of samples in a minibatch.
+        seed: random seed of the draws.
+        least: smallest number of samples that the measure needs.
+        by_row: whether rows are independent of each other; if not, single samples are.
         permuted: whether there is a null.
     """
     minibatches = draw_minibatches(samples, size, seed, least, by_row)
@@ -134,18 +134,19 @@ def pool_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Sums over the minibatches of a pool of the products of relations between all pairs of layers.
+    """For all pairs of layers, the sum over the minibatches of a pool of the products of their relations.
 
     Args:
-        sides: samples of one model or of two, `layer sample d_model`.
-        widths: of the layers of each.
+        sides: samples of one model or of two models, `layer sample d_model`.
+        widths: widths of the layers of each model.
         samples: rows and hashes of the samples.
         draws: output of `draw_pool`.
-        matrix: takes the samples of a minibatch and the widths of the layers, and returns a matrix for each layer, `layer n n`.
-        relate: see `Relate`.
+        matrix: function that takes the samples of a minibatch and the widths of the layers, and returns a matrix for each
+            layer, `layer n n`.
+        relate: function that turns the matrices into a `PairRelation`, see `Relate`.
         by_row: see `draw_pool`.
         permutations: number of permutations of the null.
-        seed: of the permutations.
+        seed: random seed of the permutations.
     """
     total: dict[str, Tensor] = {}
     row, rows = row_numbers(samples, by_row)
@@ -167,11 +168,11 @@ def pool_sums(
 
 
 def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
-    """The number of each sample's row, from 0, None if no two samples are of one row; and the number of rows.
+    """Index of each sample's row, from 0 (None if all samples are from different rows), and the number of rows.
 
     Args:
-        samples: of a pool.
-        by_row: whether rows are independent, not single samples.
+        samples: the samples of a pool.
+        by_row: whether rows are independent of each other; if not, single samples are.
     """
     number: Tensor = torch.unique_consecutive(samples.row, return_inverse=True)[1]
     rows = int(number[-1]) + 1 if len(number) else 0
@@ -193,11 +194,11 @@ def pair_statistics(
     by_row: bool,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Upper triangles of the matrices of one model, by which models on different machines are compared.
+    """Upper triangles of the matrices of one model, which a model on another machine is compared by.
 
     Args:
         sides: samples of the model, `layer sample d_model`.
-        widths: of its layers.
+        widths: widths of the layers.
         samples: see `pool_sums`.
         draws: see `pool_sums`.
         matrix: see `pool_sums`.
@@ -205,8 +206,8 @@ def pair_statistics(
         seed: see `pool_sums`.
 
     Returns:
-        `pairs`, `minibatch layer pair`; `row`, `minibatch n`, of each sample; `rows`, their number; `distinct`, `minibatch`;
-        and for a null `grid`, `layer pair`, and its `height` and `key`. Nothing for a pool without a minibatch.
+        `pairs`, `minibatch layer pair`; `row`, `minibatch n`, the row of each sample; `rows`, the number of rows; `distinct`,
+        `minibatch`; with a null also `grid`, `layer pair`, with its `height` and `key`. Empty for a pool without a minibatch.
     """
     if not draws["minibatches"]:
         return {}
@@ -227,7 +228,7 @@ Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
 def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
-    """The statistics of one model, and its relations: those of `minibatches`, and `grid` if there is a null.
+    """The statistics of one model with their relations: `minibatches`, and with a null `grid`.
 
     Args:
         statistics: output of `pair_statistics`.
@@ -247,11 +248,11 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
 
 
 def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
-    """The sums of two models, as `pool_sums` gives them, from the statistics and the relations of each.
+    """Sums for two models as `pool_sums` gives them, from the statistics and relations of each model.
 
     Args:
-        a: of the first model, as `relations_of_pairs` returns them.
-        b: of the second model.
+        a: output of `relations_of_pairs` for the first model.
+        b: output of `relations_of_pairs` for the second model.
         permutations: number of permutations of the null.
     """
     (known, x), (_, y) = a, b
@@ -268,18 +269,18 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
 
 
 def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[str, Tensor]:
-    """The sums of one minibatch.
+    """Sums of one minibatch: the products of the relations of all pairs of layers.
 
     Args:
-        x: of the first model.
-        y: of the second model, or of the first again.
+        x: relation of the first model.
+        y: relation of the second model; within one model, `x` again.
         rows: number of independent rows of the minibatch.
-        samples: number of its samples.
+        samples: number of samples in the minibatch.
 
     Returns:
-        `xy` by pair of layers, `xx` and `yy` by layer; `norms` by pair of layers, the product of the norms of the terms; `x0`,
-        `y0`, `x0 norms` and `y0 norms`, the same of each layer with the first of its model; those of `PairRelation` for each
-        side; `minibatches`, `samples` and `rows`.
+        `xy` and `norms` (the product of the norms of the terms) by pair of layers; `xx` and `yy` by layer; `x0`, `y0`,
+        `x0 norms` and `y0 norms`, the same for each layer with the first layer of its model; the `numbers` of each relation;
+        `minibatches`, `samples` and `rows`.
     """
     out = _similarities(x, y)
     out |= {name.format(side): one.numbers[name] for side, one in (("x", x), ("y", y)) for name in one.numbers}
@@ -288,15 +289,15 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
 
 
 def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
-    """The sums of the null of a pool: of its rows as they are, and exchanged, each name with "null" before it.
+    """Sums of a pool's null: the products for the rows as they are, and for permuted rows. Each name begins with "null".
 
     Args:
-        x: of the first model, with terms by row.
-        y: of the second model, or of the first again.
-        rows: number of rows that are exchanged.
-        samples: number of their samples.
-        permutations: their number.
-        key: seed of the orders of rows.
+        x: relation of the first model, with terms by row.
+        y: relation of the second model; within one model, `x` again.
+        rows: number of rows that the null exchanges.
+        samples: number of samples in these rows.
+        permutations: number of permutations.
+        key: random seed of the orders of rows.
     """
     out = _similarities(x, y)
     out["permuted"] = permuted_products(x, y, draw_orders(permutations, rows, key))[:permutations]
@@ -315,15 +316,15 @@ def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
 
 
 def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
-    """Similarities with the rows of the second model exchanged, `permutation row column`.
+    """Similarities when the rows of the second model are permuted, `permutation row column`.
 
     Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
     of `draw_permutations`: cyclic shifts, whose products follow from Fourier transforms along the diagonals.
 
     Args:
-        x: of the first model, with terms by row.
-        y: of the second model.
-        orders: `order row`.
+        x: relation of the first model, with terms by row.
+        y: relation of the second model, with terms by row.
+        orders: random orders of the rows, `order row`.
     """
     assert x.by_row is not None
     assert y.by_row is not None
@@ -341,13 +342,13 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Fourier transforms along the diagonals of terms whose rows are reordered, `frequency layer (diagonal term)`.
+    """Fourier transforms along the diagonals of the reordered terms, `frequency layer (diagonal term)`.
 
     A cyclic shift of the rows moves the entries of a matrix along its diagonals, which wrap around.
 
     Args:
-        terms: `layer row row term`.
-        order: `row`.
+        terms: terms by pair of rows, `layer row row term`.
+        order: `row`, the new order of the rows.
     """
     rows = len(order)
     place = torch.arange(rows, device=terms.device)
@@ -358,7 +359,7 @@ def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
 
 
 def upper_triangles(matrices: Tensor) -> Tensor:
-    """The upper triangles of symmetric matrices `... n n`, diagonal included, `... pair`."""
+    """Upper triangles of symmetric matrices, diagonal included: `... n n` to `... pair`."""
     rows, columns = torch.triu_indices(matrices.shape[-1], matrices.shape[-1], device=matrices.device)
     return matrices[..., rows, columns]
 
@@ -378,11 +379,11 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
 
 
 def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
-    """A relation whose terms are those of all pairs of samples, all of which are added.
+    """Relation whose terms are the entries of a matrix over all pairs of samples.
 
     Args:
         terms: `layer (n n)`, 0 for pairs that are left out.
-        rows: number of rows for terms by row, of samples that are `row position`; None for no such terms.
+        rows: number of rows, if terms by row are wanted; the samples are then a grid `row position`. None if not.
         numbers: see `PairRelation`.
     """
     ones = terms.new_ones(terms.shape[1])

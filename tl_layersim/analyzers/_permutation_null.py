@@ -1,4 +1,4 @@
-"""Permutation nulls of similarities: the statistics of observed values beside null values."""
+"""Permutation nulls of similarities: p-values, thresholds and calibrated values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EQUAL_WITHIN = 1e-10
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CalibratedMatrix(LayerMatrix):
-    """A similarity for each pair of layers, beside its distribution when rows are paired at random.
+    """A similarity for each pair of layers, with its null distribution when rows are paired at random.
 
     Tokens of a text depend on each other, so the null exchanges whole rows of the data, position with position, among the rows
     of a pool. Rows of unequal lengths are compared at positions that all rows which are exchanged have, so the null has an
@@ -37,23 +37,23 @@ class CalibratedMatrix(LayerMatrix):
     Attributes:
         values: `row column`, the similarities of all samples, at most 1.
         permutations: number of random pairings of rows in the null; 0 without a null.
-        observed: `row column`, the similarities of the rows and positions that the null exchanges, as they are in the data.
+        observed: `row column`, similarities of the rows and positions that the null permutes, in their true pairing.
         calibrated: `row column`, max(0, (observed - threshold) / (1 - threshold)): 0 for a similarity that random pairings
             reach, 1 for equal layers.
-        p_values: `row column`, (1 + number of null values >= the observed one) / (1 + permutations).
+        p_values: `row column`, (1 + number of null values >= the observed value) / (1 + permutations).
         null_mean: `row column`, mean of the null.
         null_quantiles: `quantile row column`, quantiles of the null.
         null_threshold: `row column`, the 95 % quantile of the null values together with the observed value.
-        max_value: the largest observed similarity over pairs of layers; within one model over pairs of different layers.
-        max_p_value: its p-value, against the maximum over the same pairs in each permutation. It accounts for the search of the
-            best pair, which the p-value of a single pair does not.
-        max_threshold: the threshold of the maximum, as `null_threshold`.
-        max_calibrated: the calibrated maximum, as `calibrated`.
+        max_value: the largest observed similarity over pairs of layers; within one model, over pairs of different layers.
+        max_p_value: p-value of `max_value`, against the maximum over the same pairs in each permutation. It accounts for the
+            search for the best pair, which the p-value of a single pair does not.
+        max_threshold: threshold of `max_value`, computed as `null_threshold`.
+        max_calibrated: `max_value` calibrated as `calibrated`.
         max_null: `draw`, the maximum over pairs in each permutation.
-        split_half: between two models with intervals, the reliability of the values: their correlation over pairs of layers
-            between odd and even blocks of the data, stepped up to all data by the formula of Spearman and Brown.
-        noise_ceiling: its root, the correlation over pairs of layers that the values can be expected to have with the true
-            ones, and so the largest that they can have with anything.
+        split_half: reliability of `values`, for two models with intervals: the correlation over pairs of layers between the odd
+            and the even blocks of the data, stepped up to all data by the Spearman-Brown formula.
+        noise_ceiling: root of `split_half`: the correlation over pairs of layers that `values` can be expected to have with the
+            true values, and so the largest correlation they can have with any quantity.
         quantiles: levels of `null_quantiles`.
 
     Source:
@@ -147,7 +147,7 @@ class CalibratedMatrix(LayerMatrix):
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """Labels of the `draw` axis: numbers of the permutations."""
+        """Labels of the `draw` axis: indices of the permutations."""
         return tuple(range(self.permutations))
 
     def with_halves(self, first: Any, second: Any) -> Any:
@@ -176,10 +176,10 @@ class CalibratedMatrix(LayerMatrix):
         return replace(self, **swapped, **own)
 
     def to_last_headline(self, measure: str) -> dict[str, float]:
-        """Values between some layers and the last one, for a summary table.
+        """Headline numbers for a summary table: the similarities of some layers with the last one.
 
         Args:
-            measure: its name.
+            measure: name of the measure.
         """
         to_last = self.values[:, -1]
         two = " | " in self.provenance.model
@@ -198,7 +198,7 @@ class CalibratedMatrix(LayerMatrix):
         }
 
     def null_headline(self) -> dict[str, float]:
-        """The calibrated maximum over pairs of layers and its p-value, for a summary table; nothing without permutations."""
+        """Headline numbers for a summary table: the largest calibrated value and its p-value; empty without a null."""
         if not self.permutations:
             return {}
         return {
@@ -214,14 +214,14 @@ def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: boo
     """The fields of a `CalibratedMatrix` that describe the null.
 
     Args:
-        values: `row column`, observed similarities, at most 1; NaN where they are not defined.
+        values: `row column`, observed similarities, at most 1; NaN if not defined.
         null: `permutation row column`, the similarities of permuted rows. An empty null leaves the fields out.
         one_model: whether rows and columns are the layers of one model. A layer and itself are then no pair, and two layers
-            have one null in either order, in which rows of the later layer are permuted.
+            have one null in either order, in which the rows of the later layer are permuted.
         symmetric: whether two layers of one model have one value in either order. If not, each order is a pair of its own.
 
     Returns:
-        By name of the field; nothing without permutations.
+        The fields by name; empty without permutations.
     """
     if not len(null):
         return {}
@@ -255,12 +255,12 @@ def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: boo
 
 
 def p_values(values: Tensor, null: Tensor) -> Tensor:
-    """Right-tailed permutation p-values, (1 + #{null >= value}) / (1 + permutations); NaN for a value that is NaN.
+    """Right-tailed permutation p-values, (1 + #{null >= value}) / (1 + permutations); NaN if the value is NaN.
 
     Null values that are below the observed one by rounding alone count as equal.
 
     Args:
-        values: observed, of any shape.
+        values: observed values, of any shape.
         null: `permutation` before the axes of `values`.
 
     Source:
@@ -275,10 +275,10 @@ def p_values(values: Tensor, null: Tensor) -> Tensor:
 
 
 def null_threshold(values: Tensor, null: Tensor, alpha: float = ALPHA) -> Tensor:
-    """The (1 - alpha) quantile of the null values together with the observed value, an order statistic.
+    """Threshold of a permutation test: the (1 - alpha) quantile of the null values together with the observed value.
 
     Args:
-        values: observed, of any shape.
+        values: observed values, of any shape.
         null: `permutation` before the axes of `values`.
         alpha: level of the test.
 
@@ -294,8 +294,8 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
     """Similarities above their threshold, max(0, (value - threshold) / (1 - threshold)).
 
     Args:
-        values: observed, at most 1.
-        threshold: of the same shape.
+        values: observed values, at most 1.
+        threshold: thresholds, of the same shape.
 
     Examples:
         >>> calibrated_values(torch.tensor([0.2, 0.6, 1.0]), torch.tensor([0.4, 0.2, 0.4]))
@@ -308,9 +308,9 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
 
 
 def is_one_model(models: Sequence[Model]) -> bool:
-    """Whether the models of a run are one model, possibly compared with itself in a grid.
+    """Whether the models of a run are a single model, possibly compared with itself in a grid.
 
     Args:
-        models: as in `Run`.
+        models: the models of the run, see `Run`.
     """
     return len({id(model) for model in models}) < 2

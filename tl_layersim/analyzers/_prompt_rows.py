@@ -1,4 +1,4 @@
-"""Values by row of the data: the rows, which a first pass without the model counts, and sums over the samples of each.
+"""Values by row of the data: the indices of the rows, which a first pass without the model finds, and sums for each row.
 
 Kernels are plain functions of torch: they are serialised by value and also run on a server.
 """
@@ -19,10 +19,10 @@ COUNTED_ROWS = 2**19
 
 
 def row_counts_kernel(view: View) -> dict[str, Tensor]:
-    """Number of counted positions of each row of the data, as far as they are known without the model.
+    """Number of counted positions in each row of the data, as far as they are known without the model.
 
     Args:
-        view: of one batch.
+        view: the view of one batch.
     """
     assert view.row is not None
     if len(view.row) and int(view.row.max()) >= COUNTED_ROWS:
@@ -33,7 +33,7 @@ def row_counts_kernel(view: View) -> dict[str, Tensor]:
 
 
 def counted_rows(first: Sums) -> Tensor:
-    """Numbers of the rows of the data that have counted positions, ascending.
+    """Indices of the rows of the data that have counted positions, ascending.
 
     Args:
         first: sums of `row_counts_kernel`; empty without values by row.
@@ -42,13 +42,13 @@ def counted_rows(first: Sums) -> Tensor:
 
 
 def prompt_fields(name: str, sums: Sums, first: Sums, known: str) -> dict[str, Any]:
-    """The fields of a result by row of the data; empty if values by row were not measured.
+    """Fields of a result that hold values by row of the data; empty if values by row were not measured.
 
     Args:
-        name: of the quantity.
-        sums: of the main pass.
+        name: name of the quantity.
+        sums: sums of the main pass over the data.
         first: sums of `row_counts_kernel`; empty without values by row.
-        known: name of the sums of the samples that have the quantity.
+        known: name of the sums that count the samples that have the quantity.
     """
     none = torch.zeros(0, dtype=torch.float64)
     return {
@@ -63,20 +63,20 @@ def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
 
     Args:
         values: `sample`.
-        row: `sample`, number of the row of each sample.
-        rows: numbers of all rows, ascending.
+        row: `sample`, index of the row of each sample.
+        rows: indices of all rows, ascending.
     """
     index = torch.searchsorted(rows.to(row.device), row).to(values.device)
     return torch.zeros(len(rows), dtype=torch.float64, device=values.device).index_add(0, index, values.double())
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
-    """Values by row of the data, without undefined ones, by names such as "row 3".
+    """Values by row of the data without undefined ones, by names such as "row 3".
 
     Args:
-        values: `row`.
-        rows: numbers of the rows; none if values by row were not measured.
-        analyzer: its name, for the message.
+        values: `row`, the values.
+        rows: indices of the rows; empty if values by row were not measured.
+        analyzer: name of the analyzer, for the message.
 
     Raises:
         LayersimError: values by row were not measured.

@@ -17,9 +17,9 @@ def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> No
 
     Args:
         measure: name of the analyzer.
-        samples: that it is fitted on.
-        width: of the widest site.
-        unit: what a sample is, in the plural.
+        samples: number of samples that the fit uses.
+        width: width of the widest site.
+        unit: the word for samples, in the plural.
     """
     if samples < width:
         warn(
@@ -29,7 +29,7 @@ def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> No
 
 
 def warn_of_few_rows(measure: str, rows: int) -> None:
-    """Warn of few held-out rows.
+    """Warn if few held-out rows have samples.
 
     Args:
         measure: name of the analyzer.
@@ -48,19 +48,20 @@ ROUNDING = 1e4 * EPS
 
 
 def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float) -> Tensor:
-    """Weights of a ridge regression whose penalty is on standardised dimensions.
+    """Weights of a ridge regression that penalises the weights of standardised dimensions.
 
     The covariance of standardised dimensions has a mean eigenvalue of 1, and one dimension of large variance does not raise the
     penalty of the others.
 
     Args:
-        covariance: `width width`, of the predicting dimensions.
-        cross: `... width target`, covariances of these dimensions with targets.
-        mean: `width`, of the predicting dimensions.
+        covariance: `width width`, covariance of the predicting dimensions.
+        cross: `... width target`, covariances of the predicting dimensions with the targets.
+        mean: `width`, mean of the predicting dimensions.
         ridge: penalty on the squared weights of standardised dimensions.
 
     Returns:
-        Weights of the dimensions as they are, of the shape of `cross`; 0 for dimensions without spread, such as padding.
+        Weights for the dimensions before standardisation, of the shape of `cross`; 0 for dimensions without spread, such as
+        padding.
 
     Raises:
         LayersimError: the penalty is within the rounding error of the sums.
@@ -80,11 +81,11 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
 
 
 def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Weights `width class` and offsets `class` of the ridge regression of one-hot labels on the activations of a site.
+    """Weights `width class` and offsets `class` of a linear probe, by ridge regression of one-hot labels.
 
     Args:
         second: `width width`, sum of x x' over training samples.
-        total: `class width`, sums of x over the training samples of each class.
+        total: `class width`, sum of x over the training samples of each class.
         counts: `class`, number of training samples.
         ridge: see `ridge_weights`.
 
@@ -102,11 +103,11 @@ def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> 
 
 
 def samples_differ(second: Tensor, mean: Tensor) -> bool:
-    """Whether samples differ by more than the rounding error of their sums.
+    """Whether samples differ by more than rounding.
 
     Args:
         second: `width width`, mean of x x' over the samples.
-        mean: `width`, of the samples.
+        mean: `width`, mean of the samples.
     """
     power = second.diagonal().sum()
     return bool(power - mean @ mean > ROUNDING * power)

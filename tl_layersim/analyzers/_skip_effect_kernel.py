@@ -1,4 +1,4 @@
-"""Sums over tokens of the effects of skipped blocks: the kernel of `SkipEffect`.
+"""Kernel of `SkipEffect`: sums over tokens of the effects of skipped blocks.
 
 It is serialised by value and runs on servers too.
 """
@@ -20,12 +20,13 @@ from ..lens.statistics import head_input, read_positions
 
 @dataclass(frozen=True)
 class Skip:
-    """The positions at which blocks are skipped, and the tokens at which effects are measured.
+    """Positions at which a block is skipped, and tokens at which the effects are measured.
 
     Attributes:
         skipped: `batch pos`, whether a block's output is replaced by its input.
-        tokens: `sample`, indices into the tokens of the view at which contributions are compared.
-        read: `sample`, indices at which output probabilities are compared; a subset of `tokens` for language models.
+        tokens: `sample`, indices of the view's tokens at which contributions are compared.
+        read: `sample`, indices of the view's tokens at which output probabilities are compared; a subset of `tokens` for
+            language models.
     """
 
     skipped: Tensor
@@ -34,13 +35,13 @@ class Skip:
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
-    """Sums over tokens, and over rows of their maxima, of the effects of each skipped block.
+    """For each skipped block, sums over tokens of its effects, and sums over rows of the largest effects.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
         keep_first: number of first positions of each row at which no block is skipped.
-        splits: number of positions of each row up to which blocks are skipped, for the effects on later positions.
-        memory_mb: megabytes for logits.
+        splits: number of splits of each row. Blocks are skipped before a split, and effects are measured after it.
+        memory_mb: limit for the logits, in MB.
     """
     calls = view.calls
     assert calls is not None
@@ -56,7 +57,7 @@ def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: f
 
 
 def _everywhere(view: View, keep_first: int) -> Skip:
-    """Blocks skipped at all positions but the first few, with effects at the counted tokens among these positions.
+    """Skip blocks at all positions but the first few, and measure effects at the counted tokens among them.
 
     A classifier's output is read at one position of a row, which may be one of the first few.
     """
@@ -68,7 +69,7 @@ def _everywhere(view: View, keep_first: int) -> Skip:
 
 
 def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
-    """Blocks skipped before each of some evenly spaced positions of a row, with effects at the counted tokens from there on."""
+    """Skip blocks before each of some evenly spaced positions of a row, and measure effects from there on."""
     assert view.calls is not None
     batch, pos = view.calls[0].hidden.shape[:2]
     ends = row_ends(view)
@@ -91,7 +92,7 @@ def _reads_every(view: View) -> bool:
 
 
 def _read(view: View, tokens: Tensor) -> Tensor:
-    """Indices of the given tokens at which the head reads; `tokens` is a mask."""
+    """Indices of the tokens in the mask `tokens` at which the head reads."""
     index = read_positions(view)
     if index is not None:
         tokens = tokens & torch.zeros_like(tokens).index_fill(0, index.to(tokens.device), True)
@@ -99,7 +100,7 @@ def _read(view: View, tokens: Tensor) -> Tensor:
 
 
 class _Effects:
-    """Sums over tokens and over rows of the relative change of contributions, and of the change of output probabilities.
+    """Running sums over tokens and rows of relative changes of contributions and changes of output probabilities.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
@@ -119,7 +120,7 @@ class _Effects:
         self.output_measured = torch.zeros(blocks, rows, dtype=torch.bool, device=device)
 
     def add(self, skipped: int, affected: int, change: Tensor, row: Tensor) -> None:
-        """Add relative changes, `sample`, at tokens of the given rows; NaN where a contribution is zero."""
+        """Add relative changes, `sample`, at tokens of the given rows; NaN if a contribution is zero."""
         known = ~change.isnan()
         change, row = change[known].double(), row[known]
         self.total[skipped, affected] += change.sum()
@@ -135,7 +136,7 @@ class _Effects:
         self.output_measured[skipped, row] = True
 
     def sums(self) -> dict[str, Tensor]:
-        """The sums by name."""
+        """All sums, by name."""
         return {
             "total": self.total,
             "count": self.count.long(),
@@ -149,13 +150,13 @@ class _Effects:
 
 
 def _measure(effects: _Effects, skip: Skip, skipped: int, memory_mb: float) -> None:
-    """Skip one block, run all blocks after it, and add the effects.
+    """Skip one block, run all blocks after it, and add the effects to `effects`.
 
     Args:
-        effects: to which they are added.
-        skip: where the block is skipped and effects are measured.
-        skipped: number of the block.
-        memory_mb: megabytes for logits.
+        effects: the running sums.
+        skip: the positions at which the block is skipped, and the tokens at which effects are measured.
+        skipped: index of the block.
+        memory_mb: limit for the logits, in MB.
     """
     view, calls = effects.view, effects.calls
     if not len(skip.tokens) and not len(skip.read):
@@ -184,19 +185,19 @@ def _without(call: BlockCall, skipped: Tensor) -> Tensor:
 
 
 def _at(view: View, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """Residuals `batch pos d_model` at tokens of the view, `sample d_model`, in the dtype of its activations."""
+    """Residuals at the tokens of the view, `batch pos d_model` to `sample d_model`, in the view's dtype."""
     row, place = (index[tokens].to(hidden.device) for index in (view.sequence, view.position))
     return hidden[row, place].to(view.activations)
 
 
 def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of tokens, each with the norm of the change of their output probabilities.
+    """Yields chunks of tokens, each with the norm of the change of the output probabilities at these tokens.
 
     Args:
         view: activations of one batch.
         hidden: `batch pos d_model`, the changed residuals after the last block.
-        tokens: `sample`, indices of these tokens in the view.
-        memory_mb: megabytes for logits.
+        tokens: `sample`, indices of the view's tokens.
+        memory_mb: limit for the logits, in MB.
     """
     assert view.unembed is not None
     if view.unembed.pool is None:
@@ -221,7 +222,7 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
 
 
 def _differs(view: View) -> Tensor:
-    """Whether the replay of each block differs from its output in the forward pass, `layer`. Block 0 is never replayed."""
+    """Whether each block's replay differs from its output in the forward pass, `layer`. Block 0 is never replayed."""
     assert view.calls is not None
     every = torch.arange(len(view.position), device=view.position.device)
     differs = [False]

@@ -1,4 +1,4 @@
-"""Kernels of `TaskMetrics`: confusion matrices of classifiers, and tables of the predictions of regression heads.
+"""Kernels of `TaskMetrics`: confusion matrices of classifiers, and predictions of regression heads.
 
 Plain functions of torch: they are serialised by value and also run on a server.
 """
@@ -21,11 +21,11 @@ def need_memory_for_sums(layers: int, size: int, max_memory_gb: float) -> None:
 
     Args:
         layers: number of layers.
-        size: numbers for each layer.
-        max_memory_gb: the limit.
+        size: number of float64 values for each layer.
+        max_memory_gb: limit for the sums, in GB.
 
     Raises:
-        LayersimError: they need more.
+        LayersimError: the sums need more.
     """
     # The batch's table, the running sum, and the new sum while the two are added.
     need_memory("The sums of TaskMetrics", 3 * 8 * layers * size / 1e9, max_memory_gb, "LogitLens takes less.")
@@ -40,18 +40,18 @@ def confusion_kernel(
     max_memory_gb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Confusion matrices `layer class class` of the lens predictions of a classifier.
+    """Confusion matrices of a classifier's lens predictions, `layer class class`.
 
     Args:
         view: activations of one batch.
         labels: the classes.
-        normed: whether the final norm is applied to every layer.
-        memory_mb: megabytes for logits.
-        max_memory_gb: limit for the sums.
-        heads: of the layers below the last; None for the model's own at every layer.
+        normed: whether the final norm is applied to every layer, not only to the last one.
+        memory_mb: limit for the logits, in MB.
+        max_memory_gb: limit for the sums, in GB.
+        heads: heads for the layers below the last; None to use the model's own head at every layer.
 
     Raises:
-        LayersimError: the head has one output, or so many that the sums exceed the limit.
+        LayersimError: the head has one output, or so many outputs that the sums exceed the limit.
     """
     assert view.unembed is not None
     target = with_labels(view, labels, read_positions(view))
@@ -60,7 +60,7 @@ def confusion_kernel(
     classes = view.unembed(last[:, :1], needs_norm).shape[-1]
     if classes == 1:
         raise LayersimError(
-            "`labels` are classes, and the head has one output: it is a regression head, which takes labels.float()."
+            "`labels` are classes, but the head has one output. A regression head needs scores: labels.float()."
         )
     need_memory_for_sums(layers, classes**2, max_memory_gb)
     lens = read_lens(view, target, normed, memory_mb, 1, label_key(labels), heads)
@@ -71,13 +71,13 @@ def confusion_kernel(
 
 
 def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads | None = None) -> dict[str, Tensor]:
-    """Lens predictions of a regression head as a table `layer row`, zero for rows of other batches.
+    """Lens predictions of a regression head, `layer row`; zero for rows of other batches.
 
     Args:
         view: activations of one batch.
-        rows: the numbers of all rows of the data.
+        rows: indices of all rows of the data.
         normed: whether the final norm is applied to every layer; at the last layer it always is.
-        heads: of the layers below the last; None for the model's own at every layer.
+        heads: heads for the layers below the last; None to use the model's own head at every layer.
 
     Raises:
         LayersimError: the head has several outputs.
@@ -89,7 +89,7 @@ def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads |
     z = logits_of_layers(view.unembed, x, needs_norm, normed, heads)
     if z.shape[-1] != 1:
         raise LayersimError(
-            f"`labels` are floats, and the head has {z.shape[-1]} outputs: it is a classifier, which takes labels.long()."
+            f"`labels` are floats, but the head has {z.shape[-1]} outputs. A classifier needs classes: labels.long()."
         )
     z = z[..., 0].T.to(x.device).double()
     scores = torch.zeros(len(x), len(rows), dtype=torch.float64, device=x.device)

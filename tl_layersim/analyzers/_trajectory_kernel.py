@@ -1,4 +1,4 @@
-"""Sums over tokens of the shapes of their trajectories: the kernel of `Trajectory`.
+"""Kernel of `Trajectory`: sums over tokens of the shapes of their paths through the layers.
 
 It is serialised by value and runs on servers too.
 """
@@ -17,7 +17,7 @@ DECADES = (-6.0, 8.0)
 
 
 def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums over tokens of the quantities of their trajectories and of their squares, and logarithmic histograms.
+    """Sums over tokens of the quantities of their trajectories and of the squares, with logarithmic histograms.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -25,7 +25,7 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
         view: activations of one batch.
         window: steps of the windowed LSS, 0 for none.
         final_norm: whether the last layer is read after the model's final norm.
-        rows: numbers of all rows of the data, for sums by row; None for no such sums.
+        rows: indices of all rows of the data, to sum by row; None not to sum by row.
     """
     x = view.activations
     tokens, last = x.shape[1], x[-1]
@@ -61,18 +61,18 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
 
 
 def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
-    """Residuals `layer token d_model` of tokens from `start` to `end`, those of the last layer from `last`, `token d_model`."""
+    """Residuals `layer token d_model` of the tokens `start` to `end`; the last layer is read from `last`, `token d_model`."""
     return torch.cat([x[:-1, start:end], last[None, start:end]])
 
 
 def _angles(view: View, last: Tensor) -> Tensor:
-    """Angles between consecutive steps from token to token, float64, `layer triple`.
+    """Angles between consecutive steps from token to token at each layer, `layer triple`, float64.
 
     A triple is three consecutive positions of a row. NaN where two neighbours are equal: their step has no direction.
 
     Args:
         view: activations of one batch.
-        last: `token d_model`, the last layer.
+        last: `token d_model`, residuals of the last layer.
     """
     x, row, position = view.activations, view.sequence, view.position
     triples = (row[2:] == row[:-2]) & (position.diff()[1:] == 1) & (position.diff()[:-1] == 1)
@@ -89,7 +89,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
 
 
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """Quantities of each token's trajectory, float64, `layer token` or `token`, from residuals `layer token d_model`."""
+    """Quantities of each token's trajectory, `layer token` or `token`, from residuals `layer token d_model`. Float64."""
     step = x[1:] - x[:-1]
     unit, update = unit_vectors(step)
     norm = torch.stack([norms(layer) for layer in x])
@@ -124,7 +124,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def _log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Histograms of the known values of `... token` in bins of a hundredth of a decade, `... bin`."""
+    """Histograms of the known values, `... token` to `... bin`, in bins of a hundredth of a decade."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.reshape(-1, values.shape[-1])

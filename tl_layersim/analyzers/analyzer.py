@@ -1,4 +1,4 @@
-"""Analyzer: a kernel that turns a view into sums, and a result computed from the sums."""
+"""`Analyzer`: base class of all measures. A kernel turns a view into sums, and `compute` turns the sums into a result."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ Weight = Literal["samples", "power", "variance"]
 
 @dataclass(frozen=True)
 class Run:
-    """The finished run, as `Analyzer.compute` sees it.
+    """A finished run, as `Analyzer.compute` receives it.
 
     Attributes:
-        layers: residual layer names of the (first) model.
-        column_layers: of the second model, or of the first again.
-        provenance: for the result.
+        layers: names of the residual layers of the (first) model.
+        column_layers: names of the residual layers of the second model; with one model, `layers` again.
+        provenance: provenance of the result.
         first: sums of the first pass, empty without one.
-        head: final norm and unembedding, None if the model has none that is known.
-        stream: of the (first) model, see `Model`.
-        models: the model, or all that are compared, each with the sites that were read.
+        head: final norm and unembedding of the model; None if it has none or they are not known.
+        stream: `Model.stream` of the (first) model.
+        models: the model, or all models that are compared, each with the sites that were read.
     """
 
     layers: tuple[str, ...]
@@ -72,17 +72,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Cross-model statistics: how models are compared by small statistics of each, in place of activations.
+    """How two models are compared by small statistics of each model instead of their activations.
 
     Models on different machines are compared in this way, and many models of which each runs once a batch.
 
     Attributes:
-        kernel: of one model; returns its statistics of a pool, which are transferred.
-        join: takes the prepared statistics of two models on one pool and returns the output of the analyzer's kernel on both.
-        size: bytes of the statistics of one model, from the rows of a batch, the mean number of counted positions of a row, and
-            the number of layers.
-        prepare: takes the statistics of one model and returns those that `join` takes. Called once for each model and pool,
-            however many models it is compared with.
+        kernel: kernel that returns the statistics of one model on a pool; these are transferred.
+        join: function that takes the prepared statistics of two models on one pool, and returns the output of the analyzer's
+            kernel on both models.
+        size: function that gives the bytes of one model's statistics from the rows of a batch, the mean number of counted
+            positions of a row, and the number of layers.
+        prepare: function that prepares the statistics of one model for `join`. It is called once for each model and pool, not
+            for each comparison.
     """
 
     kernel: PoolKernel
@@ -112,7 +113,7 @@ class Analyzer(ABC):
         - `optional_families`: further families that it reads where the model has them.
         - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
         - `needs_rows`: whether the kernel reads the number of each row in the data, which `attach` does not know.
-        - `prompts`: whether each row must be a text of its own, so that packed rows are refused.
+        - `prompts`: whether each row must be a text of its own, so that packed rows raise an error.
     """
 
     name: ClassVar[str]
@@ -131,31 +132,31 @@ class Analyzer(ABC):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether samples are rows of tokens; single steps of cached generation are then refused."""
+        """Whether samples are whole rows, so that single steps of cached generation raise an error."""
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
-        """The analyzer with the options that depend on the model, before a run.
+        """Sets the options that depend on the model, before a run; returns the analyzer with these options.
 
         Args:
-            model: to be analyzed, with the sites of this analyzer.
-            positions: as the user gave them.
+            model: the model, with the sites of this analyzer.
+            positions: the option `positions`, as the user gave it.
         """
         return self
 
     @property
     def reads_head(self) -> bool:
-        """Whether the kernel reads the positions of a row that the model's head reads."""
+        """Whether the kernel reads the same positions of a row as the model's head."""
         return self.needs_unembed
 
     @property
     def needs_positions(self) -> bool:
-        """Whether samples must be single positions of rows, because the mean of a row has no lens, next token or block call."""
+        """Whether samples must be single positions, because the mean of a row has no lens, next token or block call."""
         return self.needs_unembed or self.needs_calls
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
-        """What has more weight in the measure the larger its activations are; the run warns where few have most of it.
+        """Whether larger samples or dimensions have more weight in the measure, so that the run warns if a few dominate.
 
         "samples"; and dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
         """
@@ -163,28 +164,28 @@ class Analyzer(ABC):
 
     @property
     def by_statistics(self) -> bool:
-        """Whether models that are compared run one after another, so that only their statistics of a batch are held."""
+        """Whether models to compare run one after another, so that only their statistics of a batch are held."""
         return False
 
     @property
     def label_source(self) -> str:
-        """Source of the labels: "" for none, "data" for a column of the data, "rows" for a tensor by row of the data."""
+        """Source of the labels: "data" for a column of the data, "rows" for a tensor with an entry per row, "" for none."""
         return ""
 
     def first_kernel(self) -> Kernel | None:
-        """The kernel of a first pass over the data, whose sums the main kernel needs; None if one pass is enough."""
+        """Kernel of a first pass over the data, whose sums the main kernel needs; None if one pass is enough."""
         return None
 
     @abstractmethod
     def kernel(self, first: Sums) -> AnyKernel:
-        """The kernel of the main pass: a function of views; or a `PoolKernel`, for a measure over pairs of samples.
+        """Kernel of the main pass: a function of views, or a `PoolKernel` for a measure over pairs of samples.
 
         Args:
             first: sums of the first pass, empty without one.
         """
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        """A kernel of pools of rows beside that of views, whose sums join those of `kernel`; None for none.
+        """Kernel of pools of rows that runs beside `kernel`, and whose sums join the sums of `kernel`; None for none.
 
         Args:
             first: sums of the first pass, empty without one.
@@ -192,7 +193,7 @@ class Analyzer(ABC):
         return None
 
     def pool_need(self, density: float) -> int:
-        """Rows of the largest pool from which the kernels draw samples; 0 without a `PoolKernel`.
+        """Number of rows of the largest pool that a kernel draws samples from; 0 without a `PoolKernel`.
 
         Args:
             density: mean number of counted positions of a row.
@@ -205,21 +206,21 @@ class Analyzer(ABC):
 
     @abstractmethod
     def compute(self, sums: Sums, run: Run) -> Result:
-        """Compute the result.
+        """Compute the result from the sums.
 
         Args:
-            sums: of all batches.
+            sums: sums over all batches.
             run: the finished run.
 
         Raises:
-            LayersimError: the statistic is not defined on the data, such as on too few tokens.
+            LayersimError: the statistic is not defined on the data, for example because there are too few tokens.
         """
 
     def check_sites(self, *models: Model) -> None:
-        """Refuse models whose layers are not the sites that this analyzer needs.
+        """Raise an error if the layers of a model are not the sites that this analyzer needs.
 
         Args:
-            *models: one model, two that are compared, or more of which all pairs are.
+            *models: one model; two models to compare; or more, to compare all pairs of.
 
         Raises:
             LayersimError: names the modules that are not blocks.
@@ -237,18 +238,18 @@ class Analyzer(ABC):
             need_memory(what, need, getattr(self, "max_memory_gb", math.inf), fewer)
 
     def sum_numbers(self, *models: Model) -> float:
-        """How many float64 numbers the sums hold, for the option `max_memory_gb`; 0 if they are few or a width is unknown.
+        """Number of float64 values in the sums, for `max_memory_gb`; 0 if there are few, or if a width is not known.
 
         Args:
-            *models: one model, two that are compared, or more of which all pairs are.
+            *models: one model; two models to compare; or more, to compare all pairs of.
         """
         return 0
 
     def check(self, *models: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
-        """Refuse options that do not fit the models, before the run.
+        """Raise an error before the run if the options do not fit the models.
 
         Args:
-            *models: one model, two that are compared, or more of which all pairs are.
+            *models: one model; two models to compare; or more, to compare all pairs of.
 
         Raises:
             LayersimError: names the setting to change.
@@ -258,45 +259,45 @@ class Analyzer(ABC):
         """A sentence on the cost beyond forward passes, printed before a run; "" if that cost is small.
 
         Args:
-            model: to be analyzed.
+            model: the model to be analyzed.
         """
         return ""
 
     def compute_seconds(self, model: Model) -> float:
-        """Seconds on one core that one call of `compute` takes; 0 if they are few. With intervals it is called for each block.
+        """Seconds on one core that a call of `compute` takes; 0 if few. With intervals, `compute` is called for each block.
 
         Args:
-            model: to be analyzed.
+            model: the model to be analyzed.
         """
         return 0.0
 
     def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
-        """Refuse a batch that lacks the inputs of this analyzer, before the model runs on the batch.
+        """Raise an error if a batch lacks the inputs that this analyzer needs, before the model runs on it.
 
         Args:
-            batch: of the data.
-            model: to be analyzed.
+            batch: a batch of the data.
+            model: the model to be analyzed.
 
         Raises:
-            LayersimError: names what the data lack.
+            LayersimError: names the missing input.
         """
 
     def options(self) -> dict[str, Any]:
-        """The options as plain data for the result's provenance; tensors and heads are replaced by a digest.
+        """The options as plain data, for the result's provenance. Tensors and heads are replaced by a digest.
 
         Raises:
-            LayersimError: an option is of a type that cannot be written to a file.
+            LayersimError: an option has a type that cannot be written to a file.
         """
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
 
     @classmethod
     def summary(cls) -> str:
-        """The first line of the class's docstring."""
+        """First line of the class's docstring."""
         return (cls.__doc__ or "").strip().splitlines()[0]
 
 
 class LabelledAnalyzer(Analyzer):
-    """An analyzer with the option `labels`, which are targets of predictions or classes of samples."""
+    """Base class of analyzers with the option `labels`: targets of predictions, or classes of samples."""
 
     optional_labels: ClassVar[bool] = False
 
@@ -306,7 +307,7 @@ class LabelledAnalyzer(Analyzer):
         object.__setattr__(self, "labels", self.read_labels())
 
     def read_labels(self) -> str | Tensor:
-        """The labels of the user, checked."""
+        """Check the user's labels and return them."""
         return as_labels(self.labels, optional=self.optional_labels)
 
     @property
@@ -323,7 +324,7 @@ class LabelledAnalyzer(Analyzer):
 
 
 class SampleAnalyzer(Analyzer):
-    """An analyzer with the options `level` and `pool`: samples are tokens, or one vector of each row."""
+    """Base class of analyzers with the options `level` and `pool`: a sample is a token, or one vector for each row."""
 
     level: Literal["token", "sequence"]
     pool: Literal["mean", "last", "first"]
@@ -334,7 +335,7 @@ class SampleAnalyzer(Analyzer):
 
     @property
     def samples_in_words(self) -> str:
-        """The word for samples in messages."""
+        """The word for samples in messages: "tokens" or "sequences"."""
         return "tokens" if self.level == "token" else "sequences"
 
     @property
@@ -344,11 +345,11 @@ class SampleAnalyzer(Analyzer):
 
 
 def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Model, Model]]:
-    """The pairs of models that are compared: a model with itself, two models, or all pairs of more, each with itself too.
+    """The pairs of models to compare: a model with itself; two models; or all pairs of several models, each with itself too.
 
     Args:
-        models: one model, two that are compared, or more of which all pairs are.
-        symmetric: whether each pair is compared in one order alone.
+        models: one model; two models to compare; or more, to compare all pairs of.
+        symmetric: whether each pair is compared in one order only.
     """
     if len(models) > 2:
         return [*combinations_with_replacement(models, 2)] if symmetric else [*product(models, models)]
@@ -356,11 +357,11 @@ def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Mode
 
 
 def listed(names: Iterable[str], more: str = "others") -> str:
-    """The first four names as text, and that there are more.
+    """The first four names as text, and how many more there are.
 
     Args:
         names: all names.
-        more: what the other names are of.
+        more: the noun for the other names.
 
     Examples:
         >>> listed("abcde")
@@ -371,24 +372,24 @@ def listed(names: Iterable[str], more: str = "others") -> str:
 
 
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
-    """The sites at which samples are omitted, each with their number, as text; "" if there are none.
+    """The sites at which samples are omitted, each with the number of omitted samples, as text; "" if there are none.
 
     Args:
         sites: all sites.
         omitted: `site`, number of omitted samples.
-        of: `site`, number of all samples; or one number for all sites.
+        of: `site`, number of all samples; or a single number for all sites.
     """
     counts = torch.as_tensor(of).expand(len(sites))
     return listed(f"{name}: {int(n)} of {int(k)}" for name, n, k in zip(sites, omitted, counts, strict=True) if n)
 
 
 def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
-    """Warn of sites at which a measure is not defined; raise an error if a side has no other sites.
+    """Warn of sites at which a measure is not defined; raise an error if it is defined at no site of a side.
 
     Args:
-        measure: its name.
-        sides: names of the sites of the rows, or of the columns, and whether the measure is defined there.
-        why: what holds at these sites.
+        measure: name of the measure.
+        sides: for the rows and the columns: names of the sites, and whether the measure is defined at each.
+        why: the reason, which holds at all these sites.
 
     Raises:
         LayersimError: no site of a side is defined.
@@ -402,11 +403,11 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
 
 
 def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (divided by N) of a quantity; NaN if no sample has it.
+    """Mean and standard deviation (divided by N) of a quantity over samples; NaN if no sample has it.
 
     Args:
-        sums: of the quantity, of its square ("^2"), and of the samples that have it (" known").
-        name: of the quantity.
+        sums: sums of the quantity, of its square ("^2") and of the samples that have it (" known").
+        name: name of the quantity.
     """
     known = sums[f"{name} known"]
     mean = sums[name] / known
@@ -414,12 +415,12 @@ def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
 
 
 def code_digest(analyzer: Analyzer) -> str:
-    """A digest of the bytecode of an analyzer and of the functions of its module that it calls, 12 hex digits.
+    """Digest of the bytecode of an analyzer and of the functions of its module that it calls, 12 hex digits.
 
     Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
 
     Args:
-        analyzer: of this package, or of a user.
+        analyzer: an analyzer of this package or a user's own.
 
     Returns:
         The digest; "" for an analyzer of this package.
@@ -446,13 +447,13 @@ def _plain(value: Any) -> Any:
 
 
 def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
-    """Refuse a statistic that is not defined on so few samples.
+    """Raise an error if there are too few samples for a statistic.
 
     Args:
         given: number of samples.
-        needed: smallest number of samples.
-        analyzer: its name, for the message.
-        unit: what a sample is, for the message.
+        needed: smallest number of samples that the statistic needs.
+        analyzer: name of the analyzer, for the message.
+        unit: the word for samples, for the message.
 
     Raises:
         LayersimError: there are too few samples.
@@ -462,11 +463,11 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
 
 
 def need_whole_rows(batch: Batch, analyzer: str) -> None:
-    """Refuse packed rows for an analyzer that holds out whole rows of the data.
+    """Raise an error if rows are packed, for an analyzer that holds out whole rows of the data.
 
     Args:
-        batch: of the data.
-        analyzer: its name in a sentence, for the message.
+        batch: a batch of the data.
+        analyzer: the analyzer as named in a sentence, for the message.
 
     Raises:
         LayersimError: rows join several texts.
@@ -477,7 +478,7 @@ def need_whole_rows(batch: Batch, analyzer: str) -> None:
 
 @typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
-    """All analyzers by name: those of this package, then those that installed packages declare as entry points.
+    """All analyzers by name: the analyzers of this package, then those that installed packages declare as entry points.
 
     Examples:
         >>> sorted(find_analyzers())[:2]
@@ -496,14 +497,14 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
 
 
 def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:
-    """Refuse a model without a known unembedding, one whose logits do not predict the targets, or one of other heads.
+    """Raise an error if a model has no known unembedding, or if its head does not fit the targets or `heads`.
 
     Args:
-        model: to be analyzed.
-        analyzer: its name, for the message.
+        model: the model to be analyzed.
+        analyzer: name of the analyzer, for the message.
         targets: whether predictions are compared with targets.
         own_labels: whether the targets are labels instead of next tokens.
-        heads: `ExitHeads` of the layers below the last, None where every layer is read by the model's own head.
+        heads: `ExitHeads` of the layers below the last; None if every layer is read by the model's own head.
 
     Raises:
         LayersimError: the unembedding is not known, the head classifies rows and the targets are next tokens, or the heads

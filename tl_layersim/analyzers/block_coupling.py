@@ -29,39 +29,41 @@ from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BlockCouplingResult(Result):
-    """Coupling of all pairs of blocks, with its null and the singular values. Float64; l is the row of a matrix, l' the column.
+    """Coupling of all pairs of blocks, with its null and the singular values. Block l is the row, l' the column. Float64.
 
     Attributes:
         values: `layer layer`, mean over prompts of the mis-coupling m~(A^{ll'}) of the Jacobian of l in the basis of l'; m
             with `normalize=False`. Not symmetric. The diagonal is 0 up to rounding.
-        defined: `layer layer`, fraction of prompts on which the Jacobian of l is above rounding error and that of l' has k
-            singular values above it. Means are over these prompts, and NaN without any.
+        defined: `layer layer`, fraction of prompts on which the Jacobian of l is above rounding error and the Jacobian of l'
+            has k singular values above it. Means are over these prompts; NaN without any.
         std: `layer layer`, standard deviation of the mis-coupling over prompts (divided by N).
         coupling: `layer layer`, 1 - values; -values with `normalize=False`.
-        null: `layer layer`, as `values` with random orthonormal vectors in place of those of l', mean over eight draws: the
-            mis-coupling of unrelated blocks, about sqrt(1 - 1/k).
-        by_k: `k layer layer`, as `values`, for each k; `values` is of the first k.
-        null_by_k: `k layer layer`, as `null`.
-        singular_values: `layer direction`, mean over prompts, descending; of the Jacobian without skip connection.
-        singular_values_std: `layer direction`.
+        null: `layer layer`, `values` with random orthonormal vectors in place of the singular vectors of l', mean over eight
+            draws: the mis-coupling of unrelated blocks, about sqrt(1 - 1/k).
+        by_k: `k layer layer`, `values` for each k; `values` itself is for the first k.
+        null_by_k: `k layer layer`, `null` for each k.
+        singular_values: `layer direction`, singular values of the Jacobian without skip connection, descending, mean over
+            prompts.
+        singular_values_std: `layer direction`, their standard deviation over prompts.
         by_length: `length`, mean coupling over pairs of different blocks, by length of the prompt.
         by_length_std: `length`, standard deviation over prompts; NaN for a single prompt.
         length_count: `length`, number of prompts.
-        mean_coupling: `pair_kind`, mean coupling over all pairs of different blocks; over neighbouring blocks, in both
-            directions; and over all pairs with random vectors in place of those of l'.
+        mean_coupling: `pair_kind`, mean coupling over three kinds of pairs: all different blocks; neighbouring blocks, in both
+            directions; and all different blocks with random vectors in place of the singular vectors of l'.
         residual: `layer`, error of the singular vectors, |J'u - s v| / s_1, mean over prompts; 0 for "dense".
-        step_error: `layer`, of finite differences: relative change of a product with twice the step, mean over prompts.
+        step_error: `layer`, error of finite differences: relative change of a product when the step is doubled, mean over
+            prompts.
         whole_rows: `layer`, fraction of batches in which the block was replayed on whole rows, which is slower and equally
             exact.
-        prompt_coupling: `prompt_row`, mean coupling over pairs of different blocks, of each row of the data; NaN for a row on
-            which no pair is defined. Empty with `per_prompt=False`.
-        prompt_tokens: `prompt_row`, number of counted tokens.
-        prompt_rows: numbers of the rows in the data.
-        ks: numbers of singular vectors.
+        prompt_coupling: `prompt_row`, mean coupling over pairs of different blocks on each row of the data; NaN if no pair is
+            defined on the row. Empty with `per_prompt=False`.
+        prompt_tokens: `prompt_row`, number of counted tokens of each row.
+        prompt_rows: indices of the rows in the data.
+        ks: the values of k: how many singular vectors are compared.
         lengths: ranges of prompt lengths in tokens.
         method: "dense", "krylov" or "finite-difference".
         normalize: whether `values` are m~ or m.
-        prompts: number of tokens at which blocks were linearised: one of each prompt, or each of `tokens`.
+        prompts: number of tokens at which blocks were linearised: one for each prompt, or several with `tokens`.
     """
 
     file_kind: ClassVar[str] = "block_coupling"
@@ -171,12 +173,12 @@ class BlockCouplingResult(Result):
 
     @property
     def directions(self) -> tuple[int, ...]:
-        """Labels of the `direction` axis: numbers of the singular values, from 1."""
+        """Labels of the `direction` axis: indices of the singular values, from 1."""
         return tuple(range(1, self.singular_values.shape[1] + 1))
 
     @property
     def null_coupling(self) -> Tensor:
-        """Coupling of random vectors, `layer layer`: 1 - null, or -null with `normalize=False`."""
+        """Coupling with random vectors, `layer layer`: 1 - null, or -null with `normalize=False`."""
         return float(self.normalize) - self.null
 
     def measured_on(self, field: str) -> str:
@@ -187,13 +189,13 @@ class BlockCouplingResult(Result):
     def mean(
         self, field: Literal["coupling", "values", "null", "null_coupling", "std", "defined"] = "coupling", k: int | None = None
     ) -> float:
-        """Mean of a matrix over pairs of different blocks, without undefined pairs; NaN if there are none.
+        """Mean of a matrix over pairs of different blocks, without undefined pairs; NaN if no pair is defined.
 
         The paper's mean includes the diagonal, which is 1 in every model: it is (L - 1) / L of this mean, plus 1 / L.
 
         Args:
             field: name of the matrix.
-            k: number of singular vectors, for coupling, values and null; the first by default.
+            k: number of singular vectors, for `coupling`, `values` and `null`. Default: the first k.
 
         Raises:
             LayersimError: this k was not measured, or the matrix does not depend on k.
@@ -211,7 +213,7 @@ class BlockCouplingResult(Result):
         return float(matrix[other].nanmean())
 
     def by_prompt(self) -> dict[str, float]:
-        """Mean coupling on each row of the data, by names such as "row 3", as `relate` takes them; without NaN.
+        """Mean coupling on each row of the data without NaN, by names such as "row 3", in the form that `relate` takes.
 
         Raises:
             LayersimError: the run had `per_prompt=False`.
@@ -236,7 +238,7 @@ class BlockCouplingResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True)
 class BlockCoupling(Analyzer):
-    r"""Coupling of the top singular vectors of the Jacobians of all pairs of blocks, averaged over prompts.
+    r"""Alignment of the top singular vectors of the Jacobians of all pairs of blocks, averaged over prompts.
 
     $$
     J^l = \frac{\partial (f^l(X))_t}{\partial x^{l-1}_t} = U_l S_l V_l^\top, \qquad
@@ -245,12 +247,12 @@ class BlockCoupling(Analyzer):
     $$
 
     f is the block without its skip connection and without the final norm, and t is the prompt's last token. Each row of the
-    data is a prompt. Packed rows are refused. A text longer than `seq_len` is several prompts of equal weight. Tokens that
+    data is a prompt. Packed rows raise an error. A text longer than `seq_len` is several prompts of equal weight. Tokens that
     `max_tokens` and `skip_first` omit do not belong to a prompt. Jacobians are computed in float64 for a model in float64,
     else in float32.
 
     Args:
-        k: number of singular vectors, at least 2, or several such numbers, all computed in one pass.
+        k: number of singular vectors, at least 2; or several such numbers, all computed in one pass.
         tokens: counted tokens of each prompt at which blocks are linearised: "last", or indices, negative ones from the end.
         normalize: whether to report m~ instead of m.
         method: "dense" computes whole Jacobians; "krylov" computes products with Jacobians only; "auto" takes the faster of
@@ -259,9 +261,9 @@ class BlockCoupling(Analyzer):
         diagonal: "signed" for A - diag A as in the paper; "positive" for |A| - diag A, which counts negative diagonal entries
             as mis-coupling, as the authors' code does by taking absolute values.
         memory_mb: megabytes for products with many directions at once, and for kept Jacobians.
-        seed: of the null's random vectors and of krylov's start.
-        per_prompt: whether to give the mean coupling on each row of the data too, for which a first pass without the model
-            counts the rows.
+        seed: random seed of the null's vectors and of the start of "krylov".
+        per_prompt: whether to give the mean coupling on each row of the data too. A first pass without the model then counts
+            the rows.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), equations 8 to 14. The null is not in the paper; a coupling is meaningful only

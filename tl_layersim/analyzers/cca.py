@@ -27,12 +27,12 @@ FEW_SAMPLES_PER_DIMENSION = 10
 
 
 class WhitenedSite(NamedTuple):
-    """The principal directions of a site, scaled.
+    """A site after whitening: its principal directions, scaled to variance 1.
 
     Attributes:
-        whiten: `width dimension`, maps centred samples to uncorrelated ones of variance 1.
-        spread: `width dimension`, covariance of the site's dimensions with the whitened ones.
-        directions: number of leading ones that SVCCA compares.
+        whiten: `width dimension`, maps centred samples to uncorrelated dimensions of variance 1.
+        spread: `width dimension`, covariance of the site's dimensions with the whitened dimensions.
+        directions: number of leading principal directions that SVCCA compares.
     """
 
     whiten: Tensor
@@ -43,19 +43,20 @@ class WhitenedSite(NamedTuple):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CCAResult(CalibratedMatrix):
-    """Summaries of the canonical correlations between sites, float64; NaN where all samples of a site are equal.
+    """Summaries of the canonical correlations between sites. Float64; NaN if all samples of a site are equal.
 
     Attributes:
-        values: `row column`, mean canonical correlation, over as many correlations as the site with fewer dimensions has.
+        values: `row column`, mean canonical correlation. There are as many correlations as the smaller of both sites has
+            dimensions.
         squared: `row column`, mean squared canonical correlation (R2_CCA of Kornblith et al. 2019).
         svcca: `row column`, mean canonical correlation of the leading principal directions of both sites.
-        pwcca: `row column`, projection-weighted CCA: mean with weights by how much of the row site each canonical direction
-            accounts for. Not symmetric.
-        column_pwcca: `row column`, the same with weights by the column site.
+        pwcca: `row column`, projection-weighted CCA: mean of the correlations, weighted by how much of the row site each
+            canonical direction accounts for. Not symmetric.
+        column_pwcca: `row column`, projection-weighted CCA with weights by the column site.
         dimensions: `residual`, number of principal directions with a variance above rounding, which CCA compares.
-        column_dimensions: `column`, the same of the second model, or of the first again.
+        column_dimensions: `column`, the same for the sites of the second model; within one model, `dimensions` again.
         directions: `residual`, number of leading principal directions that SVCCA compares.
-        column_directions: `column`, the same of the second model, or of the first again.
+        column_directions: `column`, the same for the sites of the second model; within one model, `directions` again.
         samples: number of tokens (or sequences).
     """
 
@@ -116,7 +117,7 @@ class CCAResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "CCA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.
+        r"""Distance between two models of equal depth, over the outputs of their blocks or over the other sites that were read.
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\bar\rho(H_l, H'_l))^2}$$
 
@@ -135,7 +136,7 @@ class CCAResult(CalibratedMatrix):
 @typed
 @dataclass(frozen=True, eq=False)
 class CCA(CrossProductAnalyzer):
-    r"""Canonical correlations between all pairs of sites, within a model or between two: mean CCA, SVCCA and PWCCA.
+    r"""Canonical correlations between all pairs of sites, within a model or between two models: mean CCA, SVCCA and PWCCA.
 
     $$\rho_i = \sigma_i(\Sigma_X^{-1/2} \Sigma_{XY} \Sigma_Y^{-1/2}), \qquad \bar\rho = \frac{1}{r} \sum_{i=1}^{r} \rho_i, \quad
     \bar\rho_{\mathrm{PW}} = \frac{\sum_i \alpha_i \rho_i}{\sum_i \alpha_i}, \quad
@@ -152,15 +153,15 @@ class CCA(CrossProductAnalyzer):
     is issued below ten samples for each dimension, and `permutations` measures this baseline.
 
     Args:
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        permutations: number of random pairings of rows for the null distribution of mean CCA, see `Procrustes`. Each has
-            cross-products of its own, so memory and time grow by this factor: select a few sites with `at=`.
+        permutations: number of random pairings of rows for the null distribution of mean CCA, see `Procrustes`. Each pairing
+            has its own cross-products, so memory and time grow by this factor: select a few sites with `at=`.
         unit: see `Procrustes`.
-        seed: of the random pairings.
-        max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
-            needs 24 L (L + 1) / 2 d^2 bytes.
-        variance: fraction of the variance of a site that the principal directions of SVCCA explain together.
+        seed: random seed of the pairings.
+        max_memory_gb: limit for the sums; a run that needs more raises an error before it starts. One model of L sites of width
+            d needs 24 L (L + 1) / 2 d^2 bytes.
+        variance: fraction of a site's variance that the principal directions of SVCCA explain together.
 
     Source:
         Hotelling 1936; Raghu et al. 2017 (arXiv 1706.05806) for SVCCA; Morcos, Raghu and Bengio 2018 (arXiv 1806.05759)
@@ -209,7 +210,7 @@ class CCA(CrossProductAnalyzer):
         )
 
     def _whitened_sites(self, products: Covariances) -> tuple[list[WhitenedSite], list[WhitenedSite]]:
-        """The principal directions of the row sites and of the column sites."""
+        """Whiten the row sites and the column sites."""
         sides: list[tuple[tuple[Tensor, Tensor], Callable[[int], Tensor]]] = [(products.row_power(), products.of_row)]
         sides += [(products.column_power(), products.of_column)] if products.two_models else []
         found = []
@@ -219,12 +220,12 @@ class CCA(CrossProductAnalyzer):
         return found[0], found[-1]
 
     def _whitened(self, covariance: Tensor, square: Tensor, defined: Tensor, count: int) -> WhitenedSite:
-        """The principal directions of a site, those of the largest variance first.
+        """Whiten a site: its principal directions, largest variance first, scaled to variance 1.
 
         Args:
-            covariance: of the site.
-            square: mean squared norm of the samples.
-            defined: whether the samples differ.
+            covariance: covariance of the site.
+            square: mean squared norm of the site's samples.
+            defined: whether the samples differ from each other.
             count: number of samples.
         """
         eigenvalues, vectors = torch.linalg.eigh(covariance)
@@ -246,7 +247,7 @@ def _dimension_counts(numbers: list[int], defined: Tensor) -> Tensor:
 def _whitened_covariances(
     products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, itself: bool
 ) -> dict[tuple[int, int], Tensor]:
-    """Covariances of the whitened samples of each pair of sites with dimensions."""
+    """Covariances between the whitened samples of each pair of sites that have dimensions."""
     return {
         (row, column): rows[row].whiten.T @ covariance @ columns[column].whiten
         for row, others in products.pairs(itself=itself)
@@ -256,7 +257,7 @@ def _whitened_covariances(
 
 
 def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> dict[str, Tensor]:
-    """Every summary of all pairs, `row column`; 1 of a site of one model with itself."""
+    """Every summary of all pairs, `row column`; 1 for a site of one model with itself."""
     out = {
         name: torch.eye(len(rows), len(columns), dtype=torch.float64)
         for name in ("values", "squared", "svcca", "pwcca", "column_pwcca")
@@ -285,10 +286,10 @@ def _means(products: Covariances, rows: list[WhitenedSite], columns: list[Whiten
 
 
 def _warn_of_few_per_dimension(count: int, unit: str, dimensions: int) -> None:
-    """Warn of values that the number of samples alone produces."""
+    """Warn if there are so few samples per dimension that unrelated sites have large values."""
     if count - 1 < FEW_SAMPLES_PER_DIMENSION * dimensions:
         share = min(dimensions / (count - 1), 1)
-        trivial = " Every value of such sites is 1 by construction." if share == 1 else ""
+        trivial = " Every value is 1 by construction." if share == 1 else ""
         warn(
             f"CCA rests on {count} {unit} of up to {dimensions} dimensions: unrelated sites would have a mean squared "
             f"correlation of about {share:.2f}.{trivial} Pass more data, or measure this with permutations=200 at a few sites."

@@ -27,7 +27,7 @@ from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undef
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CKAResult(MinibatchMatrix):
-    """CKA between residual layers, with the number of samples that it effectively rests on, and its permutation null.
+    """CKA between residual layers, with its effective number of samples and its permutation null.
 
     The fields of the null are those of `CalibratedMatrix`; they are NaN without `CKA(permutations=...)`.
 
@@ -38,10 +38,10 @@ class CKAResult(MinibatchMatrix):
         effective_samples: `residual`, number of equally weighted samples that would carry as much information:
             (sum r)^2 / sum r^2, with r the squared distance of a sample from the mean of its minibatch. CKA weights samples by
             r. If a few tokens have massive activations, CKA describes these tokens.
-        column_effective_samples: `column`, the same for the second model, or for the first again.
+        column_effective_samples: `column`, the same for the second model; within one model, `effective_samples` again.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches; 1 for the exact estimator.
-        rows: number of different rows in a minibatch, the mean over minibatches.
+        rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
     file_kind: ClassVar[str] = "cka"
@@ -76,7 +76,7 @@ class CKAResult(MinibatchMatrix):
     distance_name: ClassVar[str] = "CKA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.
+        r"""Distance between two models of equal depth, over the outputs of their blocks or over the other sites that were read.
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
@@ -118,19 +118,19 @@ class CKA(MinibatchAnalyzer):
             row; the pools do not depend on `batch_size`. "exact" takes HSIC over all samples without a Gram matrix; it reads
             the data twice and needs 2 (layers d)^2 float64 numbers. "biased" takes HSIC_0 of minibatches, which is far from 0
             for independent layers (0.5 for Gaussians with n = d); it is for comparison with published figures only.
-        minibatch: n. A pool of fewer samples is one smaller minibatch; remaining samples are dropped at random. Minibatches are
-            weighted by their pairs of samples.
-        unit: what is independent: "row" leaves out pairs of tokens of one row, and needs 4 rows; "token" takes all samples for
-            independent, such as tokens of which each row has one. The null exchanges the same units.
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        minibatch: number of samples in a minibatch, n. A smaller pool is one smaller minibatch; remaining samples are dropped
+            at random. Minibatches are weighted by their number of pairs.
+        unit: the unit of independence: "row" leaves out pairs of tokens of one row, and needs 4 rows; "token" treats all
+            samples as independent, for example if each row has one token. The null exchanges the same units.
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        seed: of the draws, which otherwise depend on the rows alone.
-        deconfound: "input" regresses the Gram matrix of the embedding out of that of each layer, within each model: what is
-            left is no similarity of the inputs (Cui et al. 2022). The embedding itself is then NaN. The exact estimator has no
-            Gram matrices and takes none.
-        max_memory_gb: limit for "exact" and for the sums of the null; a larger requirement is refused before the run.
+        seed: random seed of the draws. With one seed, the draws depend on the rows alone.
+        deconfound: "input" regresses the embedding's Gram matrix out of each layer's, within each model, so that CKA no longer
+            measures the similarity of the inputs (Cui et al. 2022). The embedding itself is then NaN. Not for the exact
+            estimator, which has no Gram matrices.
+        max_memory_gb: limit for "exact" and for the sums of the null; a run that needs more raises an error before it starts.
         permutations: number of random pairings for the null: in each pool, whole rows of the columns are exchanged, position
-            with position, in the same way at all layers. 0 for no null. The exact estimator has no minibatches and takes none.
+            with position, in the same way at all layers. 0 for no null. Not for the exact estimator, which has no minibatches.
 
     Source:
         Kornblith et al. 2019; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023,
@@ -241,7 +241,7 @@ class CKA(MinibatchAnalyzer):
         return CKAResult(effective_samples=effective_x, column_effective_samples=effective_y, **about)
 
     def _inputs(self, sums: Sums) -> tuple[Tensor, Tensor] | None:
-        """CKA of each layer with the embedding of its model; None if it is not regressed out."""
+        """CKA of each layer with its model's embedding; None if the embedding is not regressed out."""
         if self.deconfound is None:
             return None
         x, y = (sums[f"{z}0"] / (sums[2 * z] * sums[2 * z][0]).sqrt() for z in "xy")
@@ -249,7 +249,7 @@ class CKA(MinibatchAnalyzer):
 
 
 def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
-    """Roots of the products of two HSICs, `row column`."""
+    """Square roots of the products of two HSICs, `row column`."""
     return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
 
 
@@ -258,23 +258,23 @@ def gram_matrices(x: Tensor, widths: tuple[int, ...]) -> Tensor:
 
     Args:
         x: `layer n d_model`.
-        widths: of the layers; narrower ones are padded with zeros, which change no product.
+        widths: widths of the layers; narrower layers are padded with zeros, which change no product.
     """
     return grams(x)
 
 
 def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool) -> PairRelation:
-    """The terms of HSIC, and sums over samples of their squared distance from the mean and of its square.
+    """Centre Gram matrices for HSIC, and sum over samples their squared distance from the mean and its square.
 
     The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
     minibatch by its pairs, and cancels among minibatches of one size.
 
     Args:
         gram: `layer n n`.
-        row: `n`, the row of each sample, whose pairs are left out; None for samples of different rows.
+        row: `n`, the row of each sample; pairs that share a row are left out. None if all samples are from different rows.
         rows: number of rows.
-        by_row: whether the terms are wanted by row.
-        biased: whether to centre for HSIC_0 instead, which takes all samples for independent.
+        by_row: whether to return the terms by row too.
+        biased: whether to centre for HSIC_0, which treats all samples as independent.
     """
     if biased or row is None:
         relation, r = centred(gram, biased)

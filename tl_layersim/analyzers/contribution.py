@@ -1,4 +1,4 @@
-"""Contribution of each sublayer to the residual stream: relative norm of its output, and cosines with the stream."""
+"""Contribution of each sublayer to the residual stream: relative norm of its output, and its cosines with the stream."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .analyzer import CSORDAS, Analyzer, Run, listed, mean_and_std, need_tokens,
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ContributionResult(Result):
-    """Contribution of each sublayer, as means and standard deviations over tokens. All tensors are float64.
+    """Contribution of each sublayer to the residual stream, as means and standard deviations over tokens. Float64.
 
     Attributes:
-        values: `sublayer`, the same as `relative_norm`: mean over tokens of |a| / |h|, for the output a of a sublayer and the
-            stream h to which it is added. A token whose stream is zero has no relative norm, and one whose output is zero has
-            no cosine; they are omitted, and a `LayersimWarning` names the sublayer. NaN if that holds for every token.
+        values: `sublayer`, the same as `relative_norm`: mean over tokens of |a| / |h|, for a sublayer's output a and the stream
+            h that it is added to. Tokens with h = 0 have no relative norm, and tokens with a = 0 no cosine; they are omitted,
+            and a `LayersimWarning` names the sublayer. NaN if no token is left.
         relative_norm_std: `sublayer`, standard deviation over tokens (divided by N).
-        cosine: `sublayer`, mean over tokens of the cosine of a and h. Negative where the sublayer removes from the stream, 0
-            where it adds new directions, positive where it strengthens the stream.
-        cosine_std: `sublayer`.
+        cosine: `sublayer`, mean over tokens of the cosine of a and h. Negative if the sublayer removes from the stream, 0 if it
+            adds new directions, positive if it strengthens the stream.
+        cosine_std: `sublayer`, standard deviation over tokens (divided by N).
         cosine_to_final: `sublayer`, mean over tokens of the cosine of a and the stream after the last block, without the final
             norm.
-        cosine_to_final_std: `sublayer`.
+        cosine_to_final_std: `sublayer`, standard deviation over tokens (divided by N).
         sublayers: names of the outputs of attention and MLP, block by block.
     """
 
@@ -46,7 +46,7 @@ class ContributionResult(Result):
         "sublayer",
         label="Output norm / stream norm",
         title="Relative norm of sublayer outputs",
-        caption="Norm of what each sublayer adds, divided by the norm of the stream to which it is added, mean over tokens "
+        caption="Norm of each sublayer's output, divided by the norm of the stream that it is added to, mean over tokens "
         + CSORDAS.format("figure 2 a"),
         within=(0, math.inf),
     )
@@ -109,7 +109,7 @@ class ContributionResult(Result):
 @typed
 @dataclass(frozen=True)
 class Contribution(Analyzer):
-    r"""Norm of each sublayer's output relative to the residual stream, and cosine with this stream and with the final stream.
+    r"""Norm of each sublayer's output relative to the residual stream, and its cosines with this stream and the final stream.
 
     For the output $a_t$ of the attention or the MLP of a block and the stream $h_t$ to which it is added:
 
@@ -120,7 +120,7 @@ class Contribution(Analyzer):
     The MLP of a sequential block adds to the stream after attention; attention and MLP of a parallel block both add to the
     block's input. In a decoder that attends to an encoder, this attention is a sublayer between them. x^L is the output of the
     last block, before the final norm. The sublayers are read whatever `at` says, of the stack that it names.
-    Post-norm models such as BERT are refused: a layer norm follows each addition, so the outputs are not parts of the final
+    Post-norm models such as BERT raise an error: a layer norm follows each addition, so the outputs are not parts of the final
     stream. On the first row, the run checks that the outputs add up to the stream as the architecture implies. There are no
     options.
 
@@ -156,8 +156,8 @@ class Contribution(Analyzer):
             )
         if zero := omitted_at(sublayers, count - sums["cosine known"], count):
             warn(
-                "Tokens at which the output of a sublayer or its stream is zero have no cosine, and those without a stream no "
-                f"relative norm. They are omitted: {zero}."
+                "Tokens have no cosine if a sublayer's output or its stream is zero, and no relative norm if the stream is "
+                f"zero. They are omitted: {zero}."
             )
         (ratio, ratio_std), (cosine, cosine_std), (final, final_std) = (
             mean_and_std(sums, name) for name in ("ratio", "cosine", "final")

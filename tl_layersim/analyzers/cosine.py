@@ -27,26 +27,26 @@ from .analyzer import Analyzer, Run, SiteNeed, Weight, listed, need_tokens, omit
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CosineResult(LayerMatrix):
-    """Cosine similarity between residual layers, with its distribution over tokens. All tensors are float64.
+    """Cosine similarity between residual layers: means and distributions over tokens. All tensors are float64.
 
     Attributes:
-        values: `residual residual`, mean over tokens of COS(l, l'); symmetric, 1 on the diagonal. A token whose residual is
-            zero (with centring: equal to the mean, up to rounding) has no cosine and is omitted at that layer. If that holds
-            for every token, the row and column of the layer are NaN. A `LayersimWarning` names such layers.
+        values: `residual residual`, mean over tokens of COS(l, l'); symmetric, 1 on the diagonal. A token has no cosine at a
+            layer where its residual is zero (with centring: equal to the mean, up to rounding), and is omitted there. The
+            layer's row and column are NaN if no token is left. A `LayersimWarning` names such layers.
         std: `residual residual`, standard deviation over tokens (divided by N).
         below_zero: `residual residual`, fraction of tokens with a negative cosine.
-        to_last: `quantile residual`, quantiles over tokens of COS(l, L), to within one histogram bin.
-        adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), to within one histogram bin.
-        norm_ratio: `layer`, mean over tokens of |x| / |f(x)| of each block with input x and update f(x); infinite if the
-            update of a token is 0; NaN where the site and the one before it are not the input and the output of one block.
+        to_last: `quantile residual`, quantiles over tokens of COS(l, L), exact to one histogram bin.
+        adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), exact to one histogram bin.
+        norm_ratio: `layer`, mean over tokens of |x| / |f(x)| for each block with input x and update f(x). Infinite if a token's
+            update is 0; NaN if a site and the one before it are not the input and the output of one block.
         monotone_share: fraction of tokens for which COS(l, L) rises strictly at every l from 0 on, among the tokens that have
             a cosine at every layer.
-        angular: `residual residual`, mean over tokens of arccos(cosine) / pi of raw residuals, whatever the centring; 0 for
-            equal directions, 1/2 for right angles. A token whose residual is zero is omitted at that layer.
-        block_influence: `layer`, 1 minus the mean over tokens of the cosine of a block's raw input and output; NaN as
-            `norm_ratio`. Low where a block changes the direction of the stream little.
+        angular: `residual residual`, mean over tokens of arccos(cosine) / pi, always of raw residuals; 0 for equal directions,
+            1/2 for right angles. A token is omitted at a layer where its residual is zero.
+        block_influence: `layer`, 1 minus the mean over tokens of the cosine between a block's raw input and output; low if the
+            block hardly changes the direction of the stream. NaN as `norm_ratio`.
         mean: `residual d_model`, the subtracted mean (no columns for center="none"), for use in `Cosine(center=...)`.
-        quantiles: levels of the two quantile fields.
+        quantiles: levels of the quantiles in `to_last` and `adjacent`.
     """
 
     file_kind: ClassVar[str] = "cosine"
@@ -132,13 +132,13 @@ class CosineResult(LayerMatrix):
 
     @typed
     def angular_by_gap(self, n: int) -> Tensor:
-        """Angular distances d(l, l + n) between the inputs and the outputs of n consecutive blocks.
+        """Angular distance between the input and the output of every n consecutive blocks, d(l, l + n).
 
         Args:
             n: number of blocks.
 
         Returns:
-            `start`, for the numbers l from 0 of the first block: L - n + 1 values.
+            `start`, the distance for each index l of the first block, from 0: L - n + 1 values.
 
         Raises:
             LayersimError: there are fewer than n blocks, or the sites are not the residual stream after every block.
@@ -156,7 +156,7 @@ class CosineResult(LayerMatrix):
         blocks = len(self.layers) - 1
         if bool(self.block_influence.isnan().any()):
             raise LayersimError(
-                "Angular distances by gap need the residual stream after every block, at all of which no token is zero; this "
+                "Angular distances by gap need the residual stream after every block, without a token of zero norm; this "
                 f"result has {listed(self.layers)}."
             )
         if not 1 <= n <= blocks:
@@ -164,13 +164,13 @@ class CosineResult(LayerMatrix):
         return self.angular.diagonal(n).clone()
 
     def blocks_to_drop(self, n: int) -> tuple[int, ...]:
-        """Numbers of the n consecutive blocks whose input and output are closest in angle, the first to leave out.
+        """Indices of the n consecutive blocks whose input and output are closest in angle: the first candidates to leave out.
 
         Args:
             n: number of blocks.
 
         Raises:
-            LayersimError: as `angular_by_gap`.
+            LayersimError: as for `angular_by_gap`.
 
         Source:
             Gromov et al. 2024.
@@ -206,8 +206,8 @@ class Cosine(Analyzer):
 
     Args:
         center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2), which takes a first pass
-            over the data; "none" subtracts nothing; a tensor `residual d_model` is subtracted as given.
-        histogram_bins: bins over [-1, 1] of the histograms behind the quantiles, whose error is below 2 / bins; 2 to 100,000.
+            over the data; "none" subtracts nothing; a tensor `residual d_model` is subtracted as it is.
+        histogram_bins: number of histogram bins over [-1, 1] for the quantiles, whose error is below 2 / bins; 2 to 100,000.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11. Angular distance: Gromov et
@@ -294,7 +294,7 @@ class Cosine(Analyzer):
 
 
 def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
-    """Whether exactly one block is between each site and the site before it, `layer`.
+    """Whether exactly one block lies between each site and the site before it, `layer`.
 
     Args:
         layers: names of the sites, the input of block 0 first.
@@ -306,7 +306,7 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
 
 
 def _is_one_block(before: str, after: str) -> bool:
-    """Whether two sites are the input and the output of one block."""
+    """Whether two sites are the input and the output of the same block."""
     stack, _, number = after.removesuffix(".hook_resid_post").rpartition(".")
     if not after.endswith(".hook_resid_post"):
         return False
@@ -314,13 +314,13 @@ def _is_one_block(before: str, after: str) -> bool:
 
 
 def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bool) -> None:
-    """Warn of layers at which tokens have no cosine; refuse a run in which no token has one.
+    """Warn of layers at which some tokens have no cosine; raise an error if no token has one.
 
     Args:
         zero: `layer`, number of tokens without a cosine.
         count: number of all tokens.
         layers: names of the layers.
-        centred: whether a mean was subtracted.
+        centred: whether a mean was subtracted from the residuals.
     """
     affected = omitted_at(layers, zero, count)
     what = "is the mean itself" if centred else "is zero"
@@ -330,7 +330,6 @@ def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bo
         )
     if affected:
         warn(
-            f"Cosines of tokens whose residual {what} up to rounding are not defined, and omitted: "
-            f"{affected}. Values are NaN at a layer where "
-            "this holds for every token, as for first tokens or [CLS] before the first attention."
+            f"Tokens whose residual {what} up to rounding have no cosine and are omitted: {affected}. "
+            "A layer is NaN if this holds for all its tokens, as for first tokens or [CLS] before the first attention."
         )

@@ -1,4 +1,4 @@
-"""Effective rank: the number of directions that the samples of a site fill, from the spectrum of their covariance."""
+"""Effective rank: the number of directions that the samples of a site fill, from the eigenvalues of their covariance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .analyzer import Run, SampleAnalyzer, Weight, need_tokens, refuse_undefined
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class EffectiveRankResult(Result):
-    """Spectrum of the covariance of each site's samples, and ranks that follow from it. All tensors are float64.
+    """Eigenvalues of each site's covariance, and the ranks computed from them. All tensors are float64.
 
     With the eigenvalues lambda of the covariance, in descending order, and the singular values sqrt(n lambda) of the matrix of
     the n centred samples. Every rank is at least 1, and at most the width of the site and n - 1. All are NaN at a site whose
@@ -40,9 +40,9 @@ class EffectiveRankResult(Result):
         stable_rank: `residual`, sum lambda / lambda_1, the squared Frobenius norm of the sample matrix over its squared
             spectral norm.
         directions_90: `residual`, smallest number of eigenvalues that add up to 90 % of the variance.
-        spectrum: `residual direction`, the largest eigenvalues as fractions of their sum, that is of the variance. 0 after the
-            width of the site.
-        samples: number n of tokens (or sequences).
+        spectrum: `residual direction`, the largest eigenvalues as fractions of the variance (the sum of all eigenvalues). 0
+            beyond the width of the site.
+        samples: number of tokens (or sequences), n.
         widths: width of each site.
     """
 
@@ -95,7 +95,7 @@ class EffectiveRankResult(Result):
 
     @property
     def directions(self) -> tuple[int, ...]:
-        """Labels of the `direction` axis: numbers of the eigenvalues, from 1."""
+        """Labels of the `direction` axis: indices of the eigenvalues, from 1."""
         return tuple(range(1, self.spectrum.shape[1] + 1))
 
     def headline(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ class EffectiveRankResult(Result):
 @typed
 @dataclass(frozen=True)
 class EffectiveRank(SampleAnalyzer):
-    r"""Effective rank of the samples of each site: how many directions they fill, with the spectrum of their covariance.
+    r"""Effective rank: the number of directions that the samples of each site fill, from the eigenvalues of their covariance.
 
     $$\mathrm{erank} = \exp\Big(-\sum_k p_k \ln p_k\Big), \qquad p_k = \frac{\sigma_k}{\sum_j \sigma_j}$$
 
@@ -130,12 +130,12 @@ class EffectiveRank(SampleAnalyzer):
     number of directions with 90 % of the variance. All follow from sums over samples, so no activation is kept.
 
     Args:
-        center: "dataset" subtracts the mean of all samples, so that ranks describe variance; "none" subtracts nothing, as in
-            the papers: a mean that is large beside the spread then counts as a direction and lowers the rank.
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        center: "dataset" subtracts the mean of all samples, so that ranks describe variance. "none" subtracts nothing, as in
+            the papers; a large mean then counts as a direction and lowers the rank.
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
         top: number of eigenvalues in `spectrum`; all of them count in the ranks.
-        max_memory_gb: limit for the sums, sites x width^2 numbers; a larger requirement is refused before the run.
+        max_memory_gb: limit for the sums, sites x width^2 numbers; a run that needs more raises an error before it starts.
 
     Source:
         Roy and Vetterli 2007, The effective rank, definition 1, on singular values; so is RankMe (Garrido et al. 2023,
@@ -196,13 +196,13 @@ class EffectiveRank(SampleAnalyzer):
 
 
 def spectrum_of(second: Tensor, mean: Tensor) -> Tensor | None:
-    """Eigenvalues of second moments about a mean, in descending order; None where the samples do not differ from the mean.
+    """Eigenvalues of the second moments about a mean, descending; None if the samples do not differ from the mean.
 
     Eigenvalues within the rounding error of the moments are 0.
 
     Args:
         second: `width width`, mean of x x' over the samples.
-        mean: `width`, to subtract.
+        mean: `width`, the mean to subtract.
     """
     if not samples_differ(second, mean):
         return None
@@ -231,14 +231,14 @@ def _ranks(values: Tensor | None, top: int) -> dict[str, Tensor]:
 
 
 def _exp_entropy(values: Tensor) -> Tensor:
-    """Exp of the entropy of values divided by their sum."""
+    """Exponential of the entropy of values divided by their sum."""
     p = values / values.sum()
     rank: Tensor = torch.special.entr(p).sum().exp()
     return rank
 
 
 def second_moments_kernel(view: View, *, level: str, pool: str) -> dict[str, Tensor]:
-    """Sums over samples of the samples and of their second moments, float64.
+    """Sum of the samples, and sum of their second moments, float64.
 
     Args:
         view: activations of one batch.

@@ -35,15 +35,15 @@ EXITS_SOURCE = JIANG.format("section 3 and figure 7")
 
 @dataclass(frozen=True)
 class ExitPoint:
-    """Results of `ExitCurve` at one threshold.
+    """Results of early exit at one threshold of `ExitCurve`.
 
     Attributes:
-        threshold: of the top probability.
+        threshold: threshold on the top probability.
         exits: `layer`, number of positions that exit after each block.
         accuracy: fraction of predictions at the exits that are correct.
         agreement: fraction of predictions at the exits that equal the full model's.
         perplexity: exp of the mean cross-entropy at the exits.
-        speedup: blocks of the full model over blocks run; the cost of the exit checks is not included.
+        speedup: blocks of the full model divided by blocks run; the cost of the exit checks is not included.
     """
 
     threshold: float
@@ -57,20 +57,20 @@ class ExitPoint:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExitCurveResult(Result):
-    """Exits, accuracy, agreement and speed-up of early exit at each threshold. All tensors are float64.
+    """Accuracy, agreement and speed-up of early exit at each threshold. All tensors are float64.
 
     Attributes:
         values: `threshold layer`, the same as `exits`: number of positions that exit after each block.
-        accuracy: `threshold`, fraction of positions with a target whose prediction at the exit is the target.
-        agreement: `threshold`, fraction of all positions whose prediction at the exit is the last layer's; 1 at threshold 1.
+        accuracy: `threshold`, fraction of correct predictions at the exits, among positions with a target.
+        agreement: `threshold`, fraction of positions whose prediction at the exit equals the last layer's; 1 at threshold 1.
         perplexity: `threshold`, exp of the mean cross-entropy at the exits.
-        speedup: `threshold`, L N / sum of blocks run.
-        part_exits: `part threshold layer`, `exits` of each half of the rows: the half that `threshold_for` chooses on, and the
-            held-out half. The number of a row decides, or its tokens where rows have no number.
+        speedup: `threshold`, blocks of the full model divided by blocks run, L N / (sum of blocks run).
+        part_exits: `part threshold layer`, `exits` in each half of the rows: the half on which `threshold_for` chooses, and the
+            held-out half. A row's index decides its half; if rows have no index, its tokens do.
         part_accuracy: `part threshold`, `accuracy` of each half; NaN for a half without rows.
         part_agreement: `part threshold`, `agreement` of each half.
         part_perplexity: `part threshold`, `perplexity` of each half.
-        thresholds: in ascending order.
+        thresholds: the thresholds, ascending.
         positions: number of positions.
         targets: number of positions with a target.
         unembedding: the map from the residual x to logits.
@@ -153,7 +153,7 @@ class ExitCurveResult(Result):
 
     @property
     def parts(self) -> tuple[str, str]:
-        """Labels of the `part` axis: the half of the rows that thresholds are chosen on, and the held-out half."""
+        """Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows."""
         return "choice", "held-out"
 
     @typed
@@ -162,15 +162,17 @@ class ExitCurveResult(Result):
 
         Args:
             threshold: one of `thresholds`.
-            held_out: whether to take the half of the rows on which `threshold_for` does not choose; NaN if a half has no rows.
-                False takes all rows.
+            held_out: whether to read the held-out half of the rows, on which `threshold_for` does not choose; NaN if a half has
+                no rows. False reads all rows.
 
         Raises:
             LayersimError: the threshold was not measured.
         """
         near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
         if abs(self.thresholds[near] - threshold) > 1e-9:
-            raise LayersimError(f"`threshold` is {threshold:g}; measured were {', '.join(f'{t:g}' for t in self.thresholds)}.")
+            raise LayersimError(
+                f"`threshold` is {threshold:g}; the measured thresholds are {', '.join(f'{t:g}' for t in self.thresholds)}."
+            )
         # With one half alone, thresholds are chosen on it.
         known = math.nan if held_out and bool(self.part_agreement.isnan().any()) else 1.0
         own, part = ("part_", (1, near)) if held_out else ("", (near,))
@@ -180,7 +182,7 @@ class ExitCurveResult(Result):
 
     @typed
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
-        """The lowest, and thus fastest, measured threshold from which on agreement and accuracy reach the given values.
+        """Lowest (and so fastest) measured threshold from which on agreement and accuracy reach the given values.
 
         The threshold is chosen on one half of the rows, because its agreement on rows that chose it is too high.
         `at(threshold, held_out=True)` has its agreement on the other half.
@@ -189,8 +191,8 @@ class ExitCurveResult(Result):
         more thresholds close to 1 should be measured.
 
         Args:
-            agreement: least agreement with the full model, 0 to 1; None for any.
-            accuracy: least accuracy, 0 to 1; None for any.
+            agreement: smallest agreement with the full model, 0 to 1; None not to require any.
+            accuracy: smallest accuracy, 0 to 1; None not to require any.
 
         Raises:
             LayersimError: neither value was given, or no measured threshold reaches them.
@@ -210,11 +212,11 @@ class ExitCurveResult(Result):
 
     @typed
     def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
-        """`threshold_for` of valid arguments; None if no measured threshold reaches the values.
+        """`threshold_for` for arguments that are known to be valid; None if no measured threshold reaches the values.
 
         Args:
-            agreement: least agreement; None for any.
-            accuracy: least accuracy; None for any.
+            agreement: smallest agreement; None not to require any.
+            accuracy: smallest accuracy; None not to require any.
         """
         agreements, accuracies = self._choice()
         enough = agreements >= (agreement or 0)
@@ -225,7 +227,7 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy of the rows that choose thresholds, each `threshold`; of all rows if a half is empty."""
+        """Agreement and accuracy, each `threshold`, on the rows that choose the threshold; on all rows if a half is empty."""
         if bool(self.part_agreement.isnan().any()):
             return self.agreement, self.accuracy
         return self.part_agreement[0], self.part_accuracy[0]
@@ -255,7 +257,7 @@ class ExitCurveResult(Result):
         speedup = with_margin(self, lambda result: result.at(threshold, held_out=True).speedup)
         return (
             f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
-            f"with a speed-up in blocks of {speedup}, on the half of the rows that did not choose the threshold."
+            f"with a speed-up in blocks of {speedup}, on the half of the rows that was not used to choose the threshold."
         )
 
 
@@ -270,8 +272,8 @@ class ExitCurve(LensAnalyzer):
     $$\frac{\sum_{i=1}^{L} L \, m_i}{\sum_{i=1}^{L} i \, m_i}.$$
 
     Args:
-        thresholds: 1 to 10,000, each between 0 and 1. At 0 every position exits after the first block, at 1
-            no position exits early.
+        thresholds: 1 to 10,000 thresholds, each from 0 to 1. At 0 every position exits after the first block; at 1 no position
+            exits early.
         norm: "final" applies the model's final norm to every layer, "none" to the last layer only; see `LogitLens`.
         labels: the targets; see `LogitLens`.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
@@ -347,15 +349,15 @@ def exit_kernel(
     memory_mb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over positions of exits at each threshold, and of the predictions at the exits, for each half of the rows.
+    """For each half of the rows and each threshold, sums over positions of the exits and of the predictions at the exits.
 
     Args:
         view: activations of one batch.
-        thresholds: of the top probability.
-        normed: whether the final norm is applied to every layer.
-        labels: the targets.
+        thresholds: thresholds on the top probability.
+        normed: whether the final norm is applied to every layer, not only to the last one.
+        labels: the targets, see `LogitLens`.
         memory_mb: megabytes for logits.
-        heads: of the layers below the last; None for the model's own at every layer.
+        heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
     index, part = read_positions(view), _part_of_row(view)
     target, part = with_labels(view, labels, index), part if index is None else part[index.to(part.device)]
@@ -386,7 +388,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """The half of the rows that each token belongs to, `token`: 0 for the half that chooses thresholds, 1 for the other.
+    """The half of the rows that each token belongs to, `token`: 0 if thresholds are chosen on it, 1 if it is held out.
 
     Args:
         view: activations of one batch.
@@ -400,7 +402,7 @@ def _part_of_row(view: View) -> Tensor:
 
 
 def _speedup(exits: Tensor) -> Tensor:
-    """Blocks of the full model over blocks run.
+    """Blocks of the full model divided by blocks run.
 
     Args:
         exits: `... layer`, number of positions that exit after each block.

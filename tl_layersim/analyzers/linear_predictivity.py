@@ -1,4 +1,4 @@
-"""Linear predictivity: how well the activations at one site predict those at another by ridge regression, on held-out rows."""
+"""Linear predictivity: how well ridge regression predicts one site's activations from another's, on held-out rows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .analyzer import Run, Weight, need_whole_rows
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LinearPredictivityResult(CalibratedMatrix):
-    """R2 of linear predictions between sites, on rows that the regressions were not fitted on. All tensors are float64.
+    """R2 of linear predictions between sites, on held-out rows. All tensors are float64.
 
     Attributes:
-        values: `row column`, R2 of the column site predicted from the row site: 1 for a perfect prediction, 0 for predictions
-            as good as the mean of the held-out samples, below 0 for worse ones. NaN where all samples of a site are equal.
-        reverse: `row column`, R2 of the row site predicted from the column site. Of one model, the transposed `values`.
+        values: `row column`, R2 of the column site predicted from the row site: 1 if perfect, 0 if no better than the mean of
+            the held-out samples, below 0 if worse. NaN if all samples of a site are equal.
+        reverse: `row column`, R2 of the row site predicted from the column site; within one model, `values` transposed.
         samples: number of tokens (or sequences) that the regressions are fitted on.
-        held_out_samples: number of those that are predicted.
+        held_out_samples: number of held-out tokens (or sequences), which are predicted.
     """
 
     file_kind: ClassVar[str] = "linear_predictivity"
@@ -68,12 +68,12 @@ class LinearPredictivityResult(CalibratedMatrix):
         """The comparison of the two models in the other order.
 
         Raises:
-            LayersimError: the result has a null, which is that of predictions from rows to columns.
+            LayersimError: the result has a null, which holds for predictions from rows to columns only.
         """
         if self.permutations:
             raise LayersimError(
-                "The null of a LinearPredictivityResult is that of predictions from rows to columns. Compare the models in "
-                "the other order."
+                "A LinearPredictivityResult with a null has no transpose: its null is for predictions from rows to columns. "
+                "Compare the models in the other order."
             )
         return super().transposed()  # type: ignore[no-any-return]  # of this class
 
@@ -81,7 +81,7 @@ class LinearPredictivityResult(CalibratedMatrix):
 @typed
 @dataclass(frozen=True, eq=False)
 class LinearPredictivity(CrossProductAnalyzer):
-    r"""R2 of predicting the activations at one site from those at another by ridge regression, in both directions.
+    r"""R2 of predicting one site's activations from another's by ridge regression, in both directions.
 
     $$R^2 = 1 - \frac{\sum_i \lVert y_i - \bar y - \hat W'(x_i - \bar x) \rVert^2}{\sum_i \lVert y_i - \bar y_{\mathrm{held}}
     \rVert^2}, \qquad \hat W = (\Sigma_X + \mathrm{ridge} \, \mathrm{diag} \, \Sigma_X)^{-1} \Sigma_{XY}$$
@@ -100,18 +100,18 @@ class LinearPredictivity(CrossProductAnalyzer):
     site.
 
     Args:
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        permutations: number of random pairings of rows, training rows with each other and held-out rows with each other, for
-            the null distribution of `values`, see `Procrustes`. Each has cross-products of its own, so memory and time grow by
-            this factor: select a few sites with `at=`.
+        permutations: number of random pairings of rows for the null distribution of `values`, see `Procrustes`. Training rows
+            are paired with each other, and so are held-out rows. Each pairing has its own cross-products, so memory and time
+            grow by this factor: select a few sites with `at=`.
         unit: see `Procrustes`.
-        seed: of the choice of held-out rows and of the random pairings.
-        max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
-            needs 48 L (L + 1) / 2 d^2 bytes.
+        seed: random seed of the choice of held-out rows and of the random pairings.
+        max_memory_gb: limit for the sums; a run that needs more raises an error before it starts. One model of L sites of width
+            d needs 48 L (L + 1) / 2 d^2 bytes.
         ridge: strength of the penalty relative to the variance of each dimension of the predicting site, above 0.
         test_fraction: fraction of the rows that are held out, spread evenly over the data.
-        first_test_row: hold out this row of the data and all after it, in place of a fraction.
+        first_test_row: index of the first held-out row; all rows after it are held out too. Replaces `test_fraction`.
 
     Source:
         Yamins et al. 2014 and Schrimpf et al. 2018 for linear predictivity of neural responses; Kornblith et al. 2019, table 1,
@@ -186,12 +186,12 @@ class LinearPredictivity(CrossProductAnalyzer):
         )
 
     def _r2(self, train: Covariances, test: Covariances, defined: Tensor) -> Tensor:
-        """R2 on held-out samples of every column site, predicted from every row site, `row column`.
+        """R2 on held-out samples of every column site predicted from every row site, `row column`.
 
         Args:
             train: covariances of the training samples.
             test: covariances of the held-out samples.
-            defined: whether each row site can predict.
+            defined: whether each row site's samples differ, so that it can predict.
         """
         out = torch.full((train.rows, train.columns), math.nan, dtype=torch.float64)
         columns = list(range(train.columns))

@@ -32,16 +32,15 @@ ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LinearProbeResult(Result):
-    """Accuracy of a linear probe at each site, on rows that it was not fitted on. All tensors are float64.
+    """Accuracy of a linear probe at each site, on held-out rows. All tensors are float64.
 
     Attributes:
         values: `residual`, the same as `accuracy`: fraction of held-out samples whose class the probe predicts.
-        train_accuracy: `residual`, the same of training samples. Far above `accuracy`, the probe has too few samples for the
-            width of the site.
-        majority: accuracy on held-out samples of always predicting the most frequent class of the training samples, which is
-            the share of that class among held-out samples.
+        train_accuracy: `residual`, accuracy on training samples. If it is far above `accuracy`, the probe has too few samples
+            for the width of the site.
+        majority: accuracy on held-out samples of always predicting the most frequent training class.
         confusion: `residual label prediction`, number of held-out samples of each class that were predicted as each class.
-        control_accuracy: `residual`, accuracy of probes of control labels on held-out samples; NaN without a control task.
+        control_accuracy: `residual`, accuracy on held-out samples of probes for control labels; NaN without a control task.
         selectivity: `residual`, `accuracy` minus `control_accuracy` (Hewitt and Liang 2019). A probe that finds any labels has
             a selectivity near 0.
         samples: `label`, number of training samples of each class.
@@ -102,7 +101,7 @@ class LinearProbeResult(Result):
 
     @property
     def predictions(self) -> tuple[int, ...]:
-        """The classes that are predicted, the same as `labels`."""
+        """The predicted classes, the same as `labels`."""
         return self.labels
 
     def baselines(self, field: str) -> dict[str, float]:
@@ -123,10 +122,10 @@ class LinearProbeResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class ProbeAnalyzer(LabelledAnalyzer):
-    """A probe with labels, whose held-out rows are chosen by their numbers. Subclasses fit the probe in a first pass.
+    """Base class of probes with labels. Rows are held out by their index, and subclasses fit the probe in a first pass.
 
     Args:
-        labels: see `LinearProbe`, as for all options.
+        labels: see `LinearProbe`; all options are the same.
         test_fraction: see `LinearProbe`.
         first_test_row: see `LinearProbe`.
         seed: see `LinearProbe`.
@@ -159,11 +158,11 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @property
     def split(self) -> tuple[float, int, int | None]:
-        """The options that decide which rows are held out, as `held_out` takes them."""
+        """The options that decide which rows are held out, in the form that `held_out` takes."""
         return (float(self.test_fraction), self.seed, self.first_test_row)
 
     def labelled_samples(self, view: View) -> tuple[Tensor, Tensor, Tensor]:
-        """The class of each sample, whether it is a training sample and whether it is held out, each `sample`.
+        """The class of each sample, and whether it is a training or a held-out sample, each `sample`.
 
         Args:
             view: activations of one batch.
@@ -190,7 +189,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @abstractmethod
     def fit(self, first: Sums) -> ProbeWeights:
-        """The probes of all sites.
+        """Fit the probes of all sites.
 
         Args:
             first: sums of the first pass.
@@ -198,7 +197,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @abstractmethod
     def fit_control(self, first: Sums) -> ProbeWeights:
-        """The probes of control labels.
+        """Fit the probes for control labels.
 
         Args:
             first: sums of the first pass.
@@ -225,13 +224,13 @@ class ProbeAnalyzer(LabelledAnalyzer):
         )
 
     def result(self, sums: Sums, run: Run, method: str, width: int) -> LinearProbeResult:
-        """The result of probes from the counts of their predictions.
+        """The result, from the counts of the probes' predictions.
 
         Args:
-            sums: of the main pass. Without a block of the data, accuracies are of the samples that are left.
+            sums: sums of the main pass. If they lack a block of the data, accuracies are over the samples that are left.
             run: the finished run.
-            method: of the fit.
-            width: of the widest site.
+            method: the method of the fit, "ridge" or "logistic".
+            width: width of the widest site.
         """
         warn_of_unused(self.labels, run.provenance)
         train, test = self.counts(run.first)
@@ -263,7 +262,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 @typed
 @dataclass(frozen=True, eq=False)
 class LinearProbe(ProbeAnalyzer):
-    r"""Accuracy of a linear classifier (ridge regression on one-hot labels) on frozen activations, at each site.
+    r"""Accuracy of a linear classifier on frozen activations at each site, by ridge regression on one-hot labels.
 
     $$\hat W = (\Sigma + \mathrm{ridge} \, \mathrm{diag} \, \Sigma)^{-1} \, \frac{1}{n} \sum_i (x_i - \bar x)(y_i - \bar y)',
     \qquad \Sigma = \frac{1}{n} \sum_i (x_i - \bar x)(x_i - \bar x)'$$
@@ -277,17 +276,17 @@ class LinearProbe(ProbeAnalyzer):
     row decides alone, so the choice does not depend on batches.
 
     Args:
-        labels: the classes, whole numbers from 0. "next_token" takes the following token as the class of a position; "data" the
-            data's own column `labels` or `label`; or labels, `row` or `row pos`. -100 marks a sample without class.
+        labels: the classes, whole numbers from 0. "next_token": the following token. "data": the data's own column `labels` or
+            `label`. Or a tensor, `row` or `row pos`. -100 marks a sample without a class.
         test_fraction: fraction of the rows that are held out, spread evenly over the data.
-        first_test_row: hold out this row of the data and all after it, in place of a fraction.
-        seed: of the choice of held-out rows.
-        max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a larger requirement is refused before
-            the run.
-        control: also fit probes of control labels, which are drawn at random by the shares of the classes: for each "token"
-            type, or for each "row" where labels belong to rows. None for no control task.
+        first_test_row: index of the first held-out row; all rows after it are held out too. Replaces `test_fraction`.
+        seed: random seed of the choice of held-out rows.
+        max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a run that needs more raises an error
+            before it starts.
+        control: also fit probes for control labels, drawn at random with the frequencies of the classes: one for each "token"
+            type, or for each "row" if labels belong to rows. None for no control task.
         ridge: strength of the penalty relative to the variance of each dimension, above 0; docs/probes.md compares some.
-        max_classes: a number above every class of "data" and "next_token", which sets the size of the sums.
+        max_classes: a number above every class of "data" and "next_token"; it sets the size of the sums.
 
     Source:
         Alain and Bengio 2016 (arXiv 1610.01644). Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.4 and figure 17,
@@ -359,7 +358,7 @@ class LinearProbe(ProbeAnalyzer):
 
 
 def need_samples(train: Tensor, test: Tensor) -> None:
-    """Refuse training samples of one class, or of no class, and a run without held-out samples.
+    """Raise an error if the training samples have fewer than two classes, or if there are no held-out samples.
 
     Args:
         train: number of training samples of every class.
@@ -385,7 +384,7 @@ def warn_of_constant(sites: list[str]) -> None:
     """Warn of sites at which all training samples are equal.
 
     Args:
-        sites: their names.
+        sites: names of the sites.
     """
     if sites:
         warn(
@@ -395,7 +394,7 @@ def warn_of_constant(sites: list[str]) -> None:
 
 
 def _check_classes(labels: Tensor, limit: int | None) -> None:
-    """Refuse negative classes, and classes at or above a limit."""
+    """Raise an error if classes are negative, or at or above a limit."""
     known = labels[labels != NO_LABEL]
     if not len(known):
         return

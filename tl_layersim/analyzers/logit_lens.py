@@ -1,4 +1,4 @@
-"""The logit lens: predictions of each layer by the final norm and unembedding, against targets and against the last layer."""
+"""The logit lens: predictions of each layer by the final norm and unembedding, against the targets and the last layer."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ SETTLED = 0.5
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LogitLensResult(Result):
-    """Loss, accuracy, agreement and entropy of the logit lens at each block, in float64 and nats.
+    """Loss, accuracy, agreement and entropy of the logit lens at each block. Float64, in nats.
 
     Attributes:
-        values: `layer`, the same as `cross_entropy`: mean of -ln p(target), over positions that have a target.
+        values: `layer`, the same as `cross_entropy`: mean of -ln p(target) over positions with a target.
         perplexity: `layer`, exp of the cross-entropy.
         accuracy: `layer`, fraction of positions with a target whose most likely token is the target.
-        top_k_accuracy: `k layer`, fraction whose target is among the k most likely tokens; of equal logits the lower id is
-            first.
+        top_k_accuracy: `k layer`, fraction of positions whose target is among the k most likely tokens. Of equal logits, the
+            lower token id counts as more likely.
         target_probability: `layer`, mean p(target).
         agreement: `layer`, fraction of all positions whose most likely token is the last layer's.
         kl_to_final: `layer`, mean KL(last layer || this layer); exactly 0 at the last layer.
         entropy: `layer`, mean entropy of the predicted distribution.
-        monotone_share: fraction of positions with a target whose p(target) rises strictly at every block after the first.
-        ks: the k of `top_k_accuracy`.
+        monotone_share: fraction of positions with a target for which p(target) rises strictly at every block after the first.
+        ks: the values of k in `top_k_accuracy`.
         positions: number of positions.
         targets: number of positions with a target.
         unembedding: the map from the residual x to logits; with `norm="none"` or `heads`, the map below the last layer.
@@ -140,7 +140,7 @@ class LogitLensResult(Result):
 
     @typed
     def effective_depth(self, eps: Probability) -> int:
-        r"""The least number of blocks l with accuracy at least 1 - eps; L if no layer reaches it.
+        r"""Smallest number of blocks l with accuracy at least 1 - eps; L if no layer reaches it.
 
         $$d^\epsilon = \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}$$
 
@@ -183,7 +183,7 @@ class LogitLensResult(Result):
         return f"From {where} on, the prediction is mostly the last layer's ({agreement} of the positions there){accuracy}."
 
     def _blocks_run(self) -> list[int]:
-        """Number of blocks up to each layer; a block of which attention alone has run counts."""
+        """Number of blocks up to each layer; a block that has only run its attention counts too."""
         blocks = [name.rpartition(".")[0] for name in self.layers[1:]]
         if not any(name.endswith(".hook_resid_mid") for name in self.layers):
             return list(range(1, len(blocks) + 1))
@@ -207,9 +207,9 @@ class LogitLens(LensAnalyzer):
         norm: "final" applies the model's final norm to every layer (Geva et al. 2022, the usual definition); "none" to the last
             layer only (Jiang, Zhou and Zhu's code). The choice changes all results, see docs/lens.md.
         top_k: the k of top-k accuracy.
-        labels: the targets. "next_token"; "data" for the data's own column `labels` or `label`; or labels, `row` or `row pos`.
-            A label is the target at its own position and is not shifted. -100 marks a position without target. "none" measures
-            agreement, KL divergence and entropy alone, and all fields that need a target are NaN.
+        labels: the targets. "next_token": the following token. "data": the data's own column `labels` or `label`. Or a tensor,
+            `row` or `row pos`. A label is the target at its own position and is not shifted. -100 marks a position without a
+            target. "none" measures agreement, KL divergence and entropy only; fields that need a target are NaN.
         lens_memory_mb: megabytes for the logits of one chunk of tokens; at least one token at all layers is computed.
 
     Source:
@@ -285,11 +285,11 @@ def lens_kernel(
 
     Args:
         view: activations of one batch.
-        normed: whether the final norm is applied to every layer.
-        ks: of top-k accuracy.
-        labels: the targets.
+        normed: whether the final norm is applied to every layer, not only to the last one.
+        ks: the values of k for top-k accuracy.
+        labels: the targets, see `LogitLens`.
         memory_mb: megabytes for logits.
-        heads: of the layers below the last; None for the model's own at every layer.
+        heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
     target = with_labels(view, labels, read_positions(view))
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)

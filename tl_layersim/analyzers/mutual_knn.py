@@ -21,17 +21,17 @@ from .analyzer import Run, Weight
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MutualKNNResult(MinibatchMatrix):
-    """Fraction of nearest neighbours that samples share at two layers, with its permutation null.
+    """Fraction of nearest neighbours that samples share between two layers, with its permutation null.
 
     The fields of the null are those of `CalibratedMatrix`; they are NaN without `MutualKNN(permutations=...)`.
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models, in [0, 1].
-        chance: expected value for neighbours at random, the mean over samples of k / (number of samples of other rows).
+        chance: expected value for random neighbours: the mean over samples of k / (number of samples in other rows).
         k: number of neighbours.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, the mean over minibatches.
+        rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
     file_kind: ClassVar[str] = "mutual_knn"
@@ -56,7 +56,7 @@ class MutualKNNResult(MinibatchMatrix):
 @typed
 @dataclass(frozen=True)
 class MutualKNN(MinibatchAnalyzer):
-    r"""Mutual nearest neighbours: the mean overlap of the k nearest neighbours of a sample, for all pairs of layers.
+    r"""Mutual nearest neighbours: the fraction of k nearest neighbours that a sample shares between two layers.
 
     $$m_{\mathrm{NN}}(l, l') = \frac{1}{N} \sum_i \frac{|S_k^l(i) \cap S_k^{l'}(i)|}{k}$$
 
@@ -69,13 +69,14 @@ class MutualKNN(MinibatchAnalyzer):
 
     Args:
         k: number of neighbours.
-        metric: "cosine" takes the neighbours of largest inner product of normalised vectors (Huh et al.), "euclidean" those of
-            smallest distance.
-        minibatch: n, at least k + 2, see `CKA`. A pool of fewer than k + 2 samples is none.
+        metric: "cosine": neighbours have the largest inner product of normalised vectors (Huh et al.). "euclidean": neighbours
+            have the smallest distance.
+        minibatch: number of samples in a minibatch, n, at least k + 2; see `CKA`. A pool of fewer than k + 2 samples is not
+            used.
         unit: see `CKA`.
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token.
-        seed: of the draws and of the permutations.
+        seed: random seed of the draws and of the permutations.
         max_memory_gb: limit for the sums of the null.
         permutations: number of random pairings of rows for the null, see `CKA`; 0 for no null.
 
@@ -132,13 +133,13 @@ class MutualKNN(MinibatchAnalyzer):
 
 
 def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> PairRelation:
-    """The graph of the k nearest neighbours of each sample, and the sum over samples of k / (number of others), by layer.
+    """Graph of each sample's k nearest neighbours, and by layer the sum over samples of k / (number of other samples).
 
     Args:
         matrix: dissimilarities, `layer n n`.
-        row: `n`, the row of each sample, in which it has no neighbours; None for samples of different rows.
+        row: `n`, the row of each sample; samples of one row are no neighbours. None if all samples are from different rows.
         rows: number of rows.
-        by_row: whether the terms are wanted by row.
+        by_row: whether to return the terms by row too.
         k: number of neighbours.
     """
     layers, n = matrix.shape[:2]

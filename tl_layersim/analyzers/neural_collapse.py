@@ -34,8 +34,8 @@ class NeuralCollapseResult(Result):
     """NC1 of each layer, with the variability within and between classes. All tensors are float64.
 
     Attributes:
-        values: `residual`, the same as `nc1`; 0 if every class is a single point, NaN if all classes have the same mean, as at
-            the embedding if all samples end in the same token. A `LayersimWarning` names such layers.
+        values: `residual`, the same as `nc1`; 0 if every class is a single point. NaN if all classes have the same mean, for
+            example at the embedding if all samples end in the same token. A `LayersimWarning` names such layers.
         within: `residual`, tr(S_W), the mean squared distance of a sample from its class mean.
         between: `residual`, tr(S_B), the mean over classes of the squared distance of the class mean from the global mean.
         samples: `label`, number of samples in each class.
@@ -75,7 +75,7 @@ class NeuralCollapseResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class NeuralCollapse(LabelledAnalyzer):
-    r"""Within-class variability collapse (NC1): covariance within classes relative to that between classes, at each layer.
+    r"""Within-class variability collapse (NC1): covariance within classes relative to that between classes.
 
     $$\mathrm{NC}_1 = \frac{1}{K} \mathrm{tr}(\Sigma_W \Sigma_B^{+}), \quad
     \Sigma_W = \frac{1}{N} \sum_{k, i} (h_{k i} - \bar h_k)(h_{k i} - \bar h_k)', \quad
@@ -86,18 +86,18 @@ class NeuralCollapse(LabelledAnalyzer):
     matrix and all classes have equal weight in the second.
 
     Args:
-        labels: the classes. "next_token" takes the following token as the class of a position; "data" the data's own column
-            `labels` or `label`; or labels, `row` or `row pos`. -100 marks a position without class.
-        classes: number of classes, the most frequent ones, which a first pass over the data (without the model) determines; or
-            their ids.
-        level: a sample is each "token" or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
-        pool: for level="sequence", the row's "last" counted token, its "first", or the "mean" of all; "head" for the vector
-            that a classifier reads of a row, before the final norm: [CLS], the mean of the patches, or both, concatenated.
-            None for "head" where the model's head reads a row as one and `positions` leaves what it reads, else "last". At
-            sites other than the residual stream, None is "first", "last" or, for a head that reads several positions, "mean".
-            The choice is recorded as `provenance.options["pool"]`.
-        max_memory_gb: limit for the second moments, layers x d_model^2 numbers; a larger requirement is refused before the
-            run.
+        labels: the classes. "next_token": the following token. "data": the data's own column `labels` or `label`. Or a tensor,
+            `row` or `row pos`. -100 marks a position without a class.
+        classes: number of classes: the most frequent ones, found by a first pass over the data without the model. Or the ids of
+            the classes.
+        level: the unit of a sample: "token", or "sequence" for a row. "auto" is "token" for next tokens, else "sequence".
+        pool: for level="sequence": the row's "last" counted token, its "first", or the "mean" of all; "head" for the vector of
+            a row that a classifier reads, before the final norm: [CLS], the mean of the patches, or both, concatenated. None is
+            "head" if the model's head reads whole rows and `positions` keeps what it reads, else "last". At sites other than
+            the residual stream, None is "first", "last" or, for a head that reads several positions, "mean". The choice is
+            recorded as `provenance.options["pool"]`.
+        max_memory_gb: limit for the second moments, layers x d_model^2 numbers; a run that needs more raises an error before it
+            starts.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, footnote 5 and figure 16; Papyan, Han and Donoho 2020.
@@ -223,7 +223,7 @@ def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Ten
     """NC1, tr(S_W) and tr(S_B) of one layer.
 
     Args:
-        counts: `class`, number of samples.
+        counts: `class`, number of samples in each class.
         total: `class d_model`, sums over the samples of each class.
         second: `d_model d_model`, second moments of all samples.
     """
@@ -252,7 +252,7 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
     Args:
         view: activations of one batch.
         labels: the classes.
-        by_row: whether a sample is a row of tokens.
+        by_row: whether a sample is a row, not a token.
     """
     classes = targets(view, labels)
     if by_row:
@@ -267,7 +267,7 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
 
 
 def collapse_kernel(view: View, *, labels: str | Tensor, classes: Tensor, level: str, pool: str) -> dict[str, Tensor]:
-    """Class sizes, class sums and second moments, float64.
+    """Number of samples and sum of the samples of each class, and second moments of all samples. Float64.
 
     Args:
         view: activations of one batch.

@@ -21,13 +21,13 @@ CONTROL_PARTS = 128
 
 
 def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> Tensor:
-    """Whether each sample belongs to a held-out row, by the number of its row alone.
+    """Whether each sample belongs to a held-out row. The index of its row alone decides.
 
     Args:
-        row: `sample`, number of the row in the data.
-        fraction: of the rows that are held out.
-        seed: of the choice.
-        first_row: the number from which on rows are held out, in place of a fraction; None for the fraction.
+        row: `sample`, index of the row in the data.
+        fraction: fraction of the rows to hold out.
+        seed: random seed of the choice.
+        first_row: index of the first held-out row, which replaces `fraction`; None to use `fraction`.
     """
     if first_row is not None:
         return row >= first_row
@@ -35,12 +35,12 @@ def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> 
 
 
 def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """The class of each sample, and whether it is a training sample and a held-out one: both False without a label.
+    """The class of each sample, and whether it is a training or a held-out sample; neither if it has no label.
 
     Args:
         view: activations of one batch.
         labels: the classes.
-        split: the arguments of `held_out` after the rows.
+        split: the arguments of `held_out` after `row`.
     """
     assert view.row is not None
     target = targets(view, labels)
@@ -49,12 +49,12 @@ def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | No
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
-    """The part of the control labels that each sample belongs to, by a hash of its token type or of its row.
+    """The part of the control labels that each sample belongs to, from a hash of its token type or its row.
 
     Args:
         view: activations of one batch.
         control: "token" or "row".
-        seed: of the hash.
+        seed: random seed of the hash.
     """
     unit = view.tokens if control == "token" else view.row
     assert unit is not None
@@ -62,10 +62,10 @@ def control_part(view: View, control: str, seed: int) -> Tensor:
 
 
 def control_classes(counts: Tensor) -> Tensor:
-    """The class of each part of the control labels, so that classes have the shares of the training samples.
+    """The class of each part of the control labels, with the frequencies of the training samples' classes.
 
     Args:
-        counts: `class`, number of training samples.
+        counts: `class`, number of training samples in each class.
 
     Examples:
         >>> torch.bincount(control_classes(torch.tensor([6, 0, 2]))).tolist()
@@ -79,14 +79,15 @@ def control_classes(counts: Tensor) -> Tensor:
 def probe_sums_kernel(
     view: View, *, labels: str | Tensor, classes: int, split: tuple[float, int, int | None], control: str | None = None
 ) -> dict[str, Tensor]:
-    """Second moments, class sums and class sizes of the training samples, float64; and class sizes of the held-out ones.
+    """Second moments, class sums and class sizes of the training samples, and class sizes of the held-out samples. Float64.
 
     Args:
         view: activations of one batch.
         labels: the classes.
         classes: a number above every class.
-        split: the arguments of `held_out` after the rows.
-        control: the unit of control labels, "token" or "row"; None for none. Their sums are `parts` and `part_samples`.
+        split: the arguments of `held_out` after `row`.
+        control: the unit that control labels are drawn for, "token" or "row"; None for no control labels. Their sums
+            are `parts` and `part_samples`.
     """
     target, train, test = labelled(view, labels, split)
     device, width = view.activations.device, view.activations.shape[-1]
@@ -128,17 +129,17 @@ def probe_counts_kernel(
     split: tuple[float, int, int | None],
     control: tuple[str, Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Predictions on held-out samples by class, correct predictions on training samples, and numbers of both.
+    """Counts of predictions on held-out samples by class, and of correct predictions on training samples, with both totals.
 
     Args:
         view: activations of one batch.
         labels: the class of each sample.
         classes: `class`, ascending.
-        weight: `site width class`.
-        offset: `site class`, -inf for classes without training samples.
-        split: the arguments of `held_out` after the rows.
-        control: the unit of control labels, the number of the class of each of their parts, and weights and offsets of the
-            probes of control labels; None for none.
+        weight: `site width class`, weights of the probes.
+        offset: `site class`, offsets of the probes; -inf for classes without training samples.
+        split: the arguments of `held_out` after `row`.
+        control: for control labels: "token" or "row", the index of each part's class, and the weights and offsets of their
+            probes. None for no control labels.
     """
     assert view.row is not None
     target, train, test = labelled(view, labels, split)

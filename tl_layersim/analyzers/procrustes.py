@@ -23,12 +23,12 @@ from .analyzer import Run, Weight, need_tokens
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ProcrustesResult(CalibratedMatrix):
-    """Normalised orthogonal Procrustes between sites. All tensors are float64, and NaN at sites whose samples are all equal.
+    """Normalised orthogonal Procrustes between sites. Float64; NaN at sites whose samples are all equal.
 
     Attributes:
-        values: `row column`, similarity, the nuclear norm of X'Y for centred X and Y of Frobenius norm 1: 1 if one site is a
+        values: `row column`, similarity: the nuclear norm of X'Y, for centred X and Y of Frobenius norm 1. 1 if one site is a
             rotation of the other, up to translation and scale; 0 if all dimensions are uncorrelated.
-        squared_distance: `row column`, 2 - 2 values: the smallest squared Frobenius distance of X and a rotated Y.
+        squared_distance: `row column`, 2 - 2 values: the smallest squared Frobenius distance between X and a rotated Y.
         angle: `row column`, arccos of the similarity, in radians. It satisfies the triangle inequality.
         samples: number of tokens (or sequences).
     """
@@ -62,7 +62,7 @@ class ProcrustesResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "Procrustes distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.
+        r"""Distance between two models of equal depth, over the outputs of their blocks or over the other sites that were read.
 
         $$\sqrt{\sum_{l=1}^{L} \theta(H_l, H'_l)^2}$$
 
@@ -94,15 +94,17 @@ class Procrustes(CrossProductAnalyzer):
     are not comparable; `permutations` measures this baseline.
 
     Args:
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
         permutations: number of random pairings for the null distribution of each value and of the maximum over pairs. In pools
-            of 16 rows, or of 256 rows of one sample, whole rows are exchanged, position with position, the same for all pairs
-            of sites. Each has cross-products of its own, so memory and time grow by this factor: select a few sites with `at=`.
-        unit: what the null exchanges: "row" exchanges whole rows, whose tokens depend on each other; "token" single samples.
-        seed: of the random pairings.
-        max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
-            needs 24 L (L + 1) / 2 d^2 bytes.
+            of 16 rows (256 rows if each has one sample), whole rows are exchanged, position with position, in the same way for
+            all pairs of sites. Each pairing has its own cross-products, so memory and time grow by this factor: select a few
+            sites with `at=`.
+        unit: the unit that the null exchanges: "row" for whole rows, whose tokens depend on each other; "token" for single
+            samples.
+        seed: random seed of the pairings.
+        max_memory_gb: limit for the sums; a run that needs more raises an error before it starts. One model of L sites of width
+            d needs 24 L (L + 1) / 2 d^2 bytes.
 
     Source:
         Schoenemann 1966; Williams, Kunz, Kornblith and Linderman 2021 (arXiv 2110.14739).
@@ -153,12 +155,12 @@ class Procrustes(CrossProductAnalyzer):
 
 
 def _similarities(products: Covariances, own: Covariances, *, itself: bool) -> Tensor:
-    """Nuclear norms of the covariances of all pairs over the roots of their variances; 1 of a site of one model with itself.
+    """Procrustes similarity of all pairs: nuclear norms of the cross-covariances over the roots of the variances.
 
     Args:
-        products: covariances between sites.
-        own: covariances of the sites with themselves.
-        itself: whether a site of one model and itself are measured.
+        products: covariances between the sites.
+        own: covariance of each site with itself.
+        itself: whether a site of one model is also compared with itself.
     """
     scale = torch.outer(*(variance.clamp(min=0).sqrt() for _, variance in (own.row_power(), own.column_power())))
     nuclear = torch.zeros_like(scale)

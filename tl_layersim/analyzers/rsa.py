@@ -28,10 +28,11 @@ class RSAResult(MinibatchMatrix):
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models: correlation of the dissimilarities of two
-            layers. NaN in the row and column of a layer whose dissimilarities are all equal; a `LayersimWarning` names it.
+            layers. NaN in the row and column of a layer whose dissimilarities are all equal; a `LayersimWarning` names such
+            layers.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, the mean over minibatches.
+        rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
     file_kind: ClassVar[str] = "rsa"
@@ -60,16 +61,17 @@ class RSA(MinibatchAnalyzer):
     others.
 
     Args:
-        dissimilarity: d. "correlation" is 1 minus the Pearson correlation of two vectors over their dimensions, "cosine" 1
-            minus their cosine, "euclidean" their distance. Dissimilarities are rounded to float32, so that equal samples tie.
-        compare: "spearman" correlates the ranks of dissimilarities, where equal ones share the mean of their ranks; "pearson"
+        dissimilarity: measure of dissimilarity, d. "correlation" is 1 minus the Pearson correlation of two vectors over their
+            dimensions, "cosine" 1 minus their cosine, "euclidean" their distance. Dissimilarities are rounded to float32, so
+            that equal samples tie.
+        compare: "spearman" correlates the ranks of the dissimilarities; equal ones share the mean of their ranks. "pearson"
             correlates the dissimilarities.
-        minibatch: n, see `CKA`.
+        minibatch: number of samples in a minibatch, n; see `CKA`.
         unit: see `CKA`.
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token.
-        seed: of the draws and of the permutations.
-        deconfound: "input" regresses the dissimilarities of the embedding out of those of each layer, see `CKA`.
+        seed: random seed of the draws and of the permutations.
+        deconfound: "input" regresses the embedding's dissimilarities out of each layer's, see `CKA`.
         max_memory_gb: limit for the sums of the null.
         permutations: number of random pairings of rows for the null, see `CKA`; 0 for no null.
 
@@ -121,15 +123,15 @@ class RSA(MinibatchAnalyzer):
 
 
 def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> PairRelation:
-    """Dissimilarities of all pairs of samples, centred and scaled to a sum of squares equal to the number of pairs.
+    """Dissimilarities of all pairs of samples, centred, and scaled so that the mean of their squares is 1.
 
     The product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.
 
     Args:
-        matrix: `layer n n`.
-        row: `n`, the row of each sample, whose pairs are left out; None for samples of different rows.
+        matrix: dissimilarities, `layer n n`.
+        row: `n`, the row of each sample; pairs that share a row are left out. None if all samples are from different rows.
         rows: number of rows.
-        by_row: whether the terms are wanted by row.
+        by_row: whether to return the terms by row too.
         ranked: whether to replace dissimilarities by their ranks.
     """
     layers, n = matrix.shape[:2]

@@ -1,4 +1,4 @@
-"""Saturation: the first layer from which on a token's most likely next token no longer changes."""
+"""Saturation: the layer after which a token's most likely next token no longer changes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defin
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SaturationResult(Result):
-    """Saturation events at each block, with the cosine to the last layer. All tensors are float64.
+    """Number of tokens that saturate at each block, and their cosine to the last layer. All tensors are float64.
 
     Attributes:
         values: `layer`, the same as `counts`: number of tokens that saturate at each block.
-        cumulative: `layer`, fraction of tokens that saturate at this block or below; 1 at the last block.
+        cumulative: `layer`, fraction of tokens that saturate at this block or before; 1 at the last block.
         early_share: fraction of tokens that saturate before the last block.
-        cosine_to_last: `layer`, mean over the tokens that saturate at a block of the cosine between their residuals at this
-            block and at the last block; NaN without such tokens, or if all their residuals are zero (with centring: equal to
-            the mean).
+        cosine_to_last: `layer`, cosine between the residuals at a block and at the last block, mean over the tokens that
+            saturate at the block. NaN without such tokens, or if all their residuals are zero (with centring: equal to the
+            mean).
         correlation: Pearson correlation of `counts` and `cosine_to_last` over all blocks but the last; NaN if fewer than three
-            blocks have events or all have equal values.
+            blocks have a cosine, or if either is constant.
         unembedding: the map from the residual x to logits.
     """
 
@@ -107,7 +107,7 @@ class SaturationResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class Saturation(LensAnalyzer):
-    r"""Saturation layer of each token: the first block from which on the most likely token is the final prediction.
+    r"""Saturation layer of each token: the first block from which on its most likely next token is the final prediction.
 
     $$l_t = \min \{ l : \arg\max_v \mathrm{logits}^{(l)}_{t v} = \dots = \arg\max_v \mathrm{logits}^{(L)}_{t v} \}$$
 
@@ -117,8 +117,8 @@ class Saturation(LensAnalyzer):
 
     Args:
         norm: "final" applies the model's final norm to every layer, "none" to the last layer only; see `LogitLens`.
-        center: of the cosine to the last layer: "none" for raw residuals; "dataset" subtracts each layer's mean over all
-            counted tokens, as `Cosine()` does, which takes a first pass over the data.
+        center: centring for the cosine to the last layer. "none" takes raw residuals; "dataset" subtracts each layer's mean
+            over all counted tokens, as `Cosine()` does, which takes a first pass over the data.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
         heads: `ExitHeads` of the layers below the last, or their file; see `LogitLens`.
 
@@ -176,7 +176,7 @@ class Saturation(LensAnalyzer):
 
 
 def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
-    """Pearson correlation over the blocks that have a cosine; NaN for fewer than three of them or constant values."""
+    """Pearson correlation over the blocks that have a cosine; NaN for fewer than three blocks or constant values."""
     known = ~cosine.isnan()
     x, y = counts[known], cosine[known]
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
@@ -187,14 +187,14 @@ def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
 def saturation_kernel(
     view: View, *, normed: bool, mean: Tensor | None, memory_mb: float, heads: LayerHeads | None = None
 ) -> dict[str, Tensor]:
-    """Number of tokens by saturation layer, and the sum of their cosines to the last layer.
+    """Number of tokens that saturate at each layer, and the sum of their cosines to the last layer.
 
     Args:
         view: activations of one batch.
-        normed: whether the final norm is applied to every layer.
+        normed: whether the final norm is applied to every layer, not only to the last one.
         mean: `residual d_model` to subtract for the cosine, None for no centring.
         memory_mb: megabytes for logits.
-        heads: of the layers below the last; None for the model's own at every layer.
+        heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
     layer, bad = saturation_layers(view, normed, memory_mb, heads)
     x = read_vectors(view, view.activations)

@@ -26,22 +26,22 @@ from .analyzer import CSORDAS, Analyzer, Run, SiteNeed
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SkipEffectResult(Result):
-    """Effects of skipping each block, as means over tokens and as means over rows of the largest effect. Float64.
+    """Effects of skipping each block: means over tokens, and means over rows of the largest effect. Float64.
 
     Attributes:
-        values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the contribution c of the affected
-            block when the skipped block is left out. NaN for affected blocks that are not above the skipped block. A token at
-            which a block adds nothing has no relative change and is omitted; a `LayersimWarning` names the block.
-        largest: `skipped affected`, the largest relative change in a row, mean over rows.
-        later: `skipped affected`, as `values`, where the block is skipped at the positions before a split only and the change
-            is measured at the positions from the split on. NaN for `splits=0`.
-        later_largest: `skipped affected`, as `largest`, for `later`.
+        values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the affected block's contribution
+            c when the skipped block is left out. NaN unless the affected block is above the skipped one. Tokens with c = 0 have
+            no relative change and are omitted; a `LayersimWarning` names the block.
+        largest: `skipped affected`, the largest relative change in a row, averaged over rows.
+        later: `skipped affected`, as `values`, but the block is skipped only before a split of the row, and the change is
+            measured only after it. NaN for `splits=0`.
+        later_largest: `skipped affected`, `largest` for the tokens of `later`.
         probability_change: `skipped`, mean over tokens of |p - p~|, the Euclidean norm of the change of the output
             probabilities, at most sqrt(2). NaN for a model without a known head, or with a head of one output.
-        probability_change_largest: `skipped`, the largest such norm in a row, mean over rows.
-        later_probability_change: `skipped`, as `probability_change`, for `later`. NaN for a head that reads the first position
-            of a row, or several: it reads positions at which the block is skipped.
-        later_probability_change_largest: `skipped`, as `probability_change_largest`, for `later`.
+        probability_change_largest: `skipped`, the largest such norm in a row, averaged over rows.
+        later_probability_change: `skipped`, `probability_change` for the tokens of `later`. NaN for a head that reads the first
+            position of a row, or several: it reads positions at which the block is skipped.
+        later_probability_change_largest: `skipped`, `probability_change_largest` for the tokens of `later`.
     """
 
     file_kind: ClassVar[str] = "skip_effect"
@@ -67,8 +67,8 @@ class SkipEffectResult(Result):
         "affected",
         label="Relative change",
         title="Effect of a skipped block on later positions",
-        caption="The same where the block is skipped in the first part of each row only and the change is measured in the "
-        "rest: what later positions read from the block through attention " + CSORDAS.format("figure 3"),
+        caption="The same, but the block is skipped only in the first part of each row and the change is measured in the "
+        "rest, which the block reaches through attention " + CSORDAS.format("figure 3"),
         within=(0, math.inf),
     )
     later_largest: Float64[Tensor, "layer layer"] = axes(
@@ -131,7 +131,7 @@ class SkipEffectResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True)
 class SkipEffect(Analyzer):
-    r"""Relative change of the contribution of every later block, and of the output probabilities, when one block is skipped.
+    r"""Skip one block, and measure how much the contributions of all later blocks and the output probabilities change.
 
     $$
     c^l_t = x^l_t - x^{l-1}_t, \qquad
@@ -149,9 +149,9 @@ class SkipEffect(Analyzer):
     Args:
         keep_first: number of first positions of each row at which no block is skipped and no effect is measured: 1 as in the
             authors' code, because many language models attend to the first token from everywhere; 0 for encoders.
-        splits: number of splits of each row for the second variant, each of which costs about half a forward pass for each
-            block; 0 leaves the second variant out.
-        lens_memory_mb: megabytes for logits and probabilities of one chunk of tokens.
+        splits: number of splits of each row for `later`, each of which costs about half a forward pass for each block; 0 leaves
+            `later` out.
+        lens_memory_mb: megabytes for the logits and probabilities of one chunk of tokens.
 
     Source:
         Csordás, Manning and Potts 2025 (arXiv 2505.13898), section 3, figure 3. The figure shows maxima over positions
@@ -202,8 +202,8 @@ class SkipEffect(Analyzer):
         pairs = torch.ones(blocks, blocks).triu(1).bool()
         if not bool(sums["count"].any() if blocks > 1 else sums["output_count"].any()):
             raise LayersimError(
-                f"SkipEffect needs counted tokens after the first {self.keep_first} of a row (`keep_first`), at which blocks "
-                f"are skipped; none of {run.provenance.tokens} tokens is one."
+                f"SkipEffect skips blocks at the counted tokens after the first {self.keep_first} of a row (`keep_first`); "
+                f"none of {run.provenance.tokens} tokens is after them."
             )
         finite = sums["total"].isfinite().all(-1) & sums["output_total"].isfinite()
         finite &= sums["later total"].isfinite().all(-1) & sums["later output_total"].isfinite()

@@ -1,4 +1,4 @@
-"""Task metrics by layer: F1 and Matthews correlation of a classifier's lens, Pearson and Spearman of a regression head's."""
+"""Task metrics of each layer's predictions: F1 and Matthews correlation, or correlations with scores."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from .analyzer import Run, SiteNeed, need_tokens
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TaskMetricsResult(Result):
-    """Metrics of the lens predictions of a classifier at each block. All tensors are float64.
+    """Metrics of a classifier's predictions at each block, by the lens. All tensors are float64.
 
     Attributes:
-        values: `layer`, the same as `f1`: the mean of the F1 of all classes (macro F1), of those that are a label or a
-            prediction at the layer.
-        accuracy: `layer`, fraction of positions with a label whose label is predicted.
-        mcc: `layer`, Matthews correlation coefficient, for any number of classes; 0 where all predictions, or all labels, are
-            one class.
-        f1_by_class: `label layer`, F1 of each class against all others; NaN where it is neither a label nor a prediction. With
-            two classes, the entry of class 1 is what is called binary F1.
-        confusion: `layer label prediction`, number of positions of each class that are predicted as each class.
-        labels: the classes of the head, 0 and up.
+        values: `layer`, the same as `f1`: macro F1, the mean of the F1 of all classes that are a label or a prediction at the
+            layer.
+        accuracy: `layer`, fraction of labelled positions whose label is predicted.
+        mcc: `layer`, Matthews correlation coefficient, for any number of classes; 0 if all predictions, or all labels, are one
+            class.
+        f1_by_class: `label layer`, F1 of each class against all others; NaN if it is neither a label nor a prediction. With two
+            classes, the entry of class 1 is binary F1.
+        confusion: `layer label prediction`, number of positions for each class and predicted class.
+        labels: the classes of the head, from 0.
     """
 
     file_kind: ClassVar[str] = "task_metrics"
@@ -89,7 +89,7 @@ class TaskMetricsResult(Result):
 
     @property
     def predictions(self) -> tuple[int, ...]:
-        """The classes that are predicted, the same as `labels`."""
+        """The predicted classes, the same as `labels`."""
         return self.labels
 
     def headline(self) -> dict[str, float]:
@@ -106,12 +106,12 @@ class TaskMetricsResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RegressionMetricsResult(Result):
-    """Correlations of the lens predictions of a regression head with scores, at each block. All tensors are float64.
+    """Correlations of a regression head's predictions with scores at each block, by the lens. All tensors are float64.
 
     Attributes:
-        values: `layer`, the same as `spearman`: rank correlation of predictions and scores; NaN where all predictions of the
-            layer are equal.
-        pearson: `layer`, linear correlation of predictions and scores; NaN likewise.
+        values: `layer`, the same as `spearman`: rank correlation of predictions and scores; NaN if all predictions of the layer
+            are equal.
+        pearson: `layer`, linear correlation of predictions and scores; NaN if all predictions of the layer are equal.
         rows: number of rows with a score.
     """
 
@@ -149,7 +149,7 @@ class RegressionMetricsResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class TaskMetrics(LensAnalyzer):
-    r"""F1, Matthews correlation and accuracy of a classifier's lens at each layer; correlations of a regression head's.
+    r"""F1 and Matthews correlation of each layer's predictions; for a regression head, correlations with scores.
 
     With the confusion matrix $C^{(l)}_{ab}$, the number of positions with label a at which block l predicts b,
 
@@ -161,11 +161,11 @@ class TaskMetrics(LensAnalyzer):
     of all rows.
 
     Args:
-        labels: the targets, as of `LogitLens`: "next_token", "data", or whole numbers `row` or `row pos`, the classes of the
-            head. For a regression head the scores, floats of shape `row`, NaN where a row has none.
+        labels: the targets, as in `LogitLens`: "next_token", "data", or whole numbers `row` or `row pos`, the classes of the
+            head. For a regression head: scores, floats `row`, NaN for a row without a score.
         norm: as in `LogitLens`.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
-        max_memory_gb: limit for the sums: layers x classes^2 numbers, or layers x rows of a regression head.
+        max_memory_gb: limit for the sums: layers x classes^2 numbers, or layers x rows for a regression head.
         heads: `ExitHeads` of the layers below the last, or their file; see `LogitLens`.
 
     Source:
@@ -239,10 +239,10 @@ class TaskMetrics(LensAnalyzer):
 
 
 def _as_scores(labels: Any) -> Tensor | None:
-    """Scores of rows as float64, or None for labels of another kind.
+    """Scores of rows as float64; None if the labels are classes.
 
     Raises:
-        LayersimError: they are floats of another shape.
+        LayersimError: the labels are floats of another shape.
     """
     if isinstance(labels, str):
         return None
@@ -276,23 +276,23 @@ def _metrics(confusion: Tensor) -> tuple[float, Tensor, float]:
 
 
 def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> RegressionMetricsResult:
-    """Correlations of predictions `layer row` with scores `row`.
+    """Pearson and Spearman correlations of predictions `layer row` with scores `row`.
 
     Args:
         scores: the predictions.
         count: `row`, number of predictions of each row.
-        labels: `row`, the scores, NaN where there is none.
+        labels: `row`, the scores; NaN for a row without a score.
         run: the finished run.
 
     Raises:
-        LayersimError: a row has several predictions, or fewer than two rows have a prediction and a score.
+        LayersimError: a row has several predictions, or fewer than two rows have both a prediction and a score.
     """
     from scipy.stats import pearsonr, spearmanr
 
     if int(count.max()) > 1:
         raise LayersimError(
-            f"`labels` holds one score for each row, and the head gives {int(count.max())} predictions for row "
-            f"{int(count.argmax())}. With a larger `seq_len` of Data no text continues in a further row."
+            f"`labels` holds one score for each row, but the head gives {int(count.max())} predictions for row "
+            f"{int(count.argmax())}. A larger `seq_len` of Data keeps each text in one row."
         )
     known = (count == 1) & ~labels.isnan()
     need_tokens(int(known.sum()), 2, "A correlation", "rows with a score")

@@ -1,4 +1,4 @@
-"""Options of analyzers written as text, such as `cka.minibatch=128` on the command line."""
+"""Options of analyzers as text, such as `cka.minibatch=128` on the command line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
     """The analyzers with some of their options set from text.
 
     Args:
-        analyzers: by name.
-        settings: each `name.option=value`; the value is written as in Python or JSON, text needs no quotation marks.
+        analyzers: the analyzers, by name.
+        settings: settings of the form `name.option=value`. A value is written as in Python or JSON; text needs no quotation
+            marks.
 
     Raises:
-        LayersimError: a setting has another form, or names an analyzer or option that does not exist.
+        LayersimError: a setting does not have this form, or names an analyzer or option that does not exist.
 
     Examples:
         >>> from .cka import CKA
@@ -50,7 +51,7 @@ def as_settings(analyzer: Analyzer) -> list[str]:
     """The options of an analyzer as text, from which `with_options` makes the same analyzer.
 
     Args:
-        analyzer: whose options text can hold; any other option, such as heads that were read from a file, is left out.
+        analyzer: an analyzer. An option that text cannot hold, such as heads that were read from a file, is left out.
 
     Examples:
         >>> from .cosine import Cosine
@@ -63,7 +64,7 @@ def as_settings(analyzer: Analyzer) -> list[str]:
 
 
 def _is(parsed: Any, value: Any) -> bool:
-    """Whether a parsed value is that of an option, of the same type."""
+    """Whether a parsed value equals an option's value and has the same type."""
     return (
         type(parsed) is type(value) and isinstance(value, (str, int, float, bool, tuple, list, type(None))) and parsed == value
     )

@@ -29,9 +29,9 @@ class Spread:
     """Distribution of a quantity over tokens.
 
     Attributes:
-        mean: over tokens.
+        mean: mean over tokens.
         std: standard deviation over tokens (divided by N).
-        quantiles: over tokens.
+        quantiles: quantiles over tokens.
     """
 
     mean: Tensor
@@ -42,41 +42,41 @@ class Spread:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TrajectoryResult(Result):
-    """Shape of the trajectories, as distributions over tokens. All tensors are float64.
+    """Shape of the tokens' paths through the layers, as distributions over tokens. All tensors are float64.
 
     Attributes:
         values: `residual`, the same as `norm`: mean over tokens of |x^l|. A token with a residual or an update of zero has no
-            growth, line-shape score or expodistance and is omitted from them. They are NaN if that holds for every token. A
-            `LayersimWarning` names the layers.
-        norm_std: `residual`, its standard deviation over tokens.
-        norm_quantiles: `quantile residual`.
+            growth, line-shape score or expodistance, and is omitted from these; a `LayersimWarning` names the layers. NaN if no
+            token is left.
+        norm_std: `residual`, standard deviation of the norm over tokens.
+        norm_quantiles: `quantile residual`, quantiles of the norm over tokens.
         update_norm: `layer`, mean over tokens of |x^l - x^{l-1}|, the norm of the update of block l.
-        update_norm_std: `layer`.
-        update_norm_quantiles: `quantile layer`.
+        update_norm_std: `layer`, standard deviation over tokens.
+        update_norm_quantiles: `quantile layer`, quantiles over tokens.
         growth: `layer`, mean over tokens of alpha^l = ln(|x^l| / |x^{l-1}|).
-        lss_mean: mean line-shape score, with `lss_std` and `lss_quantiles`.
-        lss_std: see `lss_mean`.
-        lss_quantiles: `quantile`.
-        expodistance_mean: mean expodistance, with `expodistance_std` and `expodistance_quantiles`. A single token with
-            almost equal norms at the first and last layer dominates the mean; the median is robust.
-        expodistance_std: see `expodistance_mean`.
-        expodistance_quantiles: `quantile`.
-        equidistance_mean: mean coefficient of variation of the update norms, with its `std` and `quantiles`.
-        equidistance_std: see `equidistance_mean`.
-        equidistance_quantiles: `quantile`.
+        lss_mean: mean line-shape score over tokens.
+        lss_std: standard deviation of the line-shape score over tokens.
+        lss_quantiles: `quantile`, quantiles of the line-shape score over tokens.
+        expodistance_mean: mean expodistance over tokens. A single token with almost equal norms at the first and last layer
+            dominates the mean; the median is robust.
+        expodistance_std: standard deviation of the expodistance over tokens.
+        expodistance_quantiles: `quantile`, quantiles of the expodistance over tokens.
+        equidistance_mean: mean equidistance over tokens: the coefficient of variation of the update norms.
+        equidistance_std: standard deviation of the equidistance over tokens.
+        equidistance_quantiles: `quantile`, quantiles of the equidistance over tokens.
         windowed_lss: `centre`, mean line-shape score of the `window` steps around each layer; empty without a window.
-        windowed_lss_std: `centre`.
-        curvature: `residual`, mean angle in radians between consecutive steps from token to token at a layer, v_k and v_{k+1}
-            with v_k = x_{k+1} - x_k, over all positions k whose next two positions are counted too. 0 for a straight path,
-            pi / 2 for a random walk, and 2 pi / 3 for positions that are independent of each other. Two equal neighbours have
-            no step between them, and angles with it are omitted. NaN without angles, as with one position a row.
+        windowed_lss_std: `centre`, standard deviation over tokens.
+        curvature: `residual`, mean angle in radians between consecutive steps from token to token at a layer: between v_k and
+            v_{k+1}, with v_k = x_{k+1} - x_k, over all positions k whose next two positions are counted too. 0 for a straight
+            path, pi / 2 for a random walk, and 2 pi / 3 for independent positions. Angles with a step of length zero are
+            omitted. NaN without angles, for example with one position in each row.
         curvature_std: `residual`, standard deviation over these angles.
-        prompt_lss: `prompt_row`, mean line-shape score over the tokens of each row of the data; NaN for a row in which no token
-            has one. Empty with `per_prompt=False`.
-        prompt_tokens: `prompt_row`, number of counted tokens.
-        prompt_rows: numbers of the rows in the data.
-        turns: number of triples of positions behind the curvature.
-        window: number of steps, 0 for none.
+        prompt_lss: `prompt_row`, mean line-shape score over the tokens of each row of the data; NaN if no token of the row has
+            one. Empty with `per_prompt=False`.
+        prompt_tokens: `prompt_row`, number of counted tokens of each row.
+        prompt_rows: indices of the rows in the data.
+        turns: number of triples of positions in the mean of the curvature.
+        window: number of steps of the windowed line-shape score; 0 without it.
         final_norm: whether the last layer was read after the model's final norm.
         quantiles: levels of the quantile fields, computed from histograms with bins of a hundredth of a decade; values below
             1e-6 are given as 0.
@@ -198,7 +198,7 @@ class TrajectoryResult(Result):
 
     @property
     def expodistance(self) -> Spread:
-        """Distribution over tokens of the expodistance (0 where norms grow exponentially with depth)."""
+        """Distribution of the expodistance over tokens; 0 if norms grow exponentially with depth."""
         return Spread(self.expodistance_mean, self.expodistance_std, self.expodistance_quantiles)
 
     @property
@@ -207,7 +207,7 @@ class TrajectoryResult(Result):
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
 
     def by_prompt(self) -> dict[str, float]:
-        """Mean line-shape score of each row of the data, by names such as "row 3", as `relate` takes them; without NaN.
+        """Mean line-shape score of each row of the data without NaN, by names such as "row 3", in the form that `relate` takes.
 
         Raises:
             LayersimError: the run had `per_prompt=False`.
@@ -270,10 +270,10 @@ class Trajectory(Analyzer):
 
     Args:
         window: number of steps of an additional windowed LSS around each layer; None for the LSS of the whole trajectory only.
-        final_norm: whether the last point of the path is the residual stream after the model's final norm. All fields at the
-            last layer are then of this point. Models without a final norm are refused, and models that pool before it.
-        per_prompt: whether to give the mean LSS of each row of the data too, for which a first pass without the model counts
-            the rows. A row is a prompt, so packed rows are refused.
+        final_norm: whether the path ends at the residual stream after the model's final norm. All fields at the last layer then
+            describe this point. A model without a final norm, or one that pools before it, raises an error.
+        per_prompt: whether to give the mean line-shape score of each row of the data too. A first pass without the model then
+            counts the rows. A row is a prompt, so packed rows raise an error.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), sections 3.2 and 3.3, equations 15 to 18, appendix A.3, figures 23 to 25; Gai and
@@ -315,7 +315,7 @@ class Trajectory(Analyzer):
             raise LayersimError(f"`window` is {self.window}; {models[0].name} has {blocks} blocks.")
 
     def _check_norm(self, model: Model) -> None:
-        """Refuse a model whose positions have no final norm."""
+        """Raise an error if a model has no final norm of each position."""
         need_head(model, "Trajectory(final_norm=True)")
         assert model.head is not None
         pool = model.head.pool
@@ -341,7 +341,7 @@ class Trajectory(Analyzer):
         for what, names in (("residual", run.layers), ("update", run.layers[1:])):
             if zero := omitted_at(names, sums[f"zero_{what}"], count):
                 warn(
-                    f"A trajectory has no shape where a token's {what} is zero: {zero}. Such tokens are omitted from the "
+                    f"A token's trajectory has no shape if its {what} is zero: {zero}. Such tokens are omitted from the "
                     "quantities that are not defined for them."
                 )
         if int(sums["flat"]):
@@ -386,5 +386,5 @@ class Trajectory(Analyzer):
 
 
 def _normed(last: str) -> str:
-    """The name of the final norm's output in the stack of the last residual layer."""
+    """Name of the final norm's output in the stack of the last residual layer."""
     return site_name("ln_final", 0, last.rpartition("blocks.")[0])

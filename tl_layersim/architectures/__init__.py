@@ -1,4 +1,4 @@
-"""Architectures: what lies where in a model, from tables, and the hook points at which activations are read."""
+"""Architectures: tables of where models have their blocks, heads and hook points."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Blocks of a model by the tables of architectures: module paths, stacks, layouts, and the names and basis of their sites."""
+"""Blocks of a model, found by the tables of architectures: module paths, stacks, layouts and site names."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SIDES: tuple[Literal["encoder"], Literal["decoder"]] = ("encoder", "decoder")
 
 
 def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Module paths of the blocks of one stack, in order.
+    """Module paths of one stack's blocks, in order.
 
     Args:
         module: the model.
-        layers: the paths that the user names, which are checked; None to find them by the layout, those of the decoder in a
-            model with encoder and decoder.
+        layers: the paths that the user names, which are checked; None to find the blocks by the layout (in an encoder-decoder,
+            the decoder's).
 
     Raises:
-        LayersimError: a path does not exist, is named twice or out of order; or no path is named and the layout is not known.
+        LayersimError: a path does not exist, is named twice or is out of order; or no path is named and the layout is unknown.
     """
     if layers is None:
         blocks = _blocks_of(module)
@@ -54,7 +54,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
 
 
 def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: str) -> None:
-    """Refuse `layers` and `unembed` for models whose blocks and head are known.
+    """Raise an error if `layers` or `unembed` is given for a model whose blocks and head are known.
 
     Args:
         layers: the argument of the call.
@@ -62,7 +62,7 @@ def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: st
         models: the kind of model, for the message.
 
     Raises:
-        LayersimError: one of the two is given.
+        LayersimError: `layers` or `unembed` is given.
     """
     for name, paths in (("layers", layers), ("unembed", unembed)):
         if paths is not None:
@@ -72,11 +72,11 @@ def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: st
 
 
 def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | None:
-    """Paths of the modules that `at` names in a model whose blocks are not known; None where they are, or `at` names others.
+    """Module paths that `at` names in a model with unknown blocks; None if the blocks are known, or `at` names other sites.
 
     Args:
         module: the model.
-        at: as in `find_points`.
+        at: see `find_points`.
     """
     if lists_of_blocks(module) or encoder_and_decoder(module) or callable(at):
         return None
@@ -97,14 +97,14 @@ def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | 
 def locate(
     module: torch.nn.Module, paths: list[str], named: bool
 ) -> tuple[tuple[str, ...], Literal["whole", "parts", "unknown", "none"]]:
-    """Names of the sites at which modules are read, and whether these sites are the residual stream (`Model.stream`).
+    """Site names of some modules, and whether these sites are the residual stream (`Model.stream`).
 
-    Modules of the layout's list of blocks pass on the residual stream. Modules inside a block do not. All others are tested in
-    a forward pass.
+    Modules in the layout's list of blocks pass on the residual stream; modules inside a block do not. A forward pass tests all
+    others.
 
     Args:
         module: the model.
-        paths: of its modules, as `find_blocks` gives them.
+        paths: module paths, as `find_blocks` returns them.
         named: whether the user named them.
     """
     tower = blocks_of_tower(module, paths)
@@ -125,7 +125,7 @@ def locate(
 
 
 def _block_list(module: torch.nn.Module) -> str | None:
-    """Path of the list of blocks of a model of one stack; None where the layout is not known."""
+    """Path of the module list that holds the blocks of a one-stack model; None if the layout is unknown."""
     names = dict(module.named_modules())
     prefix = getattr(module, "base_model_prefix", "")
     # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
@@ -140,10 +140,9 @@ def _block_list(module: torch.nn.Module) -> str | None:
 
 
 def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the known lists of blocks by stack: "encoder" and "decoder", or "stages.0", "stages.1" and so on, or "" for one.
+    """Paths of the module lists that hold blocks, by stack: "encoder" and "decoder", or "stages.0", ..., or "" for one stack.
 
-    A stage, as those of Swin, begins with fewer positions and more channels than the one before it, so that each has a residual
-    stream of its own.
+    A stage (as in Swin) has fewer positions and more channels than the stage before it, so each has its own residual stream.
     """
     sides = encoder_and_decoder(module)
     if sides:
@@ -159,17 +158,17 @@ def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
 
 
 def lists_by_stack(module: torch.nn.Module) -> dict[str, str]:
-    """`lists_of_blocks` of a model of several stacks: encoder and decoder, or stages; empty for any other model."""
+    """`lists_of_blocks` of a model with several stacks (encoder and decoder, or stages); empty for other models."""
     return {stack: path for stack, path in lists_of_blocks(module).items() if stack}
 
 
 def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
-    """`lists_of_blocks` of a model whose blocks lie in stages; empty for any other model."""
+    """`lists_of_blocks` of a model with stages; empty for other models."""
     return {stack: path for stack, path in lists_of_blocks(module).items() if stack.startswith("stages.")}
 
 
 def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
-    """The one stack in which modules lie, as `encoder_or_decoder` gives it, or a stage; "" for no stack or several stages."""
+    """The stack that contains some modules: "encoder", "decoder" or a stage; "" for one-stack models or several stages."""
     if encoder_and_decoder(module):
         return encoder_or_decoder(module, paths)
     stages = [name for name, path in lists_by_stage(module).items() if any(one.startswith(f"{path}.") for one in paths)]
@@ -177,20 +176,20 @@ def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
 
 
 def is_last_stack(module: torch.nn.Module, paths: list[str]) -> bool:
-    """Whether the final norm and the head of a model read the output of these blocks, those of one stack."""
+    """Whether the model's final norm and head read the output of these blocks."""
     stages = list(lists_by_stage(module))
     return stack_of(module, paths) in (stages[-1:] or ("", "decoder", "both"))
 
 
 def blocks_in(module: torch.nn.Module, path: str) -> list[str]:
-    """Paths of the modules in a list."""
+    """Paths of the modules in a module list."""
     blocks = module.get_submodule(path)
     assert isinstance(blocks, torch.nn.ModuleList)
     return [f"{path}.{i}" for i in range(len(blocks))]
 
 
 def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the encoder and the decoder of a Hugging Face model with both, by side; empty for any other model."""
+    """Paths of the encoder and the decoder of a Hugging Face model; empty for models without both."""
     if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return {}
     names = {id(sub): name for name, sub in module.named_modules() if name}
@@ -210,11 +209,11 @@ def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
 
 
 def encoder_or_decoder(module: torch.nn.Module, paths: list[str]) -> Side:
-    """The side, encoder or decoder, in which modules lie: "" for models of one stack and for modules outside both.
+    """The side of an encoder-decoder that contains some modules; "" for one-stack models and for modules outside both sides.
 
     Args:
         module: the model.
-        paths: of its modules; those outside of both stacks are not considered.
+        paths: module paths; modules outside both sides are ignored.
     """
     stacks = encoder_and_decoder(module)
     sides = [side for side in SIDES if side in stacks and any(f"{path}.".startswith(f"{stacks[side]}.") for path in paths)]
@@ -222,7 +221,7 @@ def encoder_or_decoder(module: torch.nn.Module, paths: list[str]) -> Side:
 
 
 def in_both_stacks(module: torch.nn.Module) -> LayersimError:
-    """The error for blocks of both stacks of an encoder-decoder, or of none."""
+    """The error for blocks that do not all lie in one stack of an encoder-decoder."""
     lists = lists_of_blocks(module)
     return LayersimError(
         f"`layers` must all lie in the encoder or all in the decoder of {type(module).__name__}, such as "
@@ -231,22 +230,22 @@ def in_both_stacks(module: torch.nn.Module) -> LayersimError:
 
 
 def has_encoder_positions(path: str) -> bool:
-    """Whether a module of a decoder computes keys or values of the encoder's positions, as far as its path tells."""
+    """Whether a decoder module computes keys or values at the encoder's positions, judged by its path."""
     parts = path.split(".")
     return any(part in CROSS_ATTENTION for part in parts) and parts[-1] in OF_ENCODER
 
 
 def has_both_towers(module: torch.nn.Module) -> bool:
-    """Whether a model has a vision and a text tower, as CLIP and SigLIP have."""
+    """Whether a model has a vision and a text tower, like CLIP and SigLIP."""
     return all(hasattr(module, child) for child in TOWER_MODULES.values())
 
 
 def blocks_of_tower(module: torch.nn.Module, paths: list[str]) -> tuple[str, list[int]] | None:
-    """The name of the tower in which modules are blocks, and their numbers; None for any other modules.
+    """The name of the tower whose blocks some modules are, and their block indices; None for other modules.
 
     Args:
         module: the model.
-        paths: of its modules.
+        paths: module paths.
 
     Raises:
         LayersimError: the modules lie in both towers.
@@ -264,11 +263,11 @@ def blocks_of_tower(module: torch.nn.Module, paths: list[str]) -> tuple[str, lis
 
 
 def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
-    """The error for a model of two towers of which one is to be read.
+    """The error for a model with two towers if it is unclear which one to read.
 
     Args:
         module: the model.
-        given: what leaves the tower open.
+        given: the argument that does not name a tower.
     """
     return LayersimError(
         f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads "
@@ -281,13 +280,14 @@ def _prefixed(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
-    """Block numbers of the modules at these paths; None if a module is not a block, or the layout is not known."""
+    """Block indices of the modules at these paths; None if a module is not a block, or the layout is unknown."""
     blocks = _blocks_of(module, stack_of(module, paths))
     return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
 
 
 def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
-    """Whether a convolution follows block 0, as in the largest DeBERTa-v2: block 1 does not receive what block 0 returns."""
+    """Whether a convolution follows block 0, as in the largest DeBERTa-v2, so that block 1 does not receive block 0's
+    output."""
     blocks, _, number = paths[0].rpartition(".")
     beside = module.get_submodule(blocks.rpartition(".")[0]) if blocks else module
     is_first = number == "0" and len(paths) > 1
@@ -295,14 +295,14 @@ def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
 
 
 def _blocks_of(module: torch.nn.Module, stack: str = "") -> list[str]:
-    """Paths of all blocks of one stack, by default of the decoder or of the last stage; empty if the layout is not known."""
+    """Paths of all blocks in one stack, by default the decoder or the last stage; empty if the layout is unknown."""
     lists = lists_of_blocks(module)
     path = lists.get(stack or ("decoder" if encoder_and_decoder(module) else next(reversed(lists), "")))
     return [] if path is None else blocks_in(module, path)
 
 
 def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
-    """The error for a model whose blocks are not known.
+    """The error for a model whose blocks are unknown.
 
     Args:
         module: the model.
@@ -326,10 +326,10 @@ def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
 
 
 def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> list[str]:
-    """Check the paths that the user gave for an argument, and return them.
+    """Check the module paths in an argument and return them.
 
     Raises:
-        LayersimError: the model has no module at a path, or none is named.
+        LayersimError: the model has no module at a path, or no path is given.
     """
     names = dict(module.named_modules())
     for path in paths:
@@ -355,7 +355,7 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
 
 
 def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The token embedding; None where the model has none, or does not name it."""
+    """The token embedding; None if the model has none or does not expose it."""
     find: Any = getattr(module, "get_input_embeddings", None)
     try:
         embedding = None if find is None else find()
@@ -366,7 +366,7 @@ def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def nearest_config(module: torch.nn.Module, path: str) -> Any:
-    """The configuration of a module of a model: that of the nearest module around it that has one."""
+    """The configuration of a module, or of the nearest module around it that has one."""
     parts = path.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         config = getattr(module.get_submodule(".".join(parts[:depth])), "config", None)
@@ -376,10 +376,10 @@ def nearest_config(module: torch.nn.Module, path: str) -> Any:
 
 
 def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
-    """The layout of a block; None where the table has none.
+    """The layout of a block; None if the table has none.
 
     Args:
-        block: the block, of transformers or of a class that inherits from one.
+        block: a block of transformers, or of a class derived from one.
         config: its configuration.
     """
     names = {cls.__name__ for cls in type(block).__mro__}
@@ -401,11 +401,11 @@ def _has(block: torch.nn.Module, path: str) -> bool:
 
 
 def is_post_norm(module: torch.nn.Module, path: str) -> bool:
-    """Whether the blocks end in a layer norm, so that their output is not the sum of their input and a branch.
+    """Whether the blocks are post-norm: they end in a layer norm, so the output is not the input plus a branch.
 
     Args:
         module: the model.
-        path: of one of its blocks.
+        path: path of one of its blocks.
     """
     block, config = module.get_submodule(path), nearest_config(module, path)
     layout = layout_of(block, config)
@@ -421,12 +421,12 @@ def is_post_norm(module: torch.nn.Module, path: str) -> bool:
 
 
 def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str | None:
-    """Path of the norm after the last block: beside the list of blocks, or above. None if the layout or the model has none.
+    """Path of the final norm, beside the list of blocks or above it; None if the layout or the model has none.
 
     Args:
         module: the model.
         block: path of one of its blocks.
-        layout: of the block.
+        layout: layout of the block.
     """
     if "ln_final" in layout.lacks:
         return None
@@ -444,11 +444,11 @@ def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str 
 
 
 def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[int, int]:
-    """Numbers of heads and of key-value heads in a configuration; zero where it has none.
+    """Number of heads and of key-value heads in a configuration; zero if it has none.
 
     Args:
-        config: of a Hugging Face model.
-        attribute: with the number of heads.
+        config: configuration of a Hugging Face model.
+        attribute: attribute with the number of heads.
     """
     heads = getattr(config, attribute, None)
     if not isinstance(heads, int):
@@ -461,7 +461,7 @@ def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[in
 
 @typed
 def layer_names(blocks: int) -> tuple[str, ...]:
-    """TransformerLens names of the residual layers of a model with this number of blocks.
+    """TransformerLens names of the residual layers of a model with `blocks` blocks.
 
     Examples:
         >>> layer_names(2)
@@ -471,7 +471,7 @@ def layer_names(blocks: int) -> tuple[str, ...]:
 
 
 def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
-    """TransformerLens names of the residual layers of these blocks: the first block's input, and every block's output.
+    """TransformerLens names of the residual layers of some blocks: the first block's input and every block's output.
 
     Examples:
         >>> block_sites([1, 3])
@@ -481,7 +481,7 @@ def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def entering(name: str) -> str:
-    """Name of the input site of the block or module whose output site is `name`.
+    """Name of the input site that belongs to an output site.
 
     Examples:
         >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")
@@ -492,7 +492,7 @@ def entering(name: str) -> str:
 
 
 def module_sites(paths: Sequence[str]) -> tuple[str, ...]:
-    """Site names of these modules, from their module paths: the first module's input, and every module's output.
+    """Site names of some modules: the first module's input and every module's output.
 
     Examples:
         >>> module_sites(["layers.0.mlp", "layers.1.mlp"])

@@ -1,4 +1,4 @@
-"""Feature maps of convolutions as positions: which axis of a tensor holds channels, and the map with one vector for each place.
+"""Convolutional feature maps as positions: the axis of channels, and conversion to one vector per position.
 
 This file is shipped to NDIF servers by value: it uses torch and the standard library alone.
 """
@@ -29,14 +29,13 @@ KEEPING_NAMES = ("DropPath", "StochasticDepth", "FrozenBatchNorm2d")
 
 @dataclass(frozen=True)
 class Channels:
-    """What the modules in and around a hook point tell of the axis of its tensor that holds channels.
+    """Evidence from the modules in and around a hook point on which axis of its tensor holds channels.
 
     Attributes:
-        axis: 1 for `batch channel ...` and -1 for `batch ... channel` where the module itself works on one of them; None where
-            sizes have to tell.
-        first: numbers of channels of convolutions, which work on `batch channel ...`.
-        last: widths of linear maps and norms, which work on `batch ... channel`.
-        moved: whether a module that may move the axis, such as a permutation, is among them.
+        axis: 1 for `batch channel ...`, -1 for `batch ... channel`, if the module itself decides it; None if sizes must decide.
+        first: channel counts of convolutions, which work on `batch channel ...`.
+        last: widths of linear layers and norms, which work on `batch ... channel`.
+        moved: whether one of the modules may move the axis, such as a permutation.
     """
 
     axis: int | None
@@ -46,14 +45,14 @@ class Channels:
 
 
 def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
-    """What the modules in and around one of a model's modules tell of its channels; None where no convolution is among them.
+    """The `Channels` of a module, from the modules in and around it; None if none of them is a convolution.
 
-    An activation, a norm or a dropout has the layout of the module before it in a Sequential, or of the modules around it. Any
-    other module may move the axis, and its sizes have to tell.
+    An activation, a norm or a dropout has the axis of the module before it in a Sequential, or of the modules around it. Any
+    other module may move the axis, so sizes must decide.
 
     Args:
         module: the model.
-        path: of the module.
+        path: path of the module.
 
     Examples:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8, 2))
@@ -82,12 +81,12 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
 
 
 def has_convolution(module: torch.nn.Module) -> bool:
-    """Whether a convolution is among the modules of a model."""
+    """Whether a model contains a convolution."""
     return any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules())
 
 
 def _keeps(module: torch.nn.Module) -> bool:
-    """Whether a module without an axis of its own leaves that of its input where it is."""
+    """Whether a module, such as an activation, keeps the channel axis of its input."""
     if isinstance(module, torch.nn.MultiheadAttention):
         return False
     known = isinstance(module, torch.nn.Identity) or type(module).__name__.endswith(KEEPING_NAMES)
@@ -95,12 +94,12 @@ def _keeps(module: torch.nn.Module) -> bool:
 
 
 def _may_move(module: torch.nn.Module) -> bool:
-    """Whether one of the smallest modules in a module may move the axis of channels."""
+    """Whether a leaf module of a module may move the channel axis."""
     return any(_axis_of(sub) is None and not _keeps(sub) for sub in module.modules() if not sub._modules)
 
 
 def _axis_of(module: torch.nn.Module) -> int | None:
-    """The axis of channels in the input and output of one module of torch; None for other modules."""
+    """The channel axis in the input and output of a torch layer; None for other modules."""
     if any(cls.__module__ in CHANNELS_FIRST for cls in type(module).__mro__) or isinstance(module, torch.nn.GroupNorm):
         return 1
     if type(module) is torch.nn.LayerNorm:
@@ -109,11 +108,11 @@ def _axis_of(module: torch.nn.Module) -> int | None:
 
 
 def _sizes(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of channels of all convolutions and their norms in a module, and widths of its linear maps and layer norms.
+    """Channel counts of the convolutions and their norms in a module, and widths of its linear layers and layer norms.
 
     Args:
-        module: of any kind.
-        outputs: whether a single convolution or linear map counts with its output alone.
+        module: any module.
+        outputs: whether only the output size counts for a single convolution or linear layer.
     """
     first: set[int] = set()
     last: set[int] = set()
@@ -131,16 +130,16 @@ def _sizes(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, .
 
 
 def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos: int | None = None) -> int:
-    """The axis that holds channels in a tensor of this shape: 1 or -1.
+    """The channel axis of a tensor: 1 or -1.
 
     Args:
-        shape: of the tensor, `batch ...`.
-        channels: what the modules tell; None for a tensor `batch pos ...`.
-        name: of the hook point, for the refusal.
-        pos: number of positions of a row, where tokens give it.
+        shape: shape of the tensor, `batch ...`.
+        channels: evidence from the modules; None for a tensor `batch pos ...`.
+        name: name of the hook point, for the error message.
+        pos: number of positions of a row, if tokens determine it.
 
     Raises:
-        LayersimError: the modules do not tell it.
+        LayersimError: the modules do not determine the axis.
     """
     if channels is None or len(shape) < 3:
         return -1
@@ -170,13 +169,13 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
 
 
 def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos: int | None = None) -> Tensor:
-    """A feature map with one vector for each place, `batch pos channel`; any other tensor unchanged.
+    """Reshape a feature map to one vector per position, `batch pos channel`; other tensors are unchanged.
 
     Args:
-        hidden: `batch channel ...` or `batch ... channel`, or activations of another kind.
-        channels: what the modules tell; None for no feature map.
-        name: of the hook point, for the refusal.
-        pos: number of positions of a row, where tokens give it.
+        hidden: `batch channel ...` or `batch ... channel`, or other activations.
+        channels: evidence from the modules; None if the tensor is not a feature map.
+        name: name of the hook point, for the error message.
+        pos: number of positions of a row, if tokens determine it.
 
     Examples:
         >>> to_positions(torch.zeros(2, 8, 5, 5), Channels(1)).shape
@@ -191,7 +190,7 @@ def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos:
 
 
 def positions_of(shape: Sequence[int], channels: Channels | None = None, name: str = "") -> int:
-    """Number of positions of activations of this shape: `batch pos ...`, a feature map, or `batch width` of single vectors."""
+    """Number of positions in a shape: `batch pos ...`, a feature map, or `batch width` (one position)."""
     if channels is None or len(shape) < 3:
         return 1 if len(shape) == 2 else shape[1]
     places = shape[2:] if channel_axis(shape, channels, name) == 1 else shape[1:-1]

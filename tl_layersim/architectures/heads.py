@@ -1,4 +1,4 @@
-"""Heads of a model by the tables of architectures: the final norm, the modules from there to the logits, and calls of them."""
+"""Heads of models, found by the tables of architectures: the final norm and the modules from there to the logits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OF_BOXES = "bbox_predictor"
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
-    """Paths of the final norm and of the modules from there to the logits; None where the model has no known head.
+    """Paths of the final norm and of the modules from the norm to the logits; None if no head is known.
 
     Args:
         module: the model.
         blocks: paths of its blocks.
-        unembed: the paths that the user names, in order, with the final norm first if there is one; None to find them.
+        unembed: the paths that the user names, in order, starting with the final norm if there is one; None to find them.
 
     Raises:
         LayersimError: a named path does not exist.
@@ -48,7 +48,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
 
 
 def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
-    """The head that the table of heads has for the model; None where it has none."""
+    """The model's head by the table of heads; None if the table lacks it."""
     classes, config = {cls.__name__ for cls in type(module).__mro__}, getattr(module, "config", None)
     layout = next((row for row in HEADS_BY_CLASS if classes.intersection(row.classes) and row.when(config)), None)
     if layout is None:
@@ -60,7 +60,7 @@ def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.n
 
 
 def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
-    """Path of the norm beside the list of blocks; "" where there is none."""
+    """Path of the norm beside the list of blocks; "" if there is none."""
     layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
     if is_post_norm(module, blocks[0]) if layout is None else "ln_final" in layout.lacks:
         # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
@@ -74,21 +74,21 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
 
 
 def norms_between_layers(module: torch.nn.Module) -> bool:
-    """Whether a DETR applies its decoder's norm to the output of each layer, and once more to that of the last.
+    """Whether a DETR applies its decoder's norm after each layer, and so twice after the last layer.
 
-    transformers does so where `config.auxiliary_loss` is set, also without labels.
+    transformers does so if `config.auxiliary_loss` is set, even without labels.
     """
     config: Any = getattr(module, "config", None)
     return is_detr(config) and bool(config.auxiliary_loss)
 
 
 def is_detr(config: Any) -> bool:
-    """Whether a configuration is that of a DETR, whose heads read the output of its decoder alone."""
+    """Whether a configuration belongs to a DETR whose heads read only the decoder's output."""
     return getattr(config, "model_type", None) == "detr"
 
 
 def _scaled(head: Head, module: torch.nn.Module) -> Head:
-    """The head with the scale and the soft-cap of the model's logits, which apply to logits of tokens, not of classes."""
+    """Add the model's logit scale and soft-cap to a head of tokens; a head of classes is unchanged."""
     if head.classifies:
         return head
     config = getattr(module, "config", None)
@@ -98,7 +98,7 @@ def _scaled(head: Head, module: torch.nn.Module) -> Head:
 
 
 def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
-    """Paths of the modules from normed residual to logits, and which positions of a row they read."""
+    """Paths of the modules from the normed residual to the logits, and the positions that they read."""
     find: Any = getattr(module, "get_output_embeddings", lambda: None)
     output = find()
     path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None
@@ -117,7 +117,7 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
 
 
 def _above(block: str, names: dict[str, torch.nn.Module]) -> list[str]:
-    """Paths of the modules on the lowest level above a block that contains a norm; empty if no level contains one."""
+    """Paths of the modules on the lowest level above a block that has a norm; empty if there is no such level."""
     parts = block.split(".")[:-1]
     while parts:
         parent = ".".join(parts[:-1])
@@ -134,7 +134,7 @@ def _is_norm(path: str, module: torch.nn.Module) -> bool:
 
 
 def logit_scaling(config: Any) -> tuple[float, float | None]:
-    """Factor and soft-cap of the logits in a configuration."""
+    """Scale and soft-cap of the logits in a configuration."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     times, over = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere; Granite
     scale = float(times) if isinstance(times, int | float) else 1.0
@@ -144,19 +144,19 @@ def logit_scaling(config: Any) -> tuple[float, float | None]:
 
 
 def _input_scale(config: Any) -> float:
-    """Factor by which a T5 multiplies what its head reads, where the head shares the weights of the embedding."""
+    """Factor by which a T5 scales the input of its head, if the head is tied to the embedding."""
     tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
     return float(config.d_model**-0.5) if getattr(config, "scale_decoder_outputs", False) or tied else 1.0
 
 
 def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:
-    """The dtype of a head's weights, None where it has none that are floats (as with 8-bit integers)."""
+    """The dtype of a head's weights; None if they are not floating-point (as with 8-bit integers)."""
     first = next((p for part in parts for p in part.parameters()), None)
     return first.dtype if first is not None and first.is_floating_point() else None
 
 
 def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Unembed]:
-    """The module that gives logits (before scale and soft-cap), and the logit lens.
+    """The module that computes logits (before scale and soft-cap), and the logit lens.
 
     Args:
         module: the model.
@@ -183,7 +183,7 @@ def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Une
 
 @dataclass(frozen=True)
 class Quiet:
-    """Calls a module of the model without hooks and without dropout, because the logit lens is not part of a forward pass.
+    """Calls a module without hooks and without dropout, because the logit lens is not part of a forward pass.
 
     The module itself is not changed, because other threads may be running it.
     """
@@ -195,7 +195,7 @@ class Quiet:
 
 
 def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """A module with the same parameters and buffers, in evaluation mode and without hooks, submodules included."""
+    """A copy of a module that shares its parameters and buffers, in evaluation mode and without hooks."""
     if id(module) in made:
         return made[id(module)]
     shadow = made[id(module)] = object.__new__(type(module))
@@ -216,13 +216,13 @@ def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.
 
 @dataclass(frozen=True)
 class DetectionHeads:
-    """Class logits and boxes at every layer, by the decoder's norm, the class head and the box head of the model.
+    """Class logits and boxes at every layer of a DETR, by its decoder norm, class head and box head.
 
-    At layers below the last these are the model's own `auxiliary_outputs`, at the last layer its own outputs.
+    Below the last layer they equal the model's `auxiliary_outputs`, at the last layer its outputs.
 
     Attributes:
-        classes: from the output of a decoder layer to class logits, the last of which is "no object".
-        boxes: from the same to boxes before the sigmoid.
+        classes: maps the output of a decoder layer to class logits, the last of which is "no object".
+        boxes: maps the output of a decoder layer to boxes before the sigmoid.
         norms_twice: whether the model applies the norm twice to the output of the last layer, see `norms_between_layers`.
     """
 
@@ -231,7 +231,7 @@ class DetectionHeads:
     norms_twice: bool
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Class logits and boxes, both float64 on the CPU.
+        """Compute class logits and boxes, both float64 on the CPU.
 
         Args:
             x: `layer query d_model`, outputs of all decoder layers.
@@ -249,10 +249,10 @@ def detection_heads(module: torch.nn.Module, unembed: Unembed | None) -> Detecti
 
     Args:
         module: the model.
-        unembed: its class head.
+        unembed: the logit lens, through the model's class head.
 
     Raises:
-        LayersimError: the model is another detector, or no detector.
+        LayersimError: the model is not a DETR, or has no class and box heads.
     """
     config = getattr(module, "config", None)
     if not is_detr(config):

@@ -1,4 +1,4 @@
-"""Sites of Hugging Face and plain torch models: inputs and outputs of modules, by the layout of the model's blocks."""
+"""Sites of Hugging Face and plain torch models: module inputs and outputs, by the layout of the blocks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NO_NORM = "it has no final norm that reads every position"
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Consecutive blocks of one residual stream.
+    """Consecutive blocks on one residual stream.
 
     Attributes:
-        prefix: of the names of its sites, "" in a model of one stack.
+        prefix: prefix of the site names; "" in a model with one stack.
         blocks: module paths of the blocks.
-        numbers: of the blocks; empty where the modules are not known to be blocks.
+        numbers: indices of the blocks; empty if the modules may not be blocks.
     """
 
     prefix: str
@@ -41,14 +41,14 @@ class BlockStack:
 
 
 def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Module paths of the blocks of a model: of its one stack, of encoder and decoder, of both towers, or of all stages.
+    """Module paths of a model's blocks in all of its stacks: one, encoder and decoder, both towers, or all stages.
 
     Args:
         module: the model.
         layers: the paths that the user names; None to find them by the layout.
 
     Raises:
-        LayersimError: as `find_blocks` raises.
+        LayersimError: see `find_blocks`.
     """
     if layers is not None:
         return find_blocks(module, layers)
@@ -57,20 +57,20 @@ def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
 
 
 def _several_stacks(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the lists of blocks of a model of several stacks, each with the prefix of its names; empty for other models."""
+    """Paths of the module lists of blocks, each with its site prefix, in a model with several stacks; else empty."""
     towers = _towers(module)
     return {path: f"{stack}." for stack, path in lists_by_stack(module).items()} or (towers if len(towers) == 2 else {})
 
 
 def _towers(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the lists of blocks of CLIP's towers, each with the prefix of its names."""
+    """Paths of the module lists of blocks in CLIP's towers, each with its site prefix."""
     lists = [path for path, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
     ends = {f".{child}.encoder.layers": f"{tower}." for tower, child in TOWER_MODULES.items()}
     return {path: prefix for end, prefix in ends.items() for path in lists if f".{path}".endswith(end)}
 
 
 def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockStack]:
-    """The stacks to which these blocks belong."""
+    """Group blocks by stack."""
     several = _several_stacks(module)
     lists: dict[str, list[str]] = {}
     for path in blocks:
@@ -87,7 +87,7 @@ def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockSta
 
 
 def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
-    """The layout of these blocks; None where the table has none, or not one for all."""
+    """The common layout of some blocks; None if the table has none, or the layouts differ."""
     found = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
     return found[0] if found and all(layout is found[0] for layout in found) else None
 
@@ -132,7 +132,7 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
 
 
 def _residual_sites(module: torch.nn.Module, stack: BlockStack) -> list[Site]:
-    """The sites of a stack of which only the blocks are known, or of modules that may not be blocks."""
+    """The sites of a stack without a known layout, or of modules that may not be blocks."""
     if stack.numbers:
         pairs = zip(stack.numbers, stack.blocks, strict=True)
         return [
@@ -151,7 +151,7 @@ def _residual_sites(module: torch.nn.Module, stack: BlockStack) -> list[Site]:
 
 
 def _tensors(layout: BlockLayout) -> dict[str, ModuleTensor]:
-    """The tensors of all families of a block, in the order in which they are computed."""
+    """The tensor of each family of a block, in the order of computation."""
     tensors = {"resid_pre": input_of(""), "resid_post": output_of(""), **layout.tensors}
     return {family: tensors[family] for family in SITE_NAMES if family in tensors}
 
@@ -190,7 +190,7 @@ def _block_sums(stack: BlockStack, number: int, path: str, layout: BlockLayout) 
 
 
 def point_at(module: torch.nn.Module, name: str) -> HookPoint | None:
-    """The output of the module at a path, or the input of the module at `path.input`; None where there is no such module."""
+    """The hook point of a module's output ("path") or input ("path.input"); None if there is no such module."""
     for path, incoming in ((name, False), (name.removesuffix(".input"), name.endswith(".input"))):
         try:
             found = module.get_submodule(path) if path else None

@@ -1,4 +1,4 @@
-"""The tables of architectures: where a model has its blocks, what lies where in a block, its heads, and its towers.
+"""The tables of architectures: paths of blocks, layouts of blocks, heads and towers.
 
 A new architecture is one row of each table that it needs:
 
@@ -49,11 +49,11 @@ HEADS = ("lm_head", "embed_out", "unembed", "output")
 
 
 class ModuleTensor(NamedTuple):
-    """The input or the output of a module of a block.
+    """The input or the output of a module in a block.
 
     Attributes:
-        path: of the module, relative to the block; "" for the block.
-        incoming: whether it is the module's input.
+        path: path of the module, relative to the block; "" for the block itself.
+        incoming: True for the module's input, False for its output.
     """
 
     path: str
@@ -61,12 +61,12 @@ class ModuleTensor(NamedTuple):
 
 
 def input_of(path: str) -> ModuleTensor:
-    """The input of a module of a block."""
+    """The input of a module in a block."""
     return ModuleTensor(path, True)
 
 
 def output_of(path: str) -> ModuleTensor:
-    """The output of a module of a block."""
+    """The output of a module in a block."""
     return ModuleTensor(path, False)
 
 
@@ -88,20 +88,20 @@ POST_NORM_LACKS = SUBLAYER_NORM_LACKS | {"ln_final": NO_FINAL}
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Layout of a block.
+    """Layout of a block: the tensor of each family, and the sums on the residual stream.
 
     Attributes:
-        classes: names of the classes of blocks with this layout.
+        classes: class names of blocks with this layout.
         tensors: for each family, the tensor that holds it.
-        fused: arrangement of heads in the output of a projection that queries, keys and values share: "qkv heads" for
-            `(3, heads, d_head)`, "heads qkv" for `(heads, 3, d_head)`, "groups" for `(key-value heads, queries of the group
-            + 2, d_head)`, "rows" for `(heads + 2 key-value heads, d_head)`; "" where each has a projection of its own; or a
-            function of the configuration that gives one of these.
+        fused: order of heads in the output of a fused query-key-value projection: "qkv heads" for `(3, heads, d_head)`, "heads
+            qkv" for `(heads, 3, d_head)`, "groups" for `(key-value heads, queries of the group + 2, d_head)`, "rows" for
+            `(heads + 2 key-value heads, d_head)`; "" for separate projections; or a function of the configuration that returns
+            one of these.
         sums: identities of the residual stream.
-        final: names of the final norm, looked for beside the list of blocks and above.
-        lacks: the reason why the layout lacks a family.
-        when: whether a block with this configuration has this layout.
-        head_count: attribute of the configuration with the number of heads.
+        final: possible names of the final norm, beside the list of blocks or above it.
+        lacks: for each family that the layout lacks, the reason.
+        when: function of the configuration that tells whether a block has this layout.
+        head_count: configuration attribute with the number of heads.
     """
 
     classes: tuple[str, ...]
@@ -115,11 +115,11 @@ class BlockLayout:
 
 
 def attention_tensors(path: str, names: str, output: str) -> dict[str, ModuleTensor]:
-    """Families of an attention module.
+    """The tensors of an attention module by family.
 
     Args:
-        path: of the module.
-        names: of its projections to queries, keys and values, or of the one for all, separated by spaces.
+        path: path of the module.
+        names: names of its query, key and value projections, or of the one fused projection, separated by spaces.
         output: name of its output projection.
     """
     projections = names.split() * (3 if len(names.split()) == 1 else 1)
@@ -128,22 +128,22 @@ def attention_tensors(path: str, names: str, output: str) -> dict[str, ModuleTen
 
 
 def mlp_tensors(path: str, output: str) -> dict[str, ModuleTensor]:
-    """Families of an MLP, whose output projection has the name `output`."""
+    """The tensors of an MLP by family; `output` is the name of its output projection."""
     return {"mlp_post": input_of(f"{path}.{output}"), "mlp_out": output_of(path)}
 
 
 def norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
-    """The two norms of a sequential pre-norm block; the second reads the stream between attention and MLP."""
+    """The tensors of the two norms of a sequential pre-norm block; the second reads the stream between attention and MLP."""
     return {"ln1": output_of(first), "resid_mid": input_of(second), "ln2": output_of(second)}
 
 
 def parallel_norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
-    """The norms of a parallel block; attention and MLP may share one."""
+    """The tensors of the norms of a parallel block; attention and MLP may share one."""
     return {"ln1": output_of(first), "ln2": output_of(second)}
 
 
 def post_norm_sums(mid: str, end: str) -> tuple[BlockSum, ...]:
-    """The sums of a block whose norms stand on the stream, after the additions."""
+    """The stream sums of a post-norm block, whose norms follow the additions."""
     return ((input_of(mid), ("resid_pre", "attn_out")), (input_of(end), ("resid_mid", "mlp_out")))
 
 
@@ -211,19 +211,19 @@ _SHARED = "its projection also runs on the embeddings of relative positions"
 
 
 def _falcon_fused(config: Any) -> Fused:
-    """How a Falcon splits the output of its fused projection."""
+    """The order of heads in a Falcon's fused projection."""
     if config.new_decoder_architecture:
         return "groups"
     return "rows" if config.multi_query else "heads qkv"
 
 
 def _is_sliced(config: Any) -> bool:
-    """Whether slices of a Bloom's output projections take the place of the module."""
+    """Whether a Bloom computes its output projections in slices, without calling the module."""
     return bool(config.slow_but_exact and config.pretraining_tp > 1)
 
 
 def _shares_projections(block: Any) -> bool:
-    """Whether a DeBERTa computes queries and keys of relative positions by the modules of those of tokens."""
+    """Whether a DeBERTa uses the same projections for relative positions and for tokens."""
     attention = block.attention.self
     return bool(attention.share_att_key and attention.relative_attention)
 
@@ -527,15 +527,16 @@ LAYOUTS: tuple[BlockLayout, ...] = (
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """A kind of head.
+    """Layout of a head: its modules, and the positions that it reads.
 
     Attributes:
-        classes: names of the classes of models with this head.
+        classes: class names of models with this head.
         parts: see `Head`; `{norm}` stands for the final norm.
         reads: see `Head`.
-        norm: path of the final norm, with `{base}` for the base model; "" for none, None to find it beside the list of blocks.
-        pool: gives the pooling for a configuration; None for a head that does not read rows.
-        when: whether a model with this configuration has this head.
+        norm: path of the final norm, with `{base}` for the base model; "" if there is none, None to find it beside the list of
+            blocks.
+        pool: function of the configuration that returns the pooling; None for a head that does not read rows.
+        when: function of the configuration that tells whether a model has this head.
     """
 
     classes: tuple[str, ...]
@@ -622,10 +623,10 @@ class Tower:
 
     Attributes:
         name: "vision" or "text".
-        path: of the tower in the model.
+        path: path of the tower in the model.
         blocks: path of the list of blocks in the tower.
-        head: final norm and projection, as paths in the model; the norm is "" where the blocks end in one.
-        end_of_text: whether a text is read at its end-of-text token; else a row is read at its first position, [CLS].
+        head: paths of final norm and projection in the model; the norm is "" if the blocks end in a norm.
+        end_of_text: whether the head reads a text at its end-of-text token; otherwise it reads the first position, [CLS].
     """
 
     name: Literal["vision", "text"]

@@ -1,4 +1,4 @@
-"""Hook points and sites: named places in a model at which activations are read, their families, and the sums that they obey.
+"""Hook points and sites: named places where activations are read, their families, and the sums on the residual stream.
 
 A new family is one entry in `SITE_NAMES` and in the layouts that have it. `at_point` is shipped to NDIF servers by value, as
 source: it uses torch and the standard library alone.
@@ -44,8 +44,8 @@ class Part:
     """Part of the last axis of a tensor, such as the queries in the output of a fused projection, or one head.
 
     Attributes:
-        shape: into which the last axis is split, such as `(3, heads, d_head)`.
-        index: one entry for each of the first axes of `shape`, which selects the part.
+        shape: shape of the split last axis, such as `(3, heads, d_head)`.
+        index: one index or slice for each leading axis of `shape`.
 
     Examples:
         >>> import torch
@@ -65,12 +65,12 @@ class HookPoint:
     """A named place in a model at which activations are read.
 
     Attributes:
-        name: TransformerLens's name of the place, such as `blocks.3.hook_attn_out` or `blocks.3.attn.hook_z[5]`, or the module
-            path where TransformerLens has no name.
+        name: TransformerLens's name, such as `blocks.3.hook_attn_out` or `blocks.3.attn.hook_z[5]`, or the module path if
+            TransformerLens has no name.
         module: path of the module that is hooked.
-        incoming: whether the module's input is read; else its output.
-        part: the part of the tensor that belongs to the place; None for all of it.
-        channels: which axis holds channels, where the tensor may be a feature map of convolutions; None for any other.
+        incoming: True to read the module's input, False for its output.
+        part: the part of the tensor that is read; None for all of it.
+        channels: evidence on the channel axis if the tensor may be a feature map; None for any other tensor.
     """
 
     name: str
@@ -81,10 +81,10 @@ class HookPoint:
 
 
 def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPoint, ...]:
-    """The residual layers: the input of the first block, and every block's output.
+    """The hook points of the residual layers: the first block's input and every block's output.
 
     Args:
-        names: of the residual layers.
+        names: names of the residual layers.
         blocks: module paths of the blocks.
     """
     first = HookPoint(names[0], blocks[0], incoming=True)
@@ -92,14 +92,14 @@ def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPo
 
 
 def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = None, name: str = "") -> Tensor:
-    """The activations of a hook point, `batch pos width`, from the tensor of its module.
+    """The activations of a hook point, `batch pos width`, from its module's input or output.
 
     Args:
         hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own. Batch and positions may
             be one axis; `batch width` of a module that runs on one vector for each row becomes `batch 1 width`.
-        part: as in `HookPoint`.
-        shape: `batch pos` of the forward pass, to be checked; None to check nothing.
-        name: of the hook point, for the refusal.
+        part: see `HookPoint`.
+        shape: expected `batch pos`; None for no check.
+        name: name of the hook point, for the error message.
 
     Raises:
         LayersimError: the tensor has other axes.
@@ -124,9 +124,9 @@ def site_name(family: str, block: int, prefix: str = "") -> str:
     """TransformerLens's name of a site.
 
     Args:
-        family: of the site.
+        family: family of the site.
         block: number of its block; not used for the final norm.
-        prefix: of its stack in a model of several stacks, such as `encoder.`.
+        prefix: prefix of its stack in a model of several stacks, such as `encoder.`.
 
     Examples:
         >>> site_name("mlp_out", 3), site_name("ln_final", 0, "decoder.")
@@ -137,14 +137,14 @@ def site_name(family: str, block: int, prefix: str = "") -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """A site of a family.
+    """A hook point that belongs to a family, such as "attn_out".
 
     Attributes:
-        point: where it is read.
-        family: to which it belongs.
-        block: number of its block, None for the final norm and for modules that are not blocks.
-        heads: the part of each head; empty where the site has no heads.
-        first: whether it is the input of a stack's first block, which the family `resid_post` begins with.
+        point: its hook point.
+        family: its family.
+        block: index of its block; None for the final norm and for modules that are not blocks.
+        heads: the part of each head; empty if the site has no heads.
+        first: whether it is the input of a stack's first block, with which the family `resid_post` begins.
     """
 
     point: HookPoint
@@ -155,7 +155,7 @@ class Site:
 
     @property
     def stack(self) -> str:
-        """How the names of its stack begin, such as `encoder.`; "" in a model of one stack."""
+        """Prefix of its stack, such as `encoder.`; "" in a model with one stack."""
         return self.point.name.removesuffix(site_name(self.family, self.block or 0))
 
     def head(self, number: int) -> HookPoint:
@@ -165,12 +165,12 @@ class Site:
 
 @dataclass(frozen=True)
 class StreamSum:
-    """An identity of the residual stream: the total equals the sum of the terms to rounding, in evaluation mode.
+    """A sum on the residual stream: the total equals the sum of the terms up to rounding, in evaluation mode.
 
     Attributes:
-        total: such as `blocks.3.hook_resid_post`.
-        terms: such as `blocks.3.hook_resid_mid` and `blocks.3.hook_mlp_out`.
-        block: number of the block.
+        total: name of the total, such as `blocks.3.hook_resid_post`.
+        terms: names of the terms, such as `blocks.3.hook_resid_mid` and `blocks.3.hook_mlp_out`.
+        block: index of the block.
     """
 
     total: HookPoint
@@ -184,11 +184,11 @@ class SiteMap:
 
     Attributes:
         model: name of the model's class, for messages.
-        sites: in the order in which the model computes them.
-        lacks: the reason for each family that the model lacks.
+        sites: the sites, in the order of computation.
+        lacks: for each family that the model lacks, the reason.
         sums: identities of the residual stream.
-        by_name: looks up a hook point by another name than those of `sites`; None where there is none.
-        other_names: further names that `by_name` knows, in the order of the model.
+        by_name: returns the hook point of a name that is not in `sites`; None if there is none.
+        other_names: the names that `by_name` knows, in the order of the model.
     """
 
     model: str
@@ -199,10 +199,10 @@ class SiteMap:
     other_names: tuple[str, ...] = field(default=(), repr=False)
 
     def of_families(self, families: Iterable[str]) -> list[Site]:
-        """The sites of these families, in the order in which the model computes them.
+        """The sites of some families, in the order of computation.
 
         Args:
-            families: of all stacks, such as "attn_out", or of one, such as "encoder.attn_out".
+            families: families in all stacks, such as "attn_out", or in one, such as "encoder.attn_out".
         """
         chosen = set(families)
 
@@ -213,7 +213,7 @@ class SiteMap:
         return [site for site in self.sites if is_chosen(site)]
 
     def is_family(self, name: str) -> bool:
-        """Whether a name is that of a family, with or without a stack of the model."""
+        """Whether a name is a family, such as "attn_out" or "encoder.attn_out"."""
         stack, dot, family = name.rpartition(".")
         return family in SITE_NAMES and (not dot or any(site.stack == f"{stack}." for site in self.sites))
 
@@ -224,15 +224,15 @@ class SiteMap:
 
 
 def separate_heads(count: int) -> tuple[Part, ...]:
-    """The part of each head in a tensor that holds `heads d_head` in its last axis."""
+    """The part of each head in a tensor whose last axis is `(heads d_head)`."""
     return tuple(Part((count, -1), (head,)) for head in range(count))
 
 
 def fused_parts(kind: str, family: str, heads: int, key_heads: int) -> tuple[Part, tuple[Part, ...]]:
-    """Queries, keys or values in the output of a fused projection: the part of all heads, and the part of each.
+    """The parts of queries, keys or values in a fused projection's output: of all heads, and of each head.
 
     Args:
-        kind: as `BlockLayout.fused`.
+        kind: see `BlockLayout.fused`.
         family: "q", "k" or "v".
         heads: number of heads.
         key_heads: number of key-value heads.

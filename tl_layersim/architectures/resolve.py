@@ -1,4 +1,4 @@
-"""Resolution of `at=`: numbers of blocks, families, names, patterns and functions of names become hook points of a model."""
+"""Resolution of `at=`: block indices, families, names, patterns and functions of names become hook points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
 
     Args:
         module: a TransformerLens, Hugging Face or other torch model.
-        blocks: module paths of its blocks; not used for TransformerLens models.
+        blocks: module paths of its blocks; unused for TransformerLens models.
     """
     return transformer_lens_site_map(module) if is_transformer_lens(module) else module_site_map(module, blocks)
 
@@ -36,22 +36,22 @@ def site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
 def find_points(
     module: torch.nn.Module, blocks: Sequence[str], at: At | Sequence[At], per_head: bool = False
 ) -> tuple[HookPoint, ...]:
-    """The hook points that a user asks for.
+    """The hook points that `at=` selects.
 
-    Families come in the order in which the model computes them, block by block, also where several are asked for. Names come in
-    the order in which they are given. Patterns and functions of names are applied to the names of all families' sites; where
-    they match none of these, to the other hook points of a TransformerLens model, or to the module paths of another model.
+    Families are in the order of computation, block by block, even if several are named. Names are in the order given. Patterns
+    and functions are matched against the sites of all families; if none matches, against the other hook points of a
+    TransformerLens model, or the module paths of another model.
 
     Args:
         module: the model.
         blocks: module paths of its blocks, as `find_blocks` or `find_stacks` gives them.
-        at: the number of a block, whose output is read, negative from the end; a family, such as "attn_out", or
-            "encoder.attn_out" of one stack; a TransformerLens name, with `[5]` for head 5, or a module path; a pattern with
-            `*`; a function of a name, which is True for the names to read; or a list of these.
-        per_head: whether each head has a hook point of its own.
+        at: the index of a block, whose output is read (negative from the end); a family, such as "attn_out", or
+            "encoder.attn_out" for one stack; a TransformerLens name, with `[5]` for head 5, or a module path; a pattern with
+            `*`; a function that is True for the names to read; or a list of these.
+        per_head: whether to return one hook point for each head.
 
     Raises:
-        LayersimError: a name is not known, a family is not one of the model's, or a hook point is asked for twice.
+        LayersimError: a name is unknown, the model lacks a family, or a hook point is named twice.
     """
     known = site_map(module, blocks)
     outputs = [site.point.name for site in known.of_families(["resid_post"]) if not site.first]
@@ -74,14 +74,14 @@ def find_points(
 
 
 def items_of(at: At | Sequence[At]) -> list[At]:
-    """The argument `at` as a list of numbers, names and functions."""
+    """The argument `at` as a list."""
     return [at] if isinstance(at, str | int) or callable(at) else list(at)
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
-    """The identities of the residual stream in which these families are a term or the total.
+    """The sums on the residual stream that contain a site of some families.
 
-    They follow from the architecture: where activations that were read do not satisfy them, a site is not what its name says.
+    They follow from the architecture. If activations do not satisfy a sum, a site reads another tensor than its name says.
 
     Args:
         module: the model.
@@ -99,10 +99,10 @@ def _whole(one: Site | HookPoint) -> HookPoint:
 
 
 def _by_head(one: Site | HookPoint) -> list[HookPoint]:
-    """One hook point per head.
+    """One hook point for each head of a site.
 
     Raises:
-        LayersimError: the hook point is not divided into heads.
+        LayersimError: the hook point has no heads.
     """
     if isinstance(one, Site) and one.heads:
         return [one.head(number) for number in range(len(one.heads))]
@@ -116,10 +116,10 @@ def _by_head(one: Site | HookPoint) -> list[HookPoint]:
 
 
 def _named(known: SiteMap, item: str | Callable[[str], bool]) -> Sequence[Site | HookPoint]:
-    """The sites and other hook points that a name, a pattern or a function of names selects.
+    """The sites and other hook points that a name, a pattern or a function selects.
 
     Raises:
-        LayersimError: there are none.
+        LayersimError: no hook point is selected.
     """
     sites = {site.point.name: site for site in known.sites}
     if isinstance(item, str) and (item in sites or known.by_name(item) is not None):
@@ -138,10 +138,10 @@ def _named(known: SiteMap, item: str | Callable[[str], bool]) -> Sequence[Site |
 
 
 def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site | HookPoint:
-    """The site or hook point of a name.
+    """The site or hook point called `name`.
 
     Raises:
-        LayersimError: the site and TransformerLens' hook point of this name are two tensors.
+        LayersimError: the site and TransformerLens's hook point of this name are different tensors.
     """
     other = known.by_name(name)
     if name not in sites:
@@ -175,13 +175,13 @@ def _one_head(known: SiteMap, sites: dict[str, Site], name: str, stem: str, numb
 
 
 def _tensor_of(point: HookPoint) -> tuple[object, ...]:
-    """The tensor that a hook point reads, which hook points of different names may share."""
+    """Key of the tensor that a hook point reads, to find two names for one tensor."""
     part = point.part
     return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
 
 
 def _refuse_lacking(known: SiteMap, family: str) -> None:
-    """Refuse a family that the model, or the stack that is named, does not have."""
+    """Raise an error if the model, or the named stack, lacks a family."""
     if not known.of_families([family]):
         stack, _, own = family.rpartition(".")
         reason = known.lacks.get(own, f"the blocks of its {stack} have none")
@@ -192,9 +192,9 @@ def _refuse_lacking(known: SiteMap, family: str) -> None:
 
 
 def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
-    """Refuse a hook point that is asked for twice, under one name or two.
+    """Raise an error if a hook point is named twice, under one name or two.
 
-    Sites of two families may be one tensor: attention and MLP of some parallel blocks read one norm.
+    Sites of two families may share a tensor: in some parallel blocks, attention and MLP read the same norm.
     """
     seen: set[str] = set()
     names: dict[tuple[object, ...], str] = {}
@@ -210,7 +210,7 @@ def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
 
 
 def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
-    """The error for names that the model does not have."""
+    """The error for a name, pattern or function that selects no hook point."""
     names = list(dict.fromkeys([*known.families(), *sites, *known.other_names]))
     near = difflib.get_close_matches(item, names, n=3) if isinstance(item, str) else []
     # The end of a TransformerLens name, such as hook_z, stands for a family.
@@ -230,11 +230,11 @@ _BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)\.")
 
 
 def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
-    """Index of a block among the blocks that are read.
+    """Index of a block in the list of blocks that are read.
 
     Args:
-        layer: number of the block, negative from the end, or the name of its output.
-        names: names of the outputs of the blocks that are read.
+        layer: index of the block (negative from the end), or the name of its output.
+        names: output names of the blocks that are read.
         argument: name of the argument, for the message.
 
     Raises:
@@ -261,7 +261,7 @@ def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
 
 
 def block_numbers(layers: int | str | Sequence[int | str], names: Sequence[str], argument: str) -> tuple[int, ...]:
-    """Indices of one block or several, in the order given; arguments as in `block_number`.
+    """Indices of one or several blocks, in the order given; for the arguments see `block_number`.
 
     Raises:
         LayersimError: no block is given, one is given twice, or there is no such block.
@@ -274,19 +274,19 @@ def block_numbers(layers: int | str | Sequence[int | str], names: Sequence[str],
 
 
 def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any) -> tuple[list[str], Any]:
-    """Paths of the blocks of the stack whose sites `at` names, and `at` with families named without it.
+    """Split `at` into a stack and the sites to read in it; return the block paths of the stack, and `at` without its prefix.
 
     A family without the name of a stack belongs to the stack of `home`.
 
     Args:
         module: an encoder-decoder, or a model of stages.
-        home: paths of the blocks that are read where `at` names no stack.
-        named: whether the user named these blocks, so that no other stack can be read.
+        home: paths of the blocks that are read if `at` names no stack.
+        named: whether the user named these blocks; then no other stack can be read.
         at: as in `find_points`.
 
     Raises:
-        LayersimError: `at` names sites of both stacks, of a stack other than that of `layers`, or sites that are computed from
-            the encoder inside the decoder; or no site.
+        LayersimError: `at` names no site, sites of both stacks, sites outside the stack of `layers`, or cross-attention sites
+            at the encoder's positions.
     """
     items = items_of(at)
     others = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
@@ -319,7 +319,7 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
 
 
 def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any, modules: list[str]) -> tuple[list[str], Any]:
-    """`choose_stack` of a model of stages, of which several can be read in one call."""
+    """`choose_stack` for a model with stages, several of which can be read in one call."""
     items = items_of(at)
     lists, read = lists_by_stage(module), stack_of(module, home)
     families = any(isinstance(item, int) or item in SITE_NAMES for item in items)
@@ -339,16 +339,16 @@ def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any
 
 
 def _without_prefix(stacks: Iterable[str], item: Any) -> Any:
-    """A family without the name of its stack; any other item unchanged."""
+    """Remove the stack prefix of a family; other items are unchanged."""
     stack, _, family = item.rpartition(".") if isinstance(item, str) else ("", "", "")
     return family if stack in stacks and family in SITE_NAMES else item
 
 
 def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -> None:
-    """Refuse hook points whose activations are divided among processes: those between sharded matrices of one module.
+    """Raise an error if tensor parallelism divides the activations of a hook point among processes.
 
-    Queries, keys, values, the outputs of heads and the hidden activations of an MLP are computed in parts. The outputs of
-    attention, MLPs and blocks are added over the processes, so that each holds them whole.
+    Each process holds a part of the queries, keys, values, head outputs and MLP hidden activations. The outputs of attention,
+    MLPs and blocks are added over the processes, so each holds them whole.
 
     Args:
         module: the model.
@@ -371,7 +371,7 @@ def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -
 
 
 def _sharded_axes(module: torch.nn.Module) -> dict[str, int]:
-    """By the path of each module whose own weight is sharded by tensor parallelism, the axis that is divided."""
+    """The sharded axis of each module weight that tensor parallelism shards, by module path."""
     gathered: set[int] = set()
     if is_available():
         from torch.distributed.fsdp import FSDPModule
@@ -393,7 +393,7 @@ def _sharded_axes(module: torch.nn.Module) -> dict[str, int]:
 
 
 def _is_parted(module: torch.nn.Module, point: HookPoint, axes: dict[str, int]) -> bool:
-    """Whether a hook point lies between a matrix with divided outputs and one with divided inputs."""
+    """Whether a hook point lies between a column-sharded and a row-sharded matrix."""
     names = point.module.split(".")
     if not any(name.isdecimal() for name in names[:-1]):
         # Embedding, final norm and head, whose outputs are gathered; or a block itself.

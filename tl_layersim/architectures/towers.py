@@ -1,4 +1,4 @@
-"""The two towers of a CLIP: the modules between the residual stream and the space that both share, the position of a text."""
+"""The two towers of a CLIP: their projections to the shared embedding space, and the position at which a text is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_towers(model: Any) -> tuple[Tower, Tower]:
     """The vision and the text tower of a model.
 
     Args:
-        model: a Hugging Face model with both.
+        model: a Hugging Face model with both towers.
 
     Raises:
         LayersimError: the model is of another kind.
@@ -39,12 +39,12 @@ def find_towers(model: Any) -> tuple[Tower, Tower]:
 
 
 def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: str) -> None:
-    """Refuse a model that lacks a module between the blocks of a tower and the shared space.
+    """Raise an error if a model lacks the final norm or the projection of a tower.
 
     Args:
-        model: with these towers.
-        towers: to be projected.
-        do: the call that works without projections, for the message.
+        model: the model.
+        towers: its towers.
+        do: the call to use instead, for the message.
 
     Raises:
         LayersimError: names the module.
@@ -56,11 +56,11 @@ def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: 
 
 
 def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:
-    """The rule that selects the position of a text that the model reads.
+    """The position rule for texts: the position at which the text tower is read.
 
     Args:
-        model: with this tower.
-        tower: of texts.
+        model: the model.
+        tower: its text tower.
     """
     if not tower.end_of_text:
         return "first"
@@ -72,11 +72,11 @@ def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:
 
 
 def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
-    """Index of the end-of-text token in a row, the first one.
+    """Index of the first end-of-text token in a row.
 
     Args:
         tokens: `pos`, the token ids of the row.
-        eos: its id; None for the highest id of the row.
+        eos: id of the end-of-text token; None for the highest id in the row.
 
     Raises:
         LayersimError: the row has no such token.
@@ -97,13 +97,13 @@ def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
 
 
 def text_starts_anew(starts: list[int], context: int | None) -> None:
-    """Refuse a text that was cut into several rows, of which one alone would belong to its image.
+    """Raise an error if a text was cut into several rows, because only one row can belong to its image.
 
     A text that is padded on the left starts after its padding, and is read without it.
 
     Args:
-        starts: for each row, its start position in its text, or in its row of padded token ids.
-        context: length of the longest text, at which longer ones are cut.
+        starts: for each row, its start position in its text or in its padded row.
+        context: context length of the text tower.
 
     Raises:
         LayersimError: a row continues a text.

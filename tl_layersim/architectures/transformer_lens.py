@@ -1,6 +1,6 @@
 """TransformerLens models: their sites, the basis of their residual stream, and their head.
 
-A site means the same as in the Hugging Face model. Where the hook point of its name reads another tensor, another hook point
+A site is the same tensor as in the Hugging Face model. If the hook point with its name reads another tensor, another hook point
 or the module itself is used: `hook_normalized` of a norm with weights is before the weights, and `hook_resid_mid` of a BERT
 bridge is the input of the last layer norm.
 """
@@ -76,7 +76,7 @@ class _SitesOf:
         return SiteMap(type(self.model).__name__, tuple(sites), lacks, tuple(sums), self._by_name, tuple(self.hooks))
 
     def _heads(self) -> tuple[int, int]:
-        """Numbers of heads and of key-value heads."""
+        """Number of heads and of key-value heads."""
         cfg = self.model.cfg
         if self.wrapped is not None and self.layout is not None:
             return head_counts(self.wrapped.config, self.layout.head_count)
@@ -92,7 +92,7 @@ class _SitesOf:
         return self._hooked_transformer_point(family, name)
 
     def _hook(self, name: str, hook: str) -> HookPoint | None:
-        """The hook point `hook` under the name of a site; None where the model does not have it."""
+        """The hook point `hook`, renamed to a site; None if the model lacks it."""
         module = self.hooks.get(hook)
         return None if module is None else HookPoint(name, self.paths[id(module)])
 
@@ -119,9 +119,9 @@ class _SitesOf:
         return None if tensor is None else self._tensor_point(name, number, family, tensor)
 
     def _tensor_point(self, name: str, number: int, family: str, tensor: ModuleTensor) -> HookPoint | None:
-        """The hook point of a bridge that holds a tensor of the Hugging Face block.
+        """The hook point of a bridge that holds the same tensor as the Hugging Face block.
 
-        A bridge computes attention itself: of the modules of attention, only those that it names are called.
+        A bridge computes attention itself and calls only those attention modules that it names.
         """
         assert self.layout is not None
         if family in ("q", "k", "v"):
@@ -164,10 +164,10 @@ class _SitesOf:
         return SEQUENTIAL if "resid_mid" in points else PARALLEL
 
     def _by_name(self, name: str) -> HookPoint | None:
-        """The hook point that TransformerLens calls `name`, or the module at this path; None where there is none.
+        """The TransformerLens hook point `name`, or the output of the module at this path; None if there is none.
 
         Raises:
-            LayersimError: the hook point holds no activations of positions.
+            LayersimError: the hook point has values for pairs of positions.
         """
         if name in self.hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
             raise LayersimError(
@@ -180,7 +180,7 @@ class _SitesOf:
 
 
 def _reasons(cfg: Any) -> dict[str, str]:
-    """The reasons why a HookedTransformer of this configuration lacks families."""
+    """The families that a HookedTransformer lacks, each with the reason."""
     reasons: dict[str, str] = {}
     if getattr(cfg, "original_architecture", None) in NORMS_AFTER_ALONE:
         reasons |= {"ln1": NORMS_AFTER, "ln2": NORMS_AFTER}
@@ -196,7 +196,7 @@ def _side(tensor: ModuleTensor) -> str:
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The Hugging Face module that a component of a bridge wraps; the module itself where it is no component."""
+    """The Hugging Face module inside a bridge component; other modules are unchanged."""
     inner = module._modules.get("_original_component")
     return module if inner is None else inner
 
@@ -210,10 +210,10 @@ def is_transformer_lens(model: Any) -> bool:
 
 
 def right_padding(model: Any) -> int | None:
-    """The id with which a TransformerLens model pads texts on the right, and to which no token before it attends.
+    """The id with which a causal TransformerLens model pads texts on the right, where no mask is needed.
 
-    TransformerLens builds no mask for such padding. None for other models, among them those that pad on the left, which build
-    one, and those that attend to later tokens.
+    TransformerLens builds no mask for such padding. None for all other models: those that pad on the left build a mask, and
+    bidirectional models attend to later tokens.
     """
     if not is_transformer_lens(model) or getattr(model.cfg, "attention_dir", "") != "causal":
         return None
@@ -227,7 +227,7 @@ def right_padding(model: Any) -> int | None:
 
 
 def head_of(model: Any) -> Head | None:
-    """The final norm and the unembedding; scale and soft-cap of a bridge are those of its Hugging Face model."""
+    """The head: final norm and unembedding. For a bridge, scale and soft-cap come from its Hugging Face model."""
     names = {name for name, _ in model.named_children()}
     if "unembed" not in names:
         return None
@@ -239,7 +239,7 @@ def head_of(model: Any) -> Head | None:
 
 
 def stream_processing(model: Any) -> tuple[str, str] | None:
-    """How weight processing has changed the residual stream, and the call that loads the model without; None where it has not.
+    """How weight processing has changed the residual stream, and the call that loads the model without it; None if unchanged.
 
     Folded norms leave the residual stream as it is.
     """
@@ -252,18 +252,18 @@ def stream_processing(model: Any) -> tuple[str, str] | None:
 
 
 def norms_are_folded(model: Any) -> bool:
-    """Whether the weights of the norms, the final one too, were folded into the weights after them."""
+    """Whether the weights of all norms were folded into the weights after them."""
     return str(model.cfg.normalization_type).endswith("Pre")
 
 
 def _centred(model: Any) -> bool:
-    """Whether what a HookedTransformer writes to the residual stream has mean zero over `d_model`."""
+    """Whether a HookedTransformer's writing weights were centred, so that the residual stream has mean zero over `d_model`."""
     scale = model.W_E.abs().mean()
     return bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale)
 
 
 def basis_of(model: Any) -> str:
-    """The basis of the residual stream, which weight processing changes."""
+    """Description of the basis of the residual stream, which weight processing changes."""
     if type(model).__name__ == "TransformerBridge":
         wrapped = model.original_model
         if is_post_norm(wrapped, find_blocks(wrapped, None)[0]):

@@ -1,4 +1,4 @@
-"""Logit lens: from a residual to logits by the model's own final norm, unembedding, logit scaling and soft-cap.
+"""Logit lens: maps a residual to logits by the model's final norm, unembedding, logit scale and soft-cap.
 
 `Unembed`, `Pool`, `LayerHeads` and `unembed_gap` are shipped to NDIF servers by value, as source: they use torch and the
 standard library alone.
@@ -28,12 +28,12 @@ HeadPart = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Pool:
-    """How a head that reads several positions of a row makes one vector of them: some positions, then a mean, concatenated.
+    """Pooling of a head that reads several positions: single positions and a mean over positions, concatenated.
 
     Attributes:
-        single: positions whose vectors are taken as they are.
-        mean_from: first of the attended positions over which the mean is taken; None for no mean.
-        before_norm: whether the final norm is applied to the pooled vector, and not to the vector of each position.
+        single: positions whose vectors are used as they are.
+        mean_from: first position of the mean over attended positions; None for no mean.
+        before_norm: whether pooling comes before the final norm.
 
     Examples:
         >>> x = torch.tensor([[[1.0], [2.0], [4.0]]])
@@ -47,11 +47,11 @@ class Pool:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of which the pooled one consists."""
+        """Number of vectors that are concatenated."""
         return len(self.single) + (self.mean_from is not None)
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
-        """One vector for each row, `... row width`, from vectors `... row pos d_model`.
+        """Pool vectors `... row pos d_model` to one vector per row, `... row width`.
 
         Args:
             x: vectors of all positions.
@@ -64,7 +64,7 @@ class Pool:
         return torch.cat(vectors, -1)
 
     def written(self, x: str) -> str:
-        """The pooled vector as text, where `x` stands for the vectors of all positions."""
+        """The pooled vector as a formula; `x` stands for the vectors of all positions."""
         vectors = [f"{x}[{place}]" for place in self.single]
         if self.mean_from is not None:
             vectors.append(f"mean({x}[{self.mean_from}:])" if self.mean_from else f"mean({x})")
@@ -76,14 +76,14 @@ class Head:
     """The modules between the last block and the logits, by module path.
 
     Attributes:
-        norm: path of the final norm, "" where the model has none.
-        parts: what turns the normed residual into logits, in order: paths of modules, names of `FUNCTIONS`, and tuples of paths
-            of modules whose outputs are averaged.
-        reads: positions of a row that the head reads: "every" one, the "first" or "last", or several as one vector ("rows").
+        norm: path of the final norm, "" if the model has none.
+        parts: the steps from the normed residual to logits: module paths, names in `FUNCTIONS`, and tuples of module paths
+            whose outputs are averaged.
+        reads: positions that the head reads: "every", "first", "last", or several as one vector ("rows").
         scale: factor of the logits.
-        soft_cap: c, where the logits are c tanh(logits / c); None where they are not capped.
-        scales_input: whether the model applies the factor to what the head reads, so that the head's own output is scaled.
-        pool: for "rows", how the positions of a row become one vector; else None.
+        soft_cap: c in c tanh(logits / c); None if the logits are not capped.
+        scales_input: whether the model scales the head's input, so that the head's output is scaled already.
+        pool: pooling of the positions if `reads` is "rows"; else None.
     """
 
     norm: str
@@ -96,17 +96,17 @@ class Head:
 
     @property
     def classifies(self) -> bool:
-        """Whether the logits are of classes, not of tokens."""
+        """Whether the head predicts classes, not tokens."""
         return self.reads != "every" or self.parts[-1] in CLASSIFIERS
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Paths of the modules after the final norm, in order."""
+        """Module paths after the final norm, in order."""
         branches = [part if isinstance(part, tuple) else (part,) for part in self.parts]
         return tuple(path for branch in branches for path in branch if path not in FUNCTIONS)
 
     def under(self, prefix: str) -> Head:
-        """The head of a model that is a part of another one, at the path `prefix`."""
+        """The same head with all paths below `prefix`, for a model inside another model."""
 
         def moved(part: HeadPart) -> HeadPart:
             if isinstance(part, tuple):
@@ -116,7 +116,7 @@ class Head:
         return replace(self, norm=f"{prefix}.{self.norm}" if self.norm else "", parts=tuple(map(moved, self.parts)))
 
     def written(self, normed: bool = True) -> str:
-        """The map from the residual x to logits as text, with or without the final norm."""
+        """The map from the residual x to logits as a formula, with or without the final norm."""
         text = "x"
         if self.pool is not None and self.pool.before_norm:
             text = self.pool.written(text)
@@ -136,7 +136,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Branches:
-    """Modules of a head that each read an equal part of the last axis, and whose outputs are averaged."""
+    """Head modules that each read an equal part of the last axis; their outputs are averaged."""
 
     modules: tuple[HeadModule, ...]
 
@@ -146,11 +146,11 @@ class Branches:
 
 
 def head_parts(head: Head, module_at: Callable[[str], HeadModule]) -> tuple[HeadModule, ...]:
-    """The modules and functions of a head, as `Unembed` takes them.
+    """The modules and functions of a head, for `Unembed`.
 
     Args:
         head: the head.
-        module_at: gives the module at a path.
+        module_at: returns the module at a path.
     """
 
     def part_at(part: HeadPart) -> HeadModule:
@@ -163,21 +163,21 @@ def head_parts(head: Head, module_at: Callable[[str], HeadModule]) -> tuple[Head
 
 @dataclass(frozen=True)
 class Unembed:
-    """The logit lens of a model; call it on residuals `... d_model` for logits `... vocabulary`, in the model's dtype.
+    """The logit lens of a model: a map from residuals `... d_model` to logits `... vocabulary`, in the model's dtype.
 
     Attributes:
-        norm: the final norm, None where the model has none.
+        norm: the final norm; None if the model has none.
         parts: the modules after it, in order.
         reads: see `Head`.
         scale: see `Head`.
         soft_cap: see `Head`.
         scales_input: see `Head`.
-        dtype: of the head's weights, None where it has no floating-point weights.
-        norm_dtype: of the norm's weights, None where it has none; the norm then takes the dtype of the head.
-        device: of the head's weights, None where the modules move their inputs by themselves.
+        dtype: dtype of the head's weights; None if they are not floating-point.
+        norm_dtype: dtype of the norm's weights; None if it has none, and the norm uses the head's dtype.
+        device: device of the head's weights; None if the modules move their inputs themselves.
         pool: see `Head`.
-        linear: the last part itself where it is a plain linear layer in this process. Logits are then written into memory that
-            is used again, which saves a fifth of the time on a CPU.
+        linear: the last part if it is a plain linear layer in this process; else None. Its logits are written into reused
+            memory, which saves a fifth of the time on a CPU.
     """
 
     norm: HeadModule | None
@@ -193,12 +193,12 @@ class Unembed:
     pool: Pool | None = None
 
     def raw(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
-        """Logits before logit scaling and soft-cap.
+        """Compute logits before scale and soft-cap.
 
         Args:
-            x: residuals `... d_model`; where the head reads rows, what `pooled` returns, with normed=False.
+            x: residuals `... d_model`; if the head reads rows, the output of `pooled`, with normed=False.
             normed: whether the final norm is applied.
-            spare: memory `token vocabulary` for the logits, None to allocate it.
+            spare: memory `token vocabulary` for the logits; None to allocate it.
         """
         shape = x.shape
         x = self._through(self.parts if spare is None or self.linear is None else self.parts[:-1], x, normed)
@@ -209,7 +209,7 @@ class Unembed:
         return x.reshape(*shape[:-1], x.shape[-1])
 
     def features(self, x: Tensor, normed: bool = True) -> Tensor:
-        """What the last of `parts` reads, `... width`: the normed residuals, or the output of a pooler.
+        """Compute the input of the last part, `... width`: normed residuals, or the output of a pooler.
 
         Args:
             x: residuals `... d_model`.
@@ -219,7 +219,7 @@ class Unembed:
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
-        """The output of some of the parts, one after the other; the residuals in the dtype of the head where there are none."""
+        """Apply some parts in order; without parts, convert the residuals to the head's dtype."""
         if normed:
             x = self.normed(x)
         # One row of many positions; for heads that read one position of a row, many rows of one position.
@@ -231,14 +231,14 @@ class Unembed:
         return x
 
     def normed(self, x: Tensor) -> Tensor:
-        """The final norm of residuals `... d_model`, in the model's dtype; the residuals themselves where there is no norm."""
+        """Apply the final norm to residuals `... d_model`, in the model's dtype; without a norm they are unchanged."""
         if self.norm is None:
             return x
         given = x.to(device=self.device, dtype=self.norm_dtype or self.dtype).reshape(1, -1, x.shape[-1])
         return tensor_of(self.norm(given)).reshape(x.shape)
 
     def pooled(self, x: Tensor, attended: Tensor, normed: bool = True) -> Tensor:
-        """What the parts of a head that reads rows are applied to: `... row width`, from residuals `... row pos d_model`.
+        """Pool residuals `... row pos d_model` to the input of a head that reads rows, `... row width`.
 
         Args:
             x: residuals of all positions.
@@ -251,11 +251,11 @@ class Unembed:
         return self.normed(self.pool(x, attended)) if self.pool.before_norm else self.pool(self.normed(x), attended)
 
     def __call__(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
-        """Logits of residuals; arguments as those of `raw`."""
+        """Compute logits of residuals; for the arguments see `raw`."""
         return self.finish(self.raw(x, normed, spare))
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Apply logit scaling and soft-cap to logits."""
+        """Apply the logit scale and soft-cap."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
@@ -264,7 +264,7 @@ class Unembed:
 
 
 def tensor_of(output: Any) -> Tensor:
-    """The logits or the residual in the output of a module or a model: the output itself, `.logits`, or the first tensor."""
+    """Extract logits or a residual from an output: the output itself, `.logits`, or its first tensor."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -278,7 +278,7 @@ def tensor_of(output: Any) -> Tensor:
 
 
 def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The module, if it is a plain linear layer with weights in this process."""
+    """The module if it is a plain linear layer with weights in this process; else None."""
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return None
     # torchao keeps the class of the module and stores another kind of tensor in it.
@@ -286,18 +286,19 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Difference between the lens at the last layer and the model's own logits, at the end of one row, with its scale.
+    """Norm of the difference between the lens at the last layer and the model's logits at the end of a row, and norm of the
+    logits.
 
     Args:
         unembed: the lens.
         hidden: `pos d_model`, output of the last block for the row.
-        logits: `pos vocabulary` of the model at the same positions, or at the last of them; `classes` of a classifier.
+        logits: the model's logits, `pos vocabulary` at all or only the last positions; `classes` for a classifier.
         attended: `pos`, the positions that the model attended to.
-        finished: whether scale and soft-cap were applied to the logits; else they are the output of the head.
+        finished: whether scale and soft-cap were applied to the logits.
 
     Returns:
-        `2`, float64: the Euclidean norm of the difference, and that of the logits; infinite and NaN if the shapes differ. The
-        norm and not the largest difference, because half precision is inexact at some ids and a wrong head at all of them.
+        `2`, float64: the Euclidean norm of the difference, and that of the logits; infinite and NaN if the shapes differ. It is
+        a norm, not the largest difference, because half precision is inexact at some ids and a wrong head at all.
     """
     # One vector for each row, without positions.
     hidden = hidden[None] if hidden.dim() == 1 else hidden
@@ -322,7 +323,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """The relative difference that rounding in the coarsest of these dtypes explains."""
+    """The largest relative difference that rounding in the coarsest of some dtypes can cause."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps
@@ -330,12 +331,12 @@ def rounding(*dtypes: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LayerHeads:
-    """A linear head for each layer below the last, in place of the last part of the model's own head.
+    """A linear head for each layer below the last, which replaces the last part of the model's own head.
 
     Attributes:
-        weight: `layer vocabulary d_model`, the first block's first.
-        bias: `layer vocabulary`, None where the heads have none.
-        digest: of weight and bias; keys what is computed with these heads.
+        weight: `layer vocabulary d_model`, starting with the first block.
+        bias: `layer vocabulary`; None if the heads have none.
+        digest: digest of weight and bias, a cache key.
     """
 
     weight: Tensor
@@ -343,14 +344,14 @@ class LayerHeads:
     digest: str
 
     def fitting(self, unembed: Unembed, x: Tensor) -> LayerHeads:
-        """The heads on the device of the residuals.
+        """The heads on the residuals' device. Raise an error if they do not fit the model's head.
 
         Args:
-            unembed: the model's own, whose last part the heads replace.
-            x: `layer token d_model`, the outputs of all blocks, or what a head that reads rows pools of them.
+            unembed: the model's logit lens, whose last part the heads replace.
+            x: `layer token d_model`, the outputs of all blocks, pooled if the head reads rows.
 
         Raises:
-            LayersimError: the heads do not read what the model's own head reads, or have other classes.
+            LayersimError: the heads have another input width or another number of classes than the model's head.
         """
         if x.shape[1]:
             one = x[-1, :1]
@@ -369,7 +370,7 @@ class LayerHeads:
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def rows(self, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Weight `vocabulary d_model` and bias `vocabulary` of one layer's head, or their rows of some ids.
+        """Weight `vocabulary d_model` and bias `vocabulary` of one layer's head, or only their rows for some ids.
 
         Args:
             layer: index of the block, from 0.
@@ -382,11 +383,11 @@ class LayerHeads:
         return weight[ids], None if bias is None else bias[ids]
 
     def logits(self, unembed: Unembed, x: Tensor, layer: int, normed: bool) -> Tensor:
-        """Logits `... vocabulary` of residuals, in the dtype of the heads.
+        """Compute logits `... vocabulary` of residuals by one layer's head, in the heads' dtype.
 
         Args:
-            unembed: the model's own, whose last part the layer's head replaces.
-            x: `... d_model`, residuals that leave the block.
+            unembed: the model's logit lens, whose last part the layer's head replaces.
+            x: `... d_model`, the block's output.
             layer: index of the block, from 0.
             normed: whether the final norm is applied.
         """
@@ -398,14 +399,14 @@ class LayerHeads:
 def layer_logits(
     unembed: Unembed, x: Tensor, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
 ) -> Tensor:
-    """Logits `token layer vocabulary` of all layers.
+    """Compute logits `token layer vocabulary` at all layers.
 
     Args:
-        unembed: the model's own, which reads the last layer, and all layers without `heads`.
+        unembed: the model's logit lens, for the last layer, and for all layers if `heads` is None.
         x: `token layer d_model`, the outputs of all blocks.
         normed: whether the final norm is applied.
-        heads: of the layers below the last.
-        spare: memory `(token layer) vocabulary` for the logits, None to allocate it.
+        heads: heads of the layers below the last; None for the model's own.
+        spare: memory `(token layer) vocabulary` for the logits; None to allocate it.
     """
     if heads is None:
         return unembed(x, normed, spare)

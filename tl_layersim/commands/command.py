@@ -30,9 +30,9 @@ class CommandCall:
     """The options of one call of a command.
 
     Attributes:
-        command: its name.
-        given: options that the command line or the run file gave, and the command's own defaults, as they were written.
-        options: all options, in the order of the help.
+        command: name of the command.
+        given: options of the command line and of the run file, and the command's own defaults, as text.
+        options: values of all options, in the order of the help.
     """
 
     command: str
@@ -40,7 +40,7 @@ class CommandCall:
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """The given options that a function or class takes, as values of Python. Others keep their defaults there.
+        """The given options of a function or class, as Python values.
 
         Args:
             source: the function or class.
@@ -50,10 +50,10 @@ class CommandCall:
         return {name: READERS.get(name, _same)(self.given[name]) for name in taken if self.given[name] is not None}
 
     def refuse(self, names: Sequence[str], why: str) -> None:
-        """Refuse given options that this call would ignore.
+        """Raise an error if an option is given that this call would ignore.
 
         Args:
-            names: of the options.
+            names: names of the options.
             why: the end of the message, such as "with `shard`".
         """
         for name in names:
@@ -63,14 +63,14 @@ class CommandCall:
 
 @dataclass(eq=False)
 class Command:
-    """A command of the command line; `command` makes it from a function.
+    """A command of the command line; the decorator `command` makes it from a function.
 
     Attributes:
-        name: of the command.
+        name: name of the command.
         function: runs the command.
-        sources: by panel of the help, the functions and classes whose parameters are the options.
-        without: parameters that are no options.
-        defaults: defaults of the command line where Python has none or another.
+        sources: functions and classes whose parameters are the options, by panel of the help.
+        without: parameters that are not options.
+        defaults: defaults of the command line that differ from those in Python.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Command:
 
     @cached_property
     def __signature__(self) -> inspect.Signature:
-        """The options as parameters; of two with one name, the first."""
+        """The options as parameters; the first one if two have the same name."""
         found: dict[str, tuple[inspect.Parameter, str]] = {}
         for panel, sources in self.sources.items():
             for source in sources:
@@ -112,10 +112,10 @@ class Command:
 def command(
     name: str, sources: Mapping[str, Sequence[OptionSource]], *, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[[CommandCall], None]], Command]:
-    """A decorator that makes a command.
+    """A decorator that makes a `Command` from a function.
 
     Args:
-        name: of the command.
+        name: name of the command.
         sources: see `Command`.
         without: see `Command`.
         **defaults: see `Command`.
@@ -124,10 +124,10 @@ def command(
 
 
 def flag(name: str) -> str:
-    """The option of an argument.
+    """The command-line option of a Python argument.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
 
     Examples:
         >>> flag("seq_len")
@@ -137,11 +137,11 @@ def flag(name: str) -> str:
 
 
 def in_options(text: str, names: Any) -> str:
-    """An error with options in place of the arguments of Python.
+    """An error message with Python arguments replaced by command-line options.
 
     Args:
-        text: of the error.
-        names: of the options.
+        text: text of the error.
+        names: names of the options.
 
     Examples:
         >>> in_options("`seq_len` is 1; `x` is not.", ["seq_len"])
@@ -151,7 +151,7 @@ def in_options(text: str, names: Any) -> str:
 
 
 def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) -> inspect.Parameter:
-    """A parameter as the library reads it: with its help and its panel."""
+    """A parameter as cyclopts reads it, with its help and its panel."""
     default, (kind, text) = parameter.default, get_args(parameter.annotation)
     if kind == list[str] and default not in (None, parameter.empty):
         default = [default] if isinstance(default, str) else [str(one) for one in default]
@@ -168,7 +168,7 @@ def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) 
 
 
 def _whole(_: Any, tokens: Sequence[Any]) -> int:
-    """A whole number; the library would round 1.5."""
+    """Parse an integer; cyclopts itself would round 1.5."""
     return int(tokens[0].value)
 
 
@@ -195,9 +195,9 @@ def _resolved(source: OptionSource) -> Any:
 
 
 def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
-    """The parameters that text can hold, each annotated by its type on the command line and its help.
+    """The parameters that text can hold, each annotated with its command-line type and its help.
 
-    A help that refers to another function, such as "see `analyze`", is replaced by the help of that function.
+    A reference such as "see `analyze`" is replaced by the help of that function.
     """
     call, found = _resolved(source), {}
     hints, texts = get_type_hints(call, include_extras=True), help_of(source)
@@ -211,7 +211,7 @@ def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types of a union, without None and without bounds."""
+    """The member types of a union, without None and without bounds."""
     if get_origin(hint) is Annotated:
         return _members(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -220,7 +220,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _text_type(hint: Any) -> Any:
-    """The type that the command line reads for a type of Python; None if text cannot hold it."""
+    """The command-line type for a Python type; None if text cannot hold it."""
     members = {get_origin(member) or member: member for member in _members(hint)}
     if list in members or Sequence in members:
         return list[str]

@@ -1,4 +1,4 @@
-"""`tl-layersim show`, `merge`, `analyzers` and `sites`: saved files, and lists of what can be measured."""
+"""`tl-layersim show`, `merge`, `analyzers` and `sites`: saved files, and lists of analyzers and sites."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def saved_file(file: str, *, table: list[str] | None = None, html: Path | None =
     """A saved file.
 
     Args:
-        file: file that `report`, or save() in Python, wrote.
-        table: print all numbers of a field instead, MEASURE.FIELD, with its intervals. May be repeated.
+        file: file written by `report`, or by save() in Python.
+        table: print the table of a field, MEASURE.FIELD, with its intervals. May be repeated.
         html: write the report as an HTML page.
     """
 
 
 @command("show", {"Output": (saved_file,)})
 def show_file(call: CommandCall) -> None:
-    """Print numbers, fields and provenance of a saved report.
+    """Print the headline numbers, fields and provenance of a saved report.
 
     Examples:
     tl-layersim show layersim-report/report.safetensors
@@ -46,7 +46,7 @@ def show_file(call: CommandCall) -> None:
 
 
 def _report(loaded: Any) -> Any:
-    """The report of a file; of one result, a report of it alone."""
+    """The report in a file. A single result becomes a report."""
     from ..core.results import Report, Result
 
     if not isinstance(loaded, Result):
@@ -69,7 +69,7 @@ def _print_report(report: Any) -> None:
 
 
 def _fields(result: Any) -> dict[str, str]:
-    """The tensor fields of a result, by their names in tables, with their axes and sizes."""
+    """The tensor fields of a result, with their axes and sizes."""
     return {
         result.values_name if name == "values" else name: " x ".join(
             f"{axis} ({len(result.coordinates(axis))})" for axis in axes
@@ -80,7 +80,7 @@ def _fields(result: Any) -> dict[str, str]:
 
 
 def _provenance_rows(report: Any) -> list[tuple[str, str]]:
-    """The provenance that all results share, and the options of each."""
+    """Rows of the common provenance, and of each result's options."""
     first = next(iter(report.values())).provenance
     shared = {
         name: value
@@ -99,7 +99,7 @@ def _provenance_rows(report: Any) -> list[tuple[str, str]]:
 
 
 def _print_field(report: Any, name: str) -> None:
-    """Print the table of one field, `measure.field` or the measure alone for its main field."""
+    """Print the table of a field, given as `measure.field`, or as `measure` for its main field."""
     measure, _, field = name.partition(".")
     if measure not in report:
         raise LayersimError(f"`table` is {name}; the file holds {', '.join(report)}.")
@@ -113,13 +113,13 @@ def shards(files: list[str]) -> None:
     """Files of shards.
 
     Args:
-        files: files that `report --shard` wrote, or a folder with them alone.
+        files: files written by `report --shard`, or a folder that holds only such files.
     """
 
 
 @command("merge", {"Output": (shards, written)})
 def merge_shards(call: CommandCall) -> None:
-    """Add the sums of all shards, and write the report of the run.
+    """Merge the sums of all shards, and write the report.
 
     Examples:
     tl-layersim merge parts/
@@ -143,13 +143,13 @@ def listed_analyzer(analyzer: str | None = None) -> None:
     """Lists of analyzers.
 
     Args:
-        analyzer: list the options of this one, as `--option` sets them.
+        analyzer: name of an analyzer; its options are listed, as `--option` sets them.
     """
 
 
 @command("analyzers", {"Output": (listed_analyzer,)})
 def list_analyzers(call: CommandCall) -> None:
-    """List the installed analyzers, with one line on each.
+    """List the installed analyzers, with a one-line description each.
 
     Examples:
     tl-layersim analyzers
@@ -170,7 +170,7 @@ def list_analyzers(call: CommandCall) -> None:
 
 @command("sites", {"Model": (named_model,)}, without=["device", "dtype", "remote", "server"])
 def list_sites(call: CommandCall) -> None:
-    """List the sites of a model, which --at selects.
+    """List the sites of a model. --at selects sites.
 
     Examples:
     tl-layersim sites

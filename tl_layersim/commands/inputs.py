@@ -1,4 +1,4 @@
-"""Models, data and analyzers that commands name, as the functions of this package take them."""
+"""Models, data and analyzers from the options of a command."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def named_model(
     remote: bool = False,
     server: str | None = None,
 ) -> Any:
-    """A model by its name, with its tokenizer as `.tokenizer`.
+    """Load a model by name, with its tokenizer as `.tokenizer`.
 
     Args:
         model: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
         device: device of the model: cpu, cuda, mps, or auto to spread it over GPUs. Default: cpu.
         dtype: dtype of the weights. Default: float32.
-        trust_remote_code: run the Python code that comes with the model. Without this option such models are refused.
-        remote: run on the NDIF server that nnsight is set to. The key is read by nnsight, from NDIF_API_KEY or nnsight.login().
-        server: run on another NDIF server, or in nnsight's simulation of one: http://host:port, or local.
+        trust_remote_code: run the Python code that comes with the model. Without this option, such a model is an error.
+        remote: run on nnsight's default NDIF server. nnsight reads the key from NDIF_API_KEY or nnsight.login().
+        server: run on another NDIF server, http://host:port, or in nnsight's simulation of one, local.
 
     Raises:
         LayersimError: the model cannot be loaded, or an option has no effect on a server.
@@ -50,9 +50,7 @@ def named_model(
             name = "device" if device else "dtype"
             raise LayersimError(f"`{name}` is {device or dtype}, but has no effect on a server, which loaded the model before.")
         if is_demo(model):
-            raise LayersimError(
-                f"`model` is {model}, a model of this package; a server needs the hub name of one that it runs."
-            )
+            raise LayersimError(f"`model` is {model}, a demo model; a server needs the hub name of a model that it runs.")
         return load_for_server(model, (dtype or "float32") if server == "local" else None, trust_remote_code, "model")
     device, dtype = device or "cpu", dtype or "float32"
     if not is_demo(model):
@@ -64,20 +62,20 @@ def named_model(
 
 
 def is_demo(name: str) -> bool:
-    """Whether a name is that of a model of this package.
+    """Whether the name is a demo model.
 
     Args:
-        name: as commands take it. A folder of the same name comes first.
+        name: name of the model. A folder of the same name comes first.
     """
     return name in (DEMO, ALIGNED) and not Path(name).exists()
 
 
 def opened(call: CommandCall, option: str = "model") -> OpenedModel:
-    """The model that an option names, opened in this process or on a server.
+    """Open the model of an option, in this process or on a server.
 
     Args:
-        call: of the command.
-        option: that names the model.
+        call: the call of the command.
+        option: name of the option that holds the model.
 
     Raises:
         LayersimError: the model cannot be loaded or opened.
@@ -91,13 +89,13 @@ def opened(call: CommandCall, option: str = "model") -> OpenedModel:
 
 
 def named_data(*, data: str | None = None, split: str = "test", pack: bool | None = None) -> Any:
-    """Data by its name.
+    """Load data by name.
 
     Args:
         data: text file, table, folder of a saved data set, or hub name. Default: the demo text.
         split: split of a data set.
-        pack: join texts, and cut rows of full length. Default: on for text files, except with analyzers that take each row for
-            a prompt; off for all other data.
+        pack: join texts, and cut rows of full length. Default: on for text files, unless an analyzer reads each row as a
+            prompt; off for other data.
 
     Raises:
         LayersimError: there is no such data, or it cannot be read.
@@ -109,11 +107,11 @@ def named_data(*, data: str | None = None, split: str = "test", pack: bool | Non
 
 
 def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
-    """The data of a call, with its options of reading.
+    """Read the data of a call.
 
     Args:
-        call: of the command.
-        of_prompts: whether an analyzer takes each row for a prompt.
+        call: the call of the command.
+        of_prompts: whether an analyzer reads each row as a prompt.
 
     Raises:
         LayersimError: there is no such data, or an option is out of its bounds.
@@ -130,15 +128,15 @@ def evaluation_data(*, eval_data: str | None = None) -> None:
     """Data for the evaluation.
 
     Args:
-        eval_data: held-out data, as `--data` takes it. Default: a part of `--data`, which is kept out of the fit.
+        eval_data: held-out data, in a form that `--data` accepts. Default: a part of `--data`, which is not used for the fit.
     """
 
 
 def read_held_out(call: CommandCall) -> Any:
-    """The held-out data of a call, None for a part of its data.
+    """Read the held-out data of a call; None to hold out a part of its data.
 
     Args:
-        call: of the command.
+        call: the call of the command.
     """
     if call.options["eval_data"] is None:
         return None
@@ -150,9 +148,10 @@ def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None 
     """The analyzers of a run.
 
     Args:
-        analyzers: names, separated by commas; `tl-layersim analyzers` lists them. path/to/file.py:Class is an analyzer of
-            your own; it is read from the command line alone, not from a file of options.
-        option: an option of an analyzer, such as cka.minibatch=128; `tl-layersim analyzers cka` lists them. May be repeated.
+        analyzers: names, separated by commas; `tl-layersim analyzers` lists them. path/to/file.py:Class is an analyzer of your
+            own; it can be given on the command line, but not in a `--config` file.
+        option: an option of an analyzer, such as cka.minibatch=128; `tl-layersim analyzers cka` lists the options. May be
+            repeated.
     """
 
 
@@ -160,7 +159,7 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
     """The analyzers of a call by name, with the options that `--option` sets.
 
     Args:
-        call: of the command, whose run file may set options too: those of the command line come first.
+        call: the call of the command. Options of the command line override those of its run file.
 
     Raises:
         LayersimError: there is no such analyzer or option.
@@ -177,13 +176,13 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
 
 
 def own_analyzer(name: str) -> Any:
-    """An analyzer with its default options from a file of the user.
+    """Load an analyzer with default options from a Python file of the user.
 
     Args:
         name: path of the file, a colon and the name of the class.
 
     Raises:
-        LayersimError: there is no such file or class, or the file or the class raises an error.
+        LayersimError: the file or the class does not exist, or raises an error.
     """
     import importlib.util
 
@@ -203,11 +202,11 @@ def own_analyzer(name: str) -> Any:
 
 @contextmanager
 def renamed(argument: str, option: str) -> Iterator[None]:
-    """A context whose errors name an option in place of the argument of a function.
+    """A context whose errors name a command-line option instead of a function's argument.
 
     Args:
-        argument: of the function.
-        option: of the command.
+        argument: name of the argument.
+        option: name of the option.
     """
     try:
         yield

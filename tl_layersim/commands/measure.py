@@ -1,4 +1,4 @@
-"""`tl-layersim report`, `compare`, `exits` and `estimate`: measures of one model or two."""
+"""`tl-layersim report`, `compare`, `exits` and `estimate`: measurements of one model or two."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def two_models(model_a: str, model_b: str) -> None:
 
     Args:
         model_a: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
-        model_b: the second model, of the same tokenizer. Widths and depths may differ.
+        model_b: the second model, with the same tokenizer. Widths and depths may differ.
     """
 
 
@@ -146,7 +146,7 @@ def compare_models(call: CommandCall) -> None:
     analyzers = chosen_analyzers(call)
     for name, one in analyzers.items():
         if not one.compares:
-            raise LayersimError(f"`analyzers` is {name}, which measures one model; tl-layersim report does.")
+            raise LayersimError(f"`analyzers` is {name}, which measures one model; use tl-layersim report.")
     prepare(call)
     data = read_data(call)
     result: Any = compare(opened(call, "model_a"), opened(call, "model_b"), data, analyzers, **call.of("compare"))
@@ -158,7 +158,7 @@ def recommended(*, agreement: float = 0.95) -> None:
     """The recommended threshold.
 
     Args:
-        agreement: least agreement with the full model, 0 to 1; the lowest threshold that keeps it is recommended.
+        agreement: minimum agreement with the full model, 0 to 1; the lowest threshold that reaches it is recommended.
     """
 
 
@@ -212,16 +212,16 @@ def _print_curve(curve: Any, agreement: float) -> None:
         return
     point = curve.at(chosen, held_out=True)
     print(
-        f"{MARK} Recommended: threshold {chosen:g}, the lowest from which on agreement stays at {agreement:g} or above in one "
-        f"half of the rows. In the other half: {point.speedup:.3g} times fewer blocks, agreement {point.agreement:.4g}. The "
-        "cost of exit checks is not included."
+        f"{MARK} Recommended: threshold {chosen:g}. It and all higher thresholds have an agreement of {agreement:g} or more in "
+        f"one half of the rows. In the other half: {point.speedup:.3g} times fewer blocks, agreement {point.agreement:.4g}. "
+        "The cost of exit checks is not included."
     )
     if chosen == curve.thresholds[-1] == 1:
-        print("At threshold 1 no position exits early: this model gains nothing at this agreement.")
+        print("At threshold 1 no position exits early, so early exit saves nothing at this agreement.")
 
 
 def _row(curve: Any, threshold: float, note: str) -> list[str]:
-    """The numbers at one threshold, with half the width of their intervals if the run kept blocks."""
+    """The numbers at one threshold, with half the width of their intervals if the run has intervals."""
     from ..core.intervals import margin_text
 
     place = curve.thresholds.index(threshold)

@@ -28,19 +28,19 @@ def written(*, out: Path = Path("layersim-report"), format: list[str] = ["html"]
 
     Args:
         out: folder for the report, its numbers and its run.yaml.
-        format: files that are written beside the numbers, separated by commas: html, csv, json.
+        format: files that are written in addition to the numbers, separated by commas: html, csv, json.
     """
 
 
 def make_folder(out: Path, option: str = "out") -> None:
-    """Create a folder to write to, and check before anything is computed that it is writable.
+    """Create a folder, and check that it is writable.
 
     Args:
-        out: the folder.
-        option: that names it, for messages.
+        out: path of the folder.
+        option: name of the option, for messages.
 
     Raises:
-        LayersimError: it cannot be created or written to, or a folder has the name of a file that a command writes there.
+        LayersimError: the folder cannot be created or written to, or holds a folder with the name of an output file.
     """
     from ..core.storage import REPORT_FILE, refuse_unwritable_folder
 
@@ -51,14 +51,14 @@ def make_folder(out: Path, option: str = "out") -> None:
     refuse_unwritable_folder(out, option)
     for name in (REPORT_FILE, RUN_FILE, *(file for _, file, _ in FORMATS.values())):
         if (out / name).is_dir():
-            raise LayersimError(f"`{option}` is {out}, in which {name} is a folder.")
+            raise LayersimError(f"`{option}` is {out}; it must not hold a folder named {name}, the name of an output file.")
 
 
 def prepare(call: CommandCall) -> None:
-    """Check the formats and the device of a call, and make its folder, before anything is computed.
+    """Check the formats and the device of a call, and create its folder.
 
     Args:
-        call: of the command.
+        call: the call of the command.
 
     Raises:
         LayersimError: there is no such format or device, or the folder cannot be written to.
@@ -76,9 +76,9 @@ def write_report(call: CommandCall, report: Any, settled: Mapping[str, Any] | No
     """Print the numbers of a report, and write its files and its run file to the folder of `--out`.
 
     Args:
-        call: of the command.
+        call: the call of the command.
         report: the report.
-        settled: options whose default depends on model and data, as they were in the run; None for a report of unknown options.
+        settled: values in the run of options whose default depends on model and data; None if they are unknown.
     """
     from ..core.storage import REPORT_FILE
 
@@ -99,7 +99,7 @@ def print_files(files: dict[str, Path]) -> None:
     """Print the paths of files.
 
     Args:
-        files: by what they are.
+        files: paths by kind of file.
     """
     for what, path in files.items():
         print(f"{what + ':':<8} {Path(path).resolve()}")
@@ -138,7 +138,7 @@ def print_run(report: Any) -> None:
     """Print one line on the model, the tokens and the sites of a run.
 
     Args:
-        report: of the run.
+        report: report of the run.
     """
     run = next(iter(report.values())).provenance
     how = "packed" if run.options.get("pack") else "one text a row"
@@ -155,11 +155,11 @@ def print_run(report: Any) -> None:
 
 
 def noted(report: Any, trust_remote_code: bool) -> Any:
-    """The report with the option `trust_remote_code` in its provenance.
+    """Record the option `trust_remote_code` in the provenance of a report.
 
     Args:
         report: the report.
-        trust_remote_code: whether code of the model may have run.
+        trust_remote_code: whether code of the model could run.
     """
     from ..core.results import Report
 
@@ -171,11 +171,11 @@ def noted(report: Any, trust_remote_code: bool) -> Any:
 
 
 def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options whose default depends on model, data and version, as a run took them.
+    """Values in the run of options whose default depends on model, data or version.
 
     Args:
-        report: of the run.
-        analyzers: of the run; None for a run whose options are settings of the command.
+        report: report of the run.
+        analyzers: analyzers of the run; None if the options of the run are settings of the command.
     """
     options = next(iter(report.values())).provenance.options
     settled = {name: options[name] for name in ("seq_len", "pack", "positions", "batch_size") if options.get(name) is not None}
@@ -183,10 +183,10 @@ def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> 
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> list[str]:
-    """Every option of analyzers as `--option` takes it.
+    """All options of the analyzers, in the form of `--option`.
 
     Args:
-        analyzers: whose options text can hold; other values, such as heads that were read from a file, are left out.
+        analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.
     """
     from ..analyzers.text_options import as_settings
 

@@ -1,4 +1,4 @@
-"""`run.yaml`: the options of a run with its record, which is written beside every report and read by `--config`."""
+"""`run.yaml`: options and record of a run. It is written with every report and read by `--config`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ def run_file(*, config: Path | None = None) -> None:
     """Options from a file.
 
     Args:
-        config: read options from a YAML file, such as the run.yaml beside every report. Options on the command line come first.
+        config: read options from a YAML file, such as the run.yaml of a report. Options of the command line override it.
     """
 
 
 def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
-    """Set the options of the file of `--config` that the command line does not set.
+    """Read the `--config` file, and set its options unless the command line sets them.
 
     Args:
-        app: of the library.
-        commands: names of the command.
-        arguments: of the library, with what the command line gave.
+        app: the cyclopts app.
+        commands: name of the command, in parts.
+        arguments: cyclopts' arguments, with the values of the command line.
 
     Raises:
-        LayersimError: the file cannot be read, is of another command, or sets an option that only the command line may set.
+        LayersimError: the file cannot be read, belongs to another command, or sets an option that only the command line may
+            set.
     """
     from cyclopts.config import Dict
 
@@ -48,7 +49,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     path = Path(given["config"][-1].value)
     found = parsed_run_file(path)
     if found.pop(COMMAND, commands[-1]) != commands[-1]:
-        raise LayersimError(f"`--config` is {path}, a file of another command than {commands[-1]}.")
+        raise LayersimError(f"`--config` is {path}, which belongs to another command; it must be a run file of {commands[-1]}.")
     found.pop(RECORD, None)
     for name, value in found.items():
         # The library would take other spellings too, such as trustRemoteCode.
@@ -64,13 +65,13 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
 
 
 def parsed_run_file(path: Path) -> dict[str, Any]:
-    """The keys and values of a file. Values are text; keys with hyphens are written with underscores.
+    """Parse the keys and values of a run file. Values are text; hyphens in keys become underscores.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        LayersimError: it cannot be read.
+        LayersimError: the file cannot be read.
     """
     import yaml
 
@@ -90,24 +91,24 @@ def parsed_run_file(path: Path) -> dict[str, Any]:
 
 
 def options_of(call: CommandCall) -> dict[str, Any]:
-    """The options in the file of `--config` of a call.
+    """The options in the `--config` file of a call.
 
     Args:
-        call: of the command.
+        call: the call of the command.
     """
     path = call.options.get("config")
     return {} if path is None else parsed_run_file(path)
 
 
 def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[str, Any], report: Any = None) -> Path:
-    """Write the options of a run, so that `--config` repeats it.
+    """Write the options of a run to a file with which `--config` repeats it.
 
     Args:
-        folder: of the file.
-        name: of the file.
-        call: of the command.
-        settled: options whose default depends on model and data, as they were in the run.
-        report: of the run, whose provenance becomes the record; None for a shard.
+        folder: folder of the file.
+        name: name of the file.
+        call: the call of the command.
+        settled: values in the run of options whose default depends on model and data.
+        report: report of the run, whose provenance is recorded; None for a shard.
     """
     options = {key: settled.get(key, value) for key, value in call.options.items()} | dict(settled)
     kept = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
@@ -118,9 +119,9 @@ def write_options(path: Path, command: str, options: Mapping[str, Any], report: 
     """Write options to a run file.
 
     Args:
-        path: of the file.
-        command: that the options are of.
-        options: by name.
+        path: path of the file.
+        command: name of the command.
+        options: values of the options, by name.
         report: see `write_run_file`.
     """
     import yaml
@@ -144,7 +145,7 @@ def write_options(path: Path, command: str, options: Mapping[str, Any], report: 
 
 
 def _written_value(name: str, value: Any) -> Any:
-    """An option as YAML writes it: files and folders of this machine by their whole path."""
+    """The YAML value of an option; local files and folders get their absolute path."""
     if isinstance(value, (list, tuple)):
         return [str(one) for one in value]
     if isinstance(value, (str, Path)):
@@ -153,18 +154,18 @@ def _written_value(name: str, value: Any) -> Any:
 
 
 def _record_of(report: Any) -> dict[str, Any]:
-    """The model, data and versions of a run, by which a repetition is compared."""
+    """Model, data and versions of a run, which a repetition is compared with."""
     run = next(iter(report.values())).provenance
     known = {"model": run.model, "weights": run.weights_hash, "data": run.data, "tokens": run.tokens}
     return known | {"versions": dict(run.versions)}
 
 
 def warn_of_another_run(call: CommandCall, report: Any) -> None:
-    """Warn if a run that `--config` repeats had other data, weights or versions.
+    """Warn if the run that `--config` repeats had other data, weights or versions.
 
     Args:
-        call: of the command.
-        report: of this run.
+        call: the call of the command.
+        report: report of this run.
     """
     found, now = options_of(call), _record_of(report)
     then = found.get(RECORD)
@@ -177,7 +178,7 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         if now["versions"].get(package) != version:
             other.append(f"{package} {version}")
     if other:
-        warn(f"The run of {call.options['config']} had other {', '.join(other)}: its numbers may differ from these.")
+        warn(f"The run in {call.options['config']} had other {', '.join(other)}, so its numbers may differ.")
 
 
 def _is_text_of(text: Any, value: Any) -> bool:
@@ -185,10 +186,10 @@ def _is_text_of(text: Any, value: Any) -> bool:
 
 
 def shard_options(files: list[Path]) -> dict[str, Any] | None:
-    """The options of a run whose shards were measured on the command line; None if a shard was measured elsewhere.
+    """The common options of shards from the command line; None if a shard has no run file.
 
     Args:
-        files: of the shards, each with its run file beside it.
+        files: files of the shards, each with its run file in the same folder.
     """
     beside = [file.with_suffix(".yaml") for file in files]
     if not all(path.is_file() for path in beside):

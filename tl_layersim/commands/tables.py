@@ -1,4 +1,4 @@
-"""Tables, warnings and errors of the command line: drawn in a terminal, plain text in a pipe or a file."""
+"""Tables, warnings and errors of the command line: formatted in a terminal, plain text in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ..core.errors import without_secrets
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", numbers: Sequence[str] = ()) -> None:
-    """Print a table. In a pipe its columns are as wide as their cells, and nothing is wrapped, cut or coloured.
+    """Print a table. In a pipe, no cell is wrapped, cut or coloured.
 
     Args:
         columns: headings.
-        rows: cells of each row; they are printed as text.
-        title: above the table in a terminal; a pipe gets none.
-        numbers: headings of the columns that are aligned at the right in a terminal.
+        rows: cells of each row.
+        title: title above the table, only in a terminal.
+        numbers: headings of the columns that are right-aligned in a terminal.
     """
     from rich import box
     from rich.console import Console
@@ -42,7 +42,7 @@ def print_error(error: Exception) -> None:
     """Print an error without its traceback: a panel in a terminal, one line otherwise.
 
     Args:
-        error: any.
+        error: the exception.
     """
     from rich.console import Console
     from rich.panel import Panel
@@ -57,7 +57,7 @@ def print_warning(text: str) -> None:
     """Print a warning on the error stream.
 
     Args:
-        text: of the warning.
+        text: text of the warning.
     """
     from rich.console import Console
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`tl-layersim stitch` and `train`: stitched models and aligned fine-tuning."""
+"""`tl-layersim stitch` and `train`: stitching and aligned fine-tuning."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def stitched(front: str, back: str) -> None:
 
 
 def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
-    """Options of a stitch that Python has in another form.
+    """Options of `stitch` that differ from Python's arguments.
 
     Args:
-        at: a stitch point L:M: FRONT runs up to block L, BACK from the block after M. Blocks are numbered from 0, negative
-            from the end, or named. May be repeated. Several points, or none for all blocks, give a grid in both directions.
-        paper: stitching of Brown et al. 2023, but for options that are given: affine-norm, sgd in plain weights.
+        at: a stitch point L:M: FRONT runs up to block L, BACK from the block after M. Blocks are numbers from 0, negative from
+            the end, or names. May be repeated. Several points give a grid in both directions; without this option the grid has
+            all blocks.
+        paper: settings of Brown et al. 2023 (affine-norm, sgd on weights in plain units). Other options override them.
     """
 
 
@@ -78,13 +79,13 @@ def stitch_models(call: CommandCall) -> None:
 
 
 def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
-    """Options of a fine-tune that Python has in another form.
+    """Options of `train` that differ from Python's arguments.
 
     Args:
-        save_to: folder for the trained model, which --model and from_pretrained load.
-        paper: settings of AlignedGPT in Jiang, Zhou and Zhu 2024, but for options that are given: 40,000 steps, no clipping,
-            norm at the last layer alone.
-        lora: train LoRA adapters of this rank alone, and merge them at the end.
+        save_to: folder for the trained model; --model and from_pretrained load it.
+        paper: settings of AlignedGPT in Jiang, Zhou and Zhu 2024 (40,000 steps, no clipping, norm only at the last layer).
+            Other options override them.
+        lora: train only LoRA adapters of this rank, and merge them at the end.
     """
 
 
@@ -125,7 +126,7 @@ def train_model(call: CommandCall) -> None:
 
 
 def _as_run(call: CommandCall, training: Any) -> dict[str, Any]:
-    """The settings of a training that are options, as the run took them."""
+    """Values in the run of the settings that are options."""
     names = {one.name for one in fields(training)} - {"lora", "save_to"}
     return {name: getattr(training, name) for name in call.options if name in names}
 

@@ -1,4 +1,4 @@
-"""Values of options that are written as one text, such as `--shard 3/64` and `--at attn_out,z`."""
+"""Parsers for option values such as `--shard 3/64` and `--at attn_out,z`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..core.errors import LayersimError
 
 
 def names_of(texts: Sequence[str]) -> list[str]:
-    """The names that commas separate.
+    """Split names that are separated by commas.
 
     Args:
-        texts: each with one name or several.
+        texts: texts with one or several names each.
     """
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def stitch_point(text: str) -> tuple[int | str, int | str]:
-    """A stitch point: two layers, each a number or a name.
+    """Parse a stitch point: two layers, each a number or a name.
 
     Args:
-        text: such as `4:6`.
+        text: the point, such as `4:6`.
     """
     first, colon, second = (part.strip() for part in text.partition(":"))
     if not (first and colon and second):
@@ -40,15 +40,15 @@ def _sites(texts: Sequence[str]) -> list[int | str]:
 
 
 def shard_files(texts: Sequence[str], argument: str = "first") -> list[Path]:
-    """The files of shards; the run files beside them, which a pattern may match, are left out.
+    """Find the files of shards. Run files, which a pattern may match too, are left out.
 
     Args:
         texts: folders, patterns and files.
-        argument: that holds them, for messages.
+        argument: name of the argument, for messages.
     """
-    from ..engine.shards import listed
+    from ..engine.shards import paths_of
 
-    return [file for text in texts for file in listed(text, argument) if file.suffix != ".yaml"]
+    return [file for text in texts for file in paths_of(text, argument) if file.suffix != ".yaml"]
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Errors, argument checks, sums, results and files, on which all other packages build; it imports no model library."""
+"""Errors, argument checks, sums, results and files: the base of all other packages. It imports no model library."""
 
 import lazy_loader
 

@@ -50,7 +50,7 @@ def without_mounted_save() -> Iterator[None]:
 
 @functools.cache
 def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
-    """The decorator that checks types, and the error that it raises."""
+    """Returns beartype's decorator and the exception class that it raises."""
     # Here, so that kernels can be imported where neither library is installed.
     with without_mounted_save():
         from beartype import beartype
@@ -61,10 +61,10 @@ def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
 def typed(call: _T) -> _T:
     """Check the arguments of a function, or of a dataclass when it is instantiated, against its annotations.
 
-    Annotations are read, and jaxtyping and beartype are imported, at the first call.
+    Annotations are read at the first call, which also imports jaxtyping and beartype.
 
     Args:
-        call: the function or class; the decorated one has the same signature.
+        call: the function or class to check.
 
     Raises:
         LayersimTypeError: names the argument, its value and the type expected. (jaxtyping's own error prints every argument,
@@ -98,7 +98,7 @@ def typed(call: _T) -> _T:
 
 
 def _resolve_inherited(cls: type, init: Any) -> None:
-    """Replace annotations of inherited fields by their types: the text may use names that the class's module does not have."""
+    """Replace the string annotations of inherited fields by types, because they may use names from another module."""
     annotations = init.__annotations__
     inherited = [field for field in annotations if field not in inspect.get_annotations(cls) and field != "return"]
     if inherited:
@@ -111,7 +111,7 @@ _TENSORS = {"Float": "a floating-point tensor", "Integer": "an integer tensor", 
 
 
 def _in_words(expected: str) -> str:
-    """A type as jaxtyping prints it, with shapes of arguments and bounds in words, see `bounds`."""
+    """Describe in words a type that jaxtyping printed, with its shape and its bounds."""
     expected = re.sub(
         r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]",
         lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
@@ -124,12 +124,12 @@ def _in_words(expected: str) -> str:
 
 
 def _in_a_sentence(message: str, name: str, given: dict[str, Any]) -> LayersimTypeError:
-    """The error of this package for one of jaxtyping.
+    """Convert the message of a jaxtyping error to a `LayersimTypeError`.
 
     Args:
-        message: of jaxtyping's error.
-        name: of the call.
-        given: its arguments by name.
+        message: text of jaxtyping's error.
+        name: name of the call.
+        given: arguments of the call by name.
     """
     match = _MESSAGE.search(message)
     if match is None:
@@ -154,7 +154,7 @@ with without_mounted_save():
 
 @dataclass(frozen=True)
 class _Within:
-    """A bound, whose `repr` is its wording in errors. A bool is no number, NaN is within no bound."""
+    """Bounds of a number; the `repr` is the wording in errors. A bool is not a number, and NaN is outside all bounds."""
 
     words: str
     holds: Callable[[float], bool]

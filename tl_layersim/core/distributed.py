@@ -1,4 +1,5 @@
-"""Data-parallel runs over several processes: batches are dealt to whole copies of the model, and sums are added over them."""
+"""Data-parallel runs over several processes: each copy of the model runs some of the batches, and sums are added over
+copies."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from .sums import DataBlock, Sums, SumTree
 
 @dataclass(frozen=True)
 class Deal:
-    """The batches of this process: every `copies`-th batch, beginning with number `copy`.
+    """Selects the batches of this process: every `copies`-th batch, starting at index `copy`.
 
     Attributes:
-        copy: number of the copy of the model that this process holds, whole or in part.
+        copy: index of the model copy that this process holds, whole or in part.
         copies: number of copies.
-        leads: whether the sums of this process are counted; true for one process of each copy.
+        leads: whether the sums of this process are counted. It is True in one process per copy.
     """
 
     copy: int
@@ -32,14 +33,14 @@ ALONE = Deal(0, 1, True)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Rank of this process and number of processes; (0, 1) without an initialised process group."""
+    """Rank of this process and number of processes; (0, 1) if no process group is initialised."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def weight_peers(module: torch.nn.Module) -> frozenset[int]:
-    """Ranks over which the weights of a model are sharded, this rank included: they must run the same batches.
+    """Ranks that hold shards of one model, including this rank. They must run the same batches.
 
     Weights are sharded by tensor parallelism (a `DeviceMesh`, transformers' `tp_plan`) and by FSDP.
 
@@ -71,7 +72,7 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
 
 def refuse_parts(module: torch.nn.Module) -> None:
-    """Refuse to train a model whose weights are sharded over processes: each process would train on other rows.
+    """Raise an error if the weights of a model are sharded over processes, each of which would train on different rows.
 
     Args:
         module: the model.
@@ -88,7 +89,7 @@ def refuse_parts(module: torch.nn.Module) -> None:
 
 
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
-    """Deal batches to copies of the model; processes that hold one copy together get the same batches.
+    """Assign batches to copies of the model; processes that share a copy get the same batches.
 
     Every process of the group must call this function.
 
@@ -118,11 +119,11 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
 def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
     """Add sums over all ranks; every rank returns the same total.
 
-    Ranks without a batch add zero. So do ranks whose copy of the model is counted by another rank.
+    A rank without a batch adds zero, and so does a rank whose copy is counted by another rank.
 
     Args:
-        sums: of this rank, by analyzer.
-        deal: of this rank.
+        sums: sums of this rank, by analyzer.
+        deal: `Deal` of this rank.
     """
     if rank_and_size()[1] == 1:
         return dict(sums)
@@ -146,12 +147,12 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """The blocks of all ranks: the n-th of each are added, because ranks take the batches of the data in turn.
+    """Add the data blocks of all ranks: the n-th block of every rank into one, because ranks take batches in turn.
 
     Args:
-        tree: of this rank.
-        names: of the analyzers.
-        deal: of this rank.
+        tree: sums of this rank.
+        names: names of the analyzers.
+        deal: `Deal` of this rank.
     """
     if rank_and_size()[1] == 1:
         return tree.blocks()

@@ -1,4 +1,4 @@
-"""Errors and warnings of this package, which name the argument, its value and what is allowed, and never show a login."""
+"""Errors and warnings of this package. They name the argument, its value and the allowed values, and never show a login."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an http address that contains no secret except a login.
+    """Whether a text is an HTTP address whose only secret is a login.
 
     Args:
         text: any text.
@@ -28,10 +28,10 @@ def is_address(text: str) -> bool:
 
 
 def shown(remote: bool | str) -> str:
-    """The value of `remote` for a message: an address without its login; any other text is not shown.
+    """The value of `remote` as error messages show it: an address loses its login, and any other text is hidden.
 
     Args:
-        remote: as a user passed it.
+        remote: the argument as the user passed it.
 
     Examples:
         >>> shown("https://me:secret@ndif.example:8001"), shown("secret"), shown(True)
@@ -74,10 +74,10 @@ class LayersimWarning(UserWarning):
 
 
 class LayersimError(ValueError):
-    """An error of a call, its arguments or its data. Numbers that are not defined are refused with it too.
+    """Error in a call, its arguments or its data. It is also raised if a requested number is undefined.
 
     Args:
-        message: one or two sentences with the argument, its value and what is allowed; secrets in it are removed.
+        message: one or two sentences with the argument, its value and the allowed values; secrets are removed.
 
     Examples:
         >>> print(LayersimError("`threshold` is 1.5; it must be between 0 and 1."))
@@ -103,11 +103,11 @@ def without_secrets(text: str) -> str:
 
 
 class LayersimTypeError(LayersimError, TypeError):
-    """An argument of a wrong type, or a tensor of a wrong shape."""
+    """Error for an argument of the wrong type, or a tensor of the wrong shape."""
 
 
 def warn(text: str) -> None:
-    """Issue a `LayersimWarning` that points to the user's line outside this package.
+    """Issue a `LayersimWarning` that points to the user's own line.
 
     Args:
         text: the warning; secrets in it are removed.
@@ -127,10 +127,10 @@ def warn(text: str) -> None:
 
 @contextmanager
 def recorded_warnings(*, issued: bool = True) -> Iterator[list[str]]:
-    """A context that lists the texts of this package's warnings in its block.
+    """A context manager that collects the texts of this package's warnings.
 
     Args:
-        issued: False keeps them from the user. Warnings of other packages are issued in any case.
+        issued: False hides these warnings from the user. Warnings of other packages are always issued.
     """
     found: list[str] = []
     before = _record.set((found, issued))
@@ -144,7 +144,7 @@ def in_words(size: float) -> str:
     """A number of bytes as text with its unit.
 
     Args:
-        size: in bytes.
+        size: number of bytes.
 
     Examples:
         >>> in_words(1234567)

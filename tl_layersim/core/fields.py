@@ -1,4 +1,4 @@
-"""What a result declares: its fields, its pictures, its kind in files and its provenance."""
+"""Declarations of a result class: its fields, its figures, its name in files and its provenance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Scale = Literal["", "log", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The declaration of a tensor field; see `axes`. Its `name` is that in tables: `values_name` for `values`."""
+    """The declaration of a tensor field, see `axes`. `name` is the field's name in tables: `values_name` for `values`."""
 
     name: str
     axes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Declaration:
 
     @property
     def words(self) -> str:
-        """The label with its unit in brackets, for an axis of a figure."""
+        """The axis title: the label with its unit in brackets."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
@@ -56,31 +56,30 @@ def axes(
 ) -> Any:
     """Declare a dataclass field that holds a float64 tensor over the named axes.
 
-    The axes `row` and `column` are the residual layers of the first and second model, `residual` those of the first model.
-    The axes `layer`, `row_block`, `column_block`, `skipped` and `affected` are its blocks, one fewer than residual layers. Any
-    other axis `x` takes its labels from the result's field `xs` (`batches` for `batch`).
+    The axes `row` and `column` are the residual layers of the first and the second model; `residual` are the residual layers of
+    the first model. The axes `layer`, `row_block`, `column_block`, `skipped` and `affected` are blocks, one fewer than residual
+    layers. Any other axis `x` takes its labels from the result's field `xs` (`batches` for `batch`).
 
     Args:
-        *names: of the axes, in order.
-        label: the quantity in words; by default the name of the field.
-        unit: of the numbers, such as "nats", "radians" or "fraction".
-        title: of the figure; by default the label. In it and in the caption, {values} stands for the label of `values`.
+        *names: names of the axes, in order.
+        label: the quantity in words; the default is the name of the field.
+        unit: unit of the numbers, such as "nats", "radians" or "fraction".
+        title: title of the figure; the default is the label. In title and caption, {values} stands for the label of `values`.
         caption: sentences that explain the figure and name its source. A report shows the fields that have one, and `values` of
             a result without any.
         better: whether "higher" or "lower" numbers are better; "" for neither.
-        scale: of the axis of curves: "log" for a logarithmic axis if the values spread, "free" for an axis that need not begin
-            at a bound of the values.
-        default: of the field; none by default.
-        within: the bounds that no value of the field can exceed, such as (0, 1) for fractions; intervals keep to them.
-            None for a field without interval: what a first pass over the data determines, values of single prompts, draws of
-            a null, and p-values.
-        by_chance: the bounds at which a fraction may be because of few samples, not by definition, such as (0, 1) for an
-            accuracy. Its interval there has a width.
-        out_of: for counts, which grow with the data, the attribute whose sum they are counted out of, such as the field
-            itself. The interval of a count is that of its fraction.
-        drawn: how its figure differs from a heat map over two axes and lines over one: "bars"; "fractions", a heat map of each
-            row divided by its sum; "lines" over the last of several axes; "tokens" and "paths" of one prompt; or the name of
-            another field, over which the values are drawn.
+        scale: scale of the value axis: "log" for a logarithmic axis if the values spread, "free" for an axis that need not
+            start at a bound of the values.
+        default: default value of the field; none by default.
+        within: bounds of the values, such as (0, 1) for fractions; intervals stay inside them. None for a field without
+            interval: what a first pass over the data determines, values of single prompts, draws of a null, and p-values.
+        by_chance: bounds that a fraction may reach only because there are few samples, such as (0, 1) for an accuracy. At such
+            a bound the interval still has a width.
+        out_of: for counts, which grow with the data, the attribute whose sum is the total of the counts, such as the field
+            itself. The interval is computed for the count divided by this total.
+        drawn: kind of figure, if it is not the default (a heat map over two axes, lines over one): "bars"; "fractions", a heat
+            map of each row divided by its sum; "lines" over the last of several axes; "tokens" and "paths" of one prompt; or
+            the name of another field, over which the values are drawn.
     """
     declared = Declaration(
         name="",
@@ -129,8 +128,8 @@ class Picture:
     """A figure that a report shows for a result.
 
     Attributes:
-        field: the tensor field that it shows.
-        title: of the figure.
+        field: the tensor field that the figure shows.
+        title: title of the figure.
         meaning: a sentence that explains the figure and names its source.
     """
 
@@ -145,15 +144,15 @@ DEFINE_RESULTS = ("many", "prompts", "vision", "stitching", "training")
 
 
 def kind_of(cls: type[Any]) -> str:
-    """The name of a result class in files: its own `file_kind`, or module and name for a class without."""
+    """The name of a result class in files: its `file_kind`, or its module and name if it has none."""
     return str(vars(cls).get("file_kind") or f"{cls.__module__}:{cls.__qualname__}")
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:
-    """The result class of a kind; None if no imported module defines it. A class is never imported because a file names it.
+    """The result class with a name in files; None if no imported module defines it. A file never causes an import.
 
     Args:
-        kind: as `kind_of` returns it.
+        kind: name of the class in files, as `kind_of` returns it.
         base: the base class of all results.
     """
     found = _imported(kind, base)
@@ -171,7 +170,7 @@ def _imported(kind: str, base: type[Any]) -> type[Any] | None:
 
 
 def _import_all() -> None:
-    """Import every module that may define a result: of this package, and the analyzers that installed packages declare."""
+    """Import every module that may define a result: the modules of this package, and analyzers of installed packages."""
     importlib.import_module(f"{PACKAGE}.analyzers").find_analyzers()
     for name in DEFINE_RESULTS:
         package = importlib.import_module(f"{PACKAGE}.{name}")
@@ -201,20 +200,20 @@ class Provenance:
         config_hash: first 12 hex digits of the SHA-256 of the model's configuration.
         weights_hash: checksum of all bytes of the model's parameters and buffers, and of the classes and settings of its
             modules, 12 hex digits; empty if the weights are in another process, or divided over processes.
-        changes: hooks that others registered on the model's modules, forward methods that were replaced, and edits of nnsight:
-            where, the function's name, and a digest of code and captured values; empty if there are none.
+        changes: hooks on the model's modules that this package did not register, replaced forward methods, and nnsight edits,
+            each with its place, the function's name, and a digest of code and captured values; empty if there are none.
         source: class of the model, such as `HookedTransformer` or `TransformersModel (remote='local')`.
         basis: basis of the residual stream (raw weights, folded norms, ...). The final norm is never applied.
-        dtype: of the model's activations.
+        dtype: dtype of the model's activations.
         data: SHA-256 of the tokens and their attention mask, row by row.
         tokens: number of counted positions.
         sequences: number of rows of tokens.
         batches: number of forward passes.
-        seed: of random draws, None without any.
-        options: of the analyzer and of the data (`seq_len`, `pack`, `skip_first`, `batch_size`, ...).
-        versions: of the packages that the numbers depend on.
+        seed: seed of random draws; None if there are none.
+        options: options of the analyzer and of the data (`seq_len`, `pack`, `skip_first`, `batch_size`, ...).
+        versions: versions of the packages that the numbers depend on.
         seconds: wall time of the whole run.
-        warnings: that were given when the result was computed.
+        warnings: warnings that were issued while the result was computed.
     """
 
     model: str
@@ -238,7 +237,7 @@ class Provenance:
         object.__setattr__(self, "model", without_secrets(self.model))
 
     def swapped(self) -> Provenance:
-        """The record of the same run with its two models in the other order."""
+        """The provenance of the same run with the two models swapped."""
         parts = {name: getattr(self, name).split(JOINT) for name in OF_MODELS}
         swapped: dict[str, Any] = {name: JOINT.join(own[len(own) // 2 :] + own[: len(own) // 2]) for name, own in parts.items()}
         return replace(self, **swapped)

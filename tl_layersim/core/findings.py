@@ -1,4 +1,4 @@
-"""Parts of sentences about results: sites in words, numbers with half the width of their intervals."""
+"""Wording of findings: sites in words, and numbers with half the width of their intervals."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DEPTHS = {"resid_pre": 0, "attn_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_p
 
 
 def site_in_words(name: str) -> str:
-    """A site as a part of a sentence.
+    """Name a site in words, as in "the embedding" or "block 3".
 
     Args:
-        name: of the site.
+        name: name of the site.
 
     Examples:
         >>> site_in_words("blocks.0.hook_resid_pre"), site_in_words("encoder.blocks.3.hook_resid_post")
@@ -42,12 +42,12 @@ def site_in_words(name: str) -> str:
 
 
 def in_depth_order(sites: Sequence[str]) -> bool:
-    """Whether each site comes after the one before it in the depth of one stack, as heads of a block or two families do not.
+    """Whether the sites are ordered by depth in one stack; heads of one block, or two families, are not.
 
     Sites that are named by the paths of modules are in the order of the forward pass.
 
     Args:
-        sites: their names.
+        sites: names of the sites.
 
     Examples:
         >>> in_depth_order(["blocks.0.hook_resid_pre", "blocks.0.hook_resid_mid", "blocks.0.hook_resid_post"])
@@ -67,10 +67,10 @@ def in_depth_order(sites: Sequence[str]) -> bool:
 
 
 def depth_key(site: Any) -> Any:
-    """Stack, block and place of a site, by which sites of one stack can be sorted; None for other labels.
+    """Sort key of a site by depth: its stack, block and place in the block. None for labels that are not sites.
 
     Args:
-        site: its name.
+        site: name of the site.
 
     Examples:
         >>> depth_key("blocks.3.hook_resid_post") > depth_key("blocks.0.hook_resid_post"), depth_key("model.norm")
@@ -81,12 +81,12 @@ def depth_key(site: Any) -> Any:
 
 
 def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
-    """A number of a result as text, with half the width of its 95 % interval where the result has intervals.
+    """A number of a result as text, with half the width of its 95 % interval if the result has intervals.
 
     Args:
-        result: with or without intervals.
+        result: a result with or without intervals.
         what: takes the result and returns the number.
-        percent: whether the number is a fraction that is written in per cent.
+        percent: whether to write the number as a percentage.
     """
     margin = math.nan
     if result.has_intervals and (found := function_interval(result, what, 0.95)) is not None:

@@ -1,4 +1,4 @@
-"""Code of functions, to compare that of two runs, and the registry of the classes that a package defines."""
+"""Digests of function code, to compare two runs, and the registry of the classes that a package defines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .wording import brief
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The given functions and all functions of their modules that they call by name, directly or indirectly.
+    """Some functions and all functions of the same module that they call, directly or indirectly.
 
     Args:
         starts: the functions.
@@ -44,7 +44,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
     """The code object of a function or module and all code objects nested in it.
 
     Args:
-        code: of the function or module.
+        code: code object of the function or module.
     """
     yield code
     for item in code.co_consts:
@@ -53,10 +53,10 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def plain_constants(code: CodeType) -> list[str]:
-    """The constants of a code object, without nested code, as text that is the same in every process.
+    """The constants of a code object, without nested code, as texts that are equal in every process.
 
     Args:
-        code: of the function.
+        code: code object of the function.
     """
     plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
     # The order of a set differs between processes.
@@ -64,7 +64,7 @@ def plain_constants(code: CodeType) -> list[str]:
 
 
 def digest_of_code(starts: Iterable[FunctionType]) -> str:
-    """A digest of the bytecode of functions and of the functions of their modules that they call, 12 hex digits.
+    """A digest (12 hex digits) of the bytecode of some functions and of all functions that `called_by` finds.
 
     Args:
         starts: the functions.
@@ -77,7 +77,7 @@ def digest_of_code(starts: Iterable[FunctionType]) -> str:
 
 
 def describe_function(function: Callable[..., Any]) -> str:
-    """A function as text for a record: its qualified name, and a digest of its code and of the plain values that it holds.
+    """Describe a function for the provenance: its qualified name, and a digest of its code and of the plain values it holds.
 
     Args:
         function: a function, a method, a `functools.partial`, or an object with `__call__`.
@@ -90,10 +90,10 @@ def describe_function(function: Callable[..., Any]) -> str:
 
 
 def defined_in(function: Any) -> str:
-    """Name of the module in which a function, or the class of another object, is defined.
+    """Name of the module that defines a function, or the class of another object.
 
     Args:
-        function: a `functools.partial` is defined where its function is.
+        function: any object; for a `functools.partial`, the function inside counts.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -101,16 +101,16 @@ def defined_in(function: Any) -> str:
 
 
 class ValueNames:
-    """Names of functions and values that are the same in every process for the same code and the same contents.
+    """Names functions and values so that equal code and equal contents have equal names in every process.
 
     A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
     is named by its dtype, shape and bytes, a module by its class and its weights.
 
     Args:
-        known: names of further objects, by `id`.
+        known: names of other objects, by `id`.
 
     Attributes:
-        unknown: classes of the objects that have no such name; their contents are in no digest.
+        unknown: classes of the objects without such a name, whose contents are missing from the digest.
     """
 
     def __init__(self, known: Mapping[int, str] = MappingProxyType({})) -> None:
@@ -146,17 +146,17 @@ class ValueNames:
         return f"{name} sha256 {self.digest(code, values)}"
 
     def digest(self, text: str, values: Any) -> str:
-        """A digest of a text and of values, 12 hex digits."""
+        """A digest (12 hex digits) of a text and of values."""
         return hashlib.sha256(f"{text} {self._named(values)!r}".encode()).hexdigest()[:12]
 
     def _object(self, bound: Any) -> Any:
-        """The object of a method, by its class and its contents."""
+        """The object that a method is bound to, by its class and contents."""
         if id(bound) in self._known or isinstance(bound, type | torch.nn.Module):
             return bound
         return [type(bound), getattr(bound, "__dict__", {})]
 
     def _named(self, value: Any) -> Any:
-        """A value as lists of numbers and texts, whose `repr` is the same in every process."""
+        """A value as lists of numbers and texts, so that its `repr` is equal in every process."""
         if value is None or isinstance(value, str | bytes | bool | int | float | complex):
             return value
         if id(value) in self._known:
@@ -189,7 +189,7 @@ class ValueNames:
 
 
 def _closure(function: FunctionType) -> list[Any]:
-    """The values of a function's closure; those that are not set yet are left out."""
+    """The values of a function's closure, without variables that are not set yet."""
     values = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):
@@ -198,7 +198,7 @@ def _closure(function: FunctionType) -> list[Any]:
 
 
 def _globals(function: FunctionType) -> dict[str, Any]:
-    """The global values that a function's code reads, without functions of its module, which `digest_of_code` contains."""
+    """The global values that a function reads, without functions of its own module, which `digest_of_code` covers."""
     read = {
         step.argval
         for code in codes_in(function.__code__)
@@ -225,7 +225,7 @@ class Registry(Generic[T]):
     Args:
         package: dotted name of the package.
         base: abstract class of the extensions, which have a class attribute `name`.
-        argument: name of the argument that selects an extension.
+        argument: name of the argument by which users select an extension.
     """
 
     package: str
@@ -241,11 +241,11 @@ class Registry(Generic[T]):
         return dict(_discovered(self.package, tuple(importlib.import_module(self.package).__path__), self.base))
 
     def named(self, name: object, argument: str | None = None) -> type[T]:
-        """The extension with a name.
+        """The extension called `name`.
 
         Args:
             name: the value of the argument.
-            argument: name of the argument, if it is another one.
+            argument: name of the argument in the error message; None for `self.argument`.
 
         Raises:
             LayersimError: no extension has this name.

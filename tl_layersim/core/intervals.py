@@ -1,4 +1,4 @@
-"""Confidence intervals of results, from the same results without each block of the data."""
+"""Confidence intervals of results by the delete-one-block jackknife."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ R = TypeVar("R", bound="DataclassInstance")
 
 
 def with_replicates(result: R, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> R:
-    """A result with its replicates; results of reports in its fields get theirs too.
+    """A result with its jackknife replicates, also in the results of reports that its fields hold.
 
     Args:
-        result: of all data.
-        replicates: results without each block; none if there is one block only.
+        result: the result on all data.
+        replicates: the result without each block; none if there is only one block.
         block_tokens: number of counted positions in each block.
     """
     nested = {
@@ -46,7 +46,7 @@ def with_replicates(result: R, replicates: tuple[Any, ...], block_tokens: tuple[
 
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
-    """The interval of a field of a result, or of a function of it, see `Result.interval`."""
+    """The interval of a field, or of a function of the result, see `Result.interval`."""
     refuse_no_blocks(result)
     if isinstance(what, str):
         field, within = bounded_field(result, what)
@@ -65,31 +65,31 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
 
 
 def function_interval(result: Any, function: Callable[[Any], Any], level: float) -> ConfidenceInterval | None:
-    """The interval of a function of a result; that of a field if the function returns an entry of it.
+    """The interval of a function of a result. If the function returns an entry of a field, the field's interval is used.
 
     Args:
-        result: with its replicates.
+        result: the result with its replicates.
         function: takes a result and returns a number or a tensor.
-        level: of confidence.
+        level: confidence level.
 
     Returns:
-        None for a number that blocks move by jumps: a maximum, a place or a whole number.
+        None for a number that changes in jumps from block to block: a maximum, an index or a whole number.
     """
     return _number_interval(result, *with_and_without_blocks(result, function), level)
 
 
 def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: float) -> ConfidenceInterval | None:
-    """The interval of a number; that of a field if the number is one entry of it on all parts of the data.
+    """The interval of a number. If the number is the same entry of a field in all replicates, the field's interval is used.
 
     Args:
-        result: with its replicates.
-        value: of all data.
-        replicates: without each block.
-        level: of confidence.
+        result: the result with its replicates.
+        value: the number on all data.
+        replicates: the number without each block.
+        level: confidence level.
 
     Returns:
-        None for a number that blocks move by jumps: one that is whole on all parts of the data, or an entry of a field whose
-        place depends on the part, as that of the largest entry does.
+        None for a number that changes in jumps from block to block: a whole number, or an entry of a field whose index differs
+        between replicates, such as the largest entry.
     """
     each = torch.cat([value[None], replicates]) if len(replicates) else value[None]
     if value.dim() or not bool(each.isfinite().all()):
@@ -113,11 +113,11 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
 
 
 def field_named(result: Any, name: str) -> str:
-    """The attribute that holds the tensor field of this name.
+    """The attribute that holds a tensor field.
 
     Args:
         result: any.
-        name: of the field; the name of `values` in tables is one too.
+        name: name of the field; the name of `values` in tables is one too.
 
     Raises:
         LayersimError: the result has no such field.
@@ -129,14 +129,14 @@ def field_named(result: Any, name: str) -> str:
 
 
 def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
-    """The tensor field of this name, and the bounds that its values cannot exceed.
+    """The attribute that holds a tensor field, and the bounds of its values.
 
     Args:
         result: any.
         name: see `field_named`.
 
     Raises:
-        LayersimError: the result has no such field, or a field that the main pass holds fixed.
+        LayersimError: the result has no such field, or the field has no intervals.
     """
     field = field_named(result, name)
     within = bounds_of(result)[field]
@@ -149,11 +149,12 @@ def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """A tensor field of a replicate over the labels of the result; NaN at a label that only the block left out has.
+    """A tensor field of a replicate, aligned with the labels of the result; NaN at labels that occur only in the left-out
+    block.
 
     Args:
-        replicate: a result without one block, or the result itself.
-        result: of all data.
+        replicate: the result without one block, or the result itself.
+        result: the result on all data.
         field: name of the attribute.
     """
     values: Tensor = getattr(replicate, field)
@@ -167,7 +168,7 @@ def aligned(replicate: Any, result: Any, field: str) -> Tensor:
 
 
 def total_of(result: Any, field: str) -> str:
-    """The attribute whose sum the counts of a tensor field are counted out of; "" for a field of other numbers.
+    """The attribute whose sum is the total of a field of counts; "" if the field holds other numbers.
 
     Args:
         result: any.
@@ -177,7 +178,7 @@ def total_of(result: Any, field: str) -> str:
 
 
 def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
-    """The bounds of each tensor field of a result, None for a field without interval."""
+    """The bounds of each tensor field; None for a field without intervals."""
     return {name: own.within for name, own in declarations(result).items()}
 
 
@@ -194,16 +195,16 @@ def _interval(
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
-    """A function of a result, and the same of each replicate, `block ...`, in float64.
+    """A function's value on the result, and on each replicate as `block ...`, in float64.
 
     Args:
-        result: with its replicates.
+        result: the result with its replicates.
         function: takes a result and returns a number or a tensor.
-        out_of: for counts, the attribute whose sum they are counted out of. Those of a replicate are scaled to the sum of all
-            data: without a block there are fewer, however the blocks agree.
+        out_of: for counts, the attribute whose sum is their total. The counts of a replicate are scaled to the total of all
+            data, because a replicate has fewer samples.
 
     Raises:
-        LayersimError: it returns tensors of different shapes for different blocks.
+        LayersimError: the function returns different shapes for different blocks.
     """
     value = torch.as_tensor(function(result), dtype=torch.float64)
     replicates = _stacked_replicates(value, [torch.as_tensor(function(one), dtype=torch.float64) for one in result.replicates])
@@ -223,7 +224,7 @@ def headline_lines(result: Any) -> list[str]:
 
 
 def headline_texts(result: Any) -> dict[str, str]:
-    """The headline numbers of a result as text, each with half the width of its 95 % interval where it has one."""
+    """The headline numbers of a result as text, each with half the width of its 95 % interval if it has one."""
     margins = headline_margins(result)
     texts = {
         name: p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
@@ -237,12 +238,12 @@ def headline_texts(result: Any) -> dict[str, str]:
 
 
 def margin_text(value: float, margin: float, percent: bool = False) -> str:
-    """A number as text, to the precision of its margin where that is known and more than rounding.
+    """A number as text, rounded to the precision of its margin if the margin is known and exceeds rounding error.
 
     Args:
         value: the number.
         margin: half the width of its interval; NaN for none.
-        percent: whether the number is a fraction that is written in per cent.
+        percent: whether to write the number as a percentage.
 
     Examples:
         >>> margin_text(0.6383, 0.0191, percent=True), margin_text(0.6383, 0.0191), margin_text(0.6383, float("nan"))
@@ -256,17 +257,17 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
 
 
 def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
-    """Half the width of the interval of each headline number that has one; empty without intervals.
+    """Half the width of each headline number's interval; empty if the result has no intervals.
 
     Args:
         result: with or without replicates.
-        level: of confidence.
+        level: confidence level.
     """
     return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result, level).items()}
 
 
 def headline_intervals(result: Any, level: float = 0.95) -> dict[str, ConfidenceInterval]:
-    """The interval of each headline number that has one; empty without intervals.
+    """The intervals of the headline numbers; empty if the result has no intervals.
 
     A number that is whole on all data and on every part of it is a count, such as of prompts, and has no interval. A p-value
     has none either, nor an extreme over layers: the jackknife fails where another layer is the largest in other data. An entry
@@ -274,7 +275,7 @@ def headline_intervals(result: Any, level: float = 0.95) -> dict[str, Confidence
 
     Args:
         result: with or without replicates.
-        level: of confidence.
+        level: confidence level.
     """
     value = result.headline() if result.has_intervals else {}
     each = [one.headline() for one in result.replicates]
@@ -308,7 +309,7 @@ def is_p_value(headline: str) -> bool:
 
 
 def refuse_no_blocks(result: Any) -> None:
-    """Refuse a result without blocks.
+    """Raise an error if a result has no intervals.
 
     Args:
         result: any.

@@ -17,7 +17,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @typed
 def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantiles: tuple[float, ...]) -> Tensor:
-    """Compute quantiles of values that were counted in equal bins between `low` and `high`.
+    """Quantiles from a histogram with equal bins between `low` and `high`.
 
     Values are assumed to be uniform within a bin, so the error is below one bin width.
 
@@ -28,7 +28,7 @@ def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantil
         quantiles: each between 0 and 1.
 
     Returns:
-        `quantile ...`, float64; NaN where a histogram is empty.
+        `quantile ...`, float64; NaN if a histogram is empty.
 
     Examples:
         >>> quantiles_from_histogram(torch.tensor([[1, 1, 1, 1]]), 0.0, 4.0, (0.5,))
@@ -56,7 +56,7 @@ UNBOUNDED = (-math.inf, math.inf)
 
 
 class ConfidenceInterval(NamedTuple):
-    """A statistic with its confidence interval, as float64 tensors of one shape.
+    """A statistic with its confidence interval: float64 tensors of equal shape.
 
     Attributes:
         value: the statistic on all data.
@@ -72,10 +72,10 @@ class ConfidenceInterval(NamedTuple):
 
 
 def leave_one_out(terms: Sequence[Term], add: Callable[[Term, Term], Term]) -> Iterator[Term]:
-    """For each term, the sum of all others, in the order of the terms.
+    """For each term in order, the sum of all other terms.
 
-    Nothing is subtracted, so that what only one term contains is absent from the sum without it, up to the last bit. Halves are
-    summed before quarters: about n log2(n) additions, and log2(n) sums held at a time.
+    Nothing is subtracted, so a sum does not depend on the left-out term, to the last bit. Halves are summed before quarters:
+    about n log2(n) additions, and log2(n) sums held at a time.
 
     Args:
         terms: two or more.
@@ -91,7 +91,7 @@ def leave_one_out(terms: Sequence[Term], add: Callable[[Term, Term], Term]) -> I
 def _without_each(
     terms: list[Term], before: Term | None, after: Term | None, add: Callable[[Term, Term], Term]
 ) -> Iterator[Term]:
-    """The sums of `before`, all terms but one, and `after`; None stands for no term."""
+    """For each term, the sum of `before`, all other terms, and `after`; None stands for no term."""
     if len(terms) == 1:
         rest = before if after is None else after if before is None else add(before, after)
         assert rest is not None
@@ -152,7 +152,7 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
 
 
 def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
-    """Degrees of freedom of a jackknife error: one fewer than the blocks that change the statistic.
+    """Degrees of freedom of a jackknife error: the number of blocks that change the statistic, minus one.
 
     A block without held-out rows changes none of their statistics.
 
@@ -161,7 +161,7 @@ def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
         replicates: `block ...`, the statistic without each block.
 
     Returns:
-        In the shape of `value`; NaN where a single block changes the statistic, and of a constant one fewer than the blocks.
+        In the shape of `value`; NaN if only one block changes the statistic; the number of blocks minus one if none does.
 
     Examples:
         Two of four blocks change the statistic.
@@ -186,7 +186,7 @@ def t_interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Student's t interval about a statistic, symmetric on a scale on which the quantity has no bounds.
+    """Student's t interval of a statistic, symmetric on a transformed scale without bounds, such as the log-odds.
 
     The scale is log((x - a) / (b - x)) for a quantity between a and b, and log(x - a) or -log(b - x) for one with a single
     bound. Errors are carried over by the derivative. So the interval of a rare fraction or of a similarity near 1 is longer on
@@ -195,10 +195,10 @@ def t_interval(
     Args:
         value: the statistic.
         error: its standard error.
-        degrees: of freedom of each error; an interval without any is NaN.
-        level: of confidence, such as 0.95.
-        within: bounds that no value can exceed.
-        rows: of fractions, the number of rows of the data, for each bound that all samples may meet by chance; infinite for
+        degrees: degrees of freedom of each error; an interval without any is NaN.
+        level: confidence level, such as 0.95.
+        within: bounds of the statistic.
+        rows: for fractions, the number of rows of the data, for each bound that all samples may reach by chance; infinite for
             another bound. A fraction at such a bound has Wilson's interval, for the number of independent samples that the
             entry with the largest design effect is worth, or for the rows if no entry has an error.
 
@@ -245,7 +245,7 @@ def t_interval(
 
 
 def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
-    """The number that lies a step from x on the scale of `t_interval`."""
+    """Move x by a step on the scale of `t_interval`."""
     if math.isinf(high):
         return low + (x - low) * step.exp()
     if math.isinf(low):
@@ -256,13 +256,13 @@ def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
 
 
 def neighbour_correlation(replicates: Tensor) -> Tensor:
-    """Correlation of what neighbouring blocks add to a statistic, which is near 0 if blocks are independent.
+    """Correlation between neighbouring blocks' contributions to a statistic; near 0 if blocks are independent.
 
     Args:
         replicates: `block ...`, the statistic without each block, in the order of the data.
 
     Returns:
-        In the shape of the statistic; NaN where no block changes it.
+        In the shape of the statistic; NaN if no block changes it.
 
     Examples:
         A drift through the data.
@@ -275,12 +275,12 @@ def neighbour_correlation(replicates: Tensor) -> Tensor:
 
 
 def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
-    """Two-sided p-value of Student's t test that a statistic is 0; NaN where the standard error is 0 or NaN.
+    """Two-sided p-value of Student's t test that a statistic is 0; NaN if the standard error is 0 or NaN.
 
     Args:
         value: the statistic.
         error: its standard error.
-        degrees: of freedom of each error.
+        degrees: degrees of freedom of each error.
 
     Examples:
         >>> one = torch.tensor(1.0).double()
@@ -298,7 +298,7 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
 
     Args:
         errors: standard errors of the two.
-        degrees: of freedom of each.
+        degrees: degrees of freedom of the two.
 
     Examples:
         Equal errors from equally many blocks: all degrees of both.

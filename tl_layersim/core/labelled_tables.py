@@ -1,4 +1,4 @@
-"""Labelled tables (xarray) of results and reports, and of many runs along one more dimension."""
+"""Labelled tables (xarray) of results and reports, and of several runs along a new dimension."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def report_table(report: Mapping[str, Any]) -> xarray.DataTree:
 
 @typed
 def stack(runs: Mapping[Any, Any], dim: str = "run") -> Any:
-    """One labelled table of many runs: of checkpoints, model sizes, seeds, or models with names.
+    """Combine several runs, such as checkpoints, model sizes or seeds, in one labelled table.
 
-    Runs whose sites differ have NaN where a run lacks a site. Sites keep the order of the model. The coordinate `x_depth` of an
-    axis of sites `x`, such as `layer_depth`, is the relative depth: 0 at the first residual layer of a run, 1 at the last. It
-    is over `dim` too if runs have different sites. Attributes that differ between runs are left out.
+    If the sites of the runs differ, a run has NaN at the sites that it lacks. Sites keep the order of the model. The coordinate
+    `x_depth` of an axis of sites `x`, such as `layer_depth`, is the relative depth: 0 at the first residual layer of a run, 1
+    at the last. It is over `dim` too if runs have different sites. Attributes that differ between runs are dropped.
 
     Args:
         runs: reports, or results of one analyzer, or their tables, by training step, size or name.
@@ -102,7 +102,7 @@ def stack(runs: Mapping[Any, Any], dim: str = "run") -> Any:
 
 
 def _table_of(run: Any) -> Any:
-    """The table of a report or of a result; a table as it is, but a node without further nodes as a dataset."""
+    """The table of a report or result. A table stays as it is, but a tree of one node becomes a dataset."""
     import xarray
 
     table = run.to_xarray() if hasattr(run, "to_xarray") else run
@@ -143,7 +143,7 @@ def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> 
 
 
 def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
-    """Warn of runs whose numbers differ because their options do."""
+    """Warn if the runs were measured with different options."""
     options = [json.loads(table.attrs.get("options", "{}")) for table in tables]
     different = [
         f"{key} ({', '.join(dict.fromkeys(brief(own.get(key)) for own in options))})"
@@ -155,14 +155,15 @@ def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
 
 
 def _provenance(result: Any) -> dict[str, str | int | float]:
-    """The provenance as text and numbers, which files of xarray can hold: JSON for options and versions."""
+    """The provenance as texts and numbers, because xarray files hold nothing else; options and versions become JSON."""
     held = {key: value for key, value in asdict(result.provenance).items() if value is not None}
     plain = {key: own if isinstance(own, str | int | float) else json.dumps(own, default=str) for key, own in held.items()}
     return {"result": type(result).__name__, **plain}
 
 
 def _depths(result: Any, axis: str) -> list[float]:
-    """The relative depth of each site along an axis: 0 for the first site of the model, 1 for the last; empty for no sites."""
+    """The relative depth of each site along an axis: 0 at the first site of the model, 1 at the last; empty if there are no
+    sites."""
     sites = result.coordinates("column") if axis == "column" else result.layers
     labels = result.coordinates(axis)
     if not in_depth_order(sites) or not all(label in sites for label in labels):

@@ -1,4 +1,4 @@
-"""Results and reports as notebooks show them; `reporting` writes the HTML when a notebook asks for it."""
+"""HTML of results and reports for notebooks, which `reporting` writes when a notebook shows them."""
 
 from __future__ import annotations
 

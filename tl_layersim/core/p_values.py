@@ -1,4 +1,4 @@
-"""p-values of a whole report in one table, adjusted for their number after Holm or Benjamini and Hochberg."""
+"""All p-values of a report in one table, corrected for multiple tests by Holm or Benjamini-Hochberg."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ P_VALUE, P_ADJUSTED = "p_value", "p_adjusted"
 
 
 def report_p_values(report: Mapping[str, Any], method: Correction) -> pandas.DataFrame:
-    """All p-values of a report, a line for each, adjusted over the report; see `Report.p_values`.
+    """All p-values of a report, one per line, corrected for the number of tests; see `Report.p_values`.
 
     Args:
         report: results by name.
-        method: of the adjustment.
+        method: method of correction.
     """
     tables = []
     for name, result in report.items():
@@ -56,13 +56,13 @@ def is_p_value_field(field: str) -> bool:
 
 
 def distinct_tests(result: Any, field: str) -> Tensor:
-    """Which entries of a field of p-values are tests of their own; none where the run had no permutations.
+    """Mask of the entries of a p-value field that are separate tests; none are if the run had no permutations.
 
-    Between layers of one model, a layer and itself are no pair, and two layers are one pair if the measure is symmetric.
+    For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.
 
     Args:
-        result: whose field.
-        field: its name.
+        result: the result that has the field.
+        field: name of the field.
     """
     p, axes = getattr(result, field), result.tensor_fields()[field]
     tested = torch.full_like(p, fill_value=not bool(p.isnan().all()), dtype=torch.bool)
@@ -75,10 +75,10 @@ def distinct_tests(result: Any, field: str) -> Tensor:
 
 
 def is_symmetric(values: Tensor) -> bool:
-    """Whether a tensor is a symmetric matrix, but for rounding.
+    """Whether a tensor is a symmetric matrix up to rounding.
 
     Args:
-        values: of any shape.
+        values: a tensor of any shape.
     """
     square = values.dim() == 2 and values.shape[0] == values.shape[1]
     largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
@@ -86,12 +86,12 @@ def is_symmetric(values: Tensor) -> bool:
 
 
 def adjusted(p: Tensor, method: Correction, symmetric: bool = False) -> Tensor:
-    """p-values adjusted for their number; NaN is no test.
+    """p-values corrected for multiple tests; NaN does not count as a test.
 
     Args:
-        p: of any shape.
+        p: p-values of any shape.
         method: "holm" (Holm 1979) or "fdr_bh" (Benjamini and Hochberg 1995).
-        symmetric: whether they are of a symmetric matrix, whose two halves count once.
+        symmetric: whether the p-values form a symmetric matrix, whose two halves count once.
 
     Examples:
         >>> adjusted(torch.tensor([0.01, 0.04, float("nan")]).double(), "holm")
@@ -101,10 +101,10 @@ def adjusted(p: Tensor, method: Correction, symmetric: bool = False) -> Tensor:
 
 
 def adjusted_together(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Tensor]:
-    """p-values of several fields, adjusted for the number of all of them; see `adjusted`.
+    """p-values of several fields, corrected together; see `adjusted`.
 
     Args:
-        each: p-values of a field, of any shape, and whether they are of a symmetric matrix.
+        each: for each field, its p-values, and whether they form a symmetric matrix.
         method: "holm" or "fdr_bh".
     """
     from statsmodels.stats.multitest import multipletests

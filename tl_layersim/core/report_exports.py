@@ -1,4 +1,4 @@
-"""What a report can be turned into: a table, files of other programs, numbers for a logger, a repository on the hub."""
+"""Exports of a report: tables, CSV, JSON, LaTeX and HTML files, numbers for loggers, and a repository on the hub."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LOGIN = "hf auth login, or set the variable HF_TOKEN to a token of https://huggi
 
 
 def is_hub_address(path: Any) -> bool:
-    """Whether a path is the address of a file on the hub.
+    """Whether a path is a hub address, hf://user/name.
 
     Args:
-        path: as it was given to `load`.
+        path: the argument of `load`.
     """
     return isinstance(path, str) and path.startswith(SCHEME)
 
@@ -46,7 +46,7 @@ def downloaded(address: str) -> Path:
     """Download a file from the hub into its cache, and return the path.
 
     Args:
-        address: hf://user/name[@revision][/file]; `report.safetensors` without a file.
+        address: hf://user/name[@revision][/file]; the default file is `report.safetensors`.
 
     Raises:
         LayersimError: the address is malformed; the repository, revision or file does not exist or cannot be read; or the hub
@@ -92,10 +92,10 @@ def push_report(report: Any, repo: str, private: bool | None, revision: str | No
 
 
 def card(report: Any, repo: str, revision: str | None = None) -> str:
-    """The card of the repository: what was measured on what, the headline numbers, and the call that reads the file.
+    """The repository's card: the models, the data, the headline numbers, and the call that reads the file.
 
     Args:
-        report: to be uploaded.
+        report: the report to upload.
         repo: "user/name".
         revision: branch; None for the main one.
     """
@@ -117,7 +117,7 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
 
 
 def _as_plain_text(value: Any) -> str:
-    """A value as Markdown that shows it in one line, without headings, links, HTML or cells of its own.
+    """Escape a value so that Markdown shows it as plain text in one line.
 
     Examples:
         >>> print(_as_plain_text("# [a](javascript:b) <script> layer_1 | 2"))
@@ -129,7 +129,7 @@ def _as_plain_text(value: Any) -> str:
 
 @contextmanager
 def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
-    """Context manager: translate errors of the hub into errors that say what to do."""
+    """A context manager that translates errors of the hub into a `LayersimError` with a remedy."""
     from huggingface_hub import constants
     from huggingface_hub import errors as hub
 
@@ -191,12 +191,12 @@ class ReportExports(Mapping[str, Any], ABC):
     """Abstract base of `Report`: its tables, files and headline numbers, and its repository on the Hugging Face hub."""
 
     def to_frame(self) -> pandas.DataFrame:
-        """One tidy table of all numbers of all results, with one line for each number.
+        """All numbers of all results in one tidy table, one line for each number.
 
         Columns `analyzer` (the key in the report) and `field`; one column for each axis that any field has, such as `layer`,
         `row_layer`, `column_layer`, `quantile` or `threshold`, which is NaN in lines of fields without this axis; and `value`.
-        After `intervals=True` also the ends `low` and `high` of the 95 % interval and the standard error `se`, NaN where a
-        field has none. Layers are ordered as in the model. Fields that the run did not measure are left out.
+        After `intervals=True` also the ends `low` and `high` of the 95 % interval and the standard error `se`, NaN if a field
+        has none. Layers are ordered as in the model. Fields that the run did not measure are left out.
 
         `result.to_frame()` is the wide table of one result, with a column for each field over the axes of its `values`.
 
@@ -211,7 +211,7 @@ class ReportExports(Mapping[str, Any], ABC):
         return tidy_table(self)
 
     def to_xarray(self) -> xarray.DataTree:
-        """The labelled tables of all results, see `Result.to_xarray`, with a node for each by its name.
+        """The labelled tables of all results in one tree, with a node for each result; see `Result.to_xarray`.
 
         `tl_layersim.stack` makes one table of many reports.
 
@@ -225,12 +225,12 @@ class ReportExports(Mapping[str, Any], ABC):
 
     @typed
     def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
-        """All p-values of the report in one table, adjusted for the number of tests in the whole report.
+        """All p-values of the report in one table, corrected for the number of tests in the whole report.
 
         These are the p-values of `permutations=`: the tensor fields whose names end in `p_value` or `p_values`. Columns
         `analyzer` and `field`; the labels of each axis as in `to_frame`; `p_value`, as it was measured; and `p_adjusted`. Each
-        test is one line. Between layers of one model, a layer and itself are no pair, and two layers are one pair if the
-        measure is symmetric. A p-value that is NaN stays NaN and does not count.
+        test is one line. For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers
+        once. A p-value that is NaN stays NaN and does not count.
 
         The smallest p-value of a run is 1 / (permutations + 1), so m tests need 20 m - 1 permutations for 0.05 after Holm.
 
@@ -257,8 +257,8 @@ class ReportExports(Mapping[str, Any], ABC):
         """One plotly figure with the first picture of each result, such as the heatmap of CKA beside the curve of a lens.
 
         Args:
-            width: as in `Result.plot`. In a column the panels are below one another.
-            title: above all panels; None for the model and the data, "" for none.
+            width: see `Result.plot`. With "column" the panels are stacked vertically.
+            title: title above all panels; None to show the model and the data, "" for no title.
 
         Raises:
             LayersimError: no result of the report has a picture.
@@ -272,7 +272,7 @@ class ReportExports(Mapping[str, Any], ABC):
         """Write the table of `to_frame` as CSV, without index; undefined numbers are empty.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
             OSError: the file cannot be written; an older file at `path` is unchanged.
@@ -305,7 +305,7 @@ class ReportExports(Mapping[str, Any], ABC):
         JSON has no NaN and no infinite numbers: they are null. `save` writes a file that `load` reads exactly.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
             OSError: the file cannot be written; an older file at `path` is unchanged.
@@ -340,18 +340,19 @@ class ReportExports(Mapping[str, Any], ABC):
         """Upload the report to the Hugging Face hub, where `tl_layersim.load("hf://user/name")` reads it.
 
         The repository holds `report.safetensors` (all numbers), `report.html` (the page), `report.csv` (the table, which the
-        hub shows and `datasets.load_dataset` reads) and a card with the provenance. It is one of type dataset, because it holds
-        numbers about a model and no weights. It is made if it does not exist, and becomes one commit richer.
+        hub shows and `datasets.load_dataset` reads) and a card with the provenance. Its type is dataset, because it holds
+        numbers about a model and no weights. It is created if it does not exist; each upload is one commit.
 
         The provenance is uploaded as it is, with the path of a model that was loaded from a folder.
 
         Args:
             repo: "user/name", or "name" in the own account.
-            private: whether a new repository is private. Default: as the account is set. With True, a repository that exists
-                and is public is refused.
-            revision: branch to upload to, made if it does not exist. Default: the main branch.
-            token: with write access. Default: that of `hf auth login` or of the variable HF_TOKEN. It is not written anywhere.
-            message: of the commit.
+            private: whether a new repository is private. Default: as the account is set. True raises an error if the repository
+                exists and is public.
+            revision: branch to upload to, created if it does not exist. Default: the main branch.
+            token: token with write access. Default: the token of `hf auth login` or of the variable HF_TOKEN. It is not written
+                anywhere.
+            message: text of the commit.
 
         Returns:
             The address of the repository's page.
@@ -368,7 +369,7 @@ class ReportExports(Mapping[str, Any], ABC):
         The page opens from disk without a network. It has about 5 MB, most of which is plotly.js.
 
         Args:
-            path: of the page.
+            path: path of the page.
         """
         from ..reporting.html import write_html
 

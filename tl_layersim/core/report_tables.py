@@ -1,4 +1,4 @@
-"""Tables of reports: all numbers of all results in one tidy table, as CSV and as JSON; headline numbers by short names."""
+"""Tables of reports: all numbers in one tidy table, written as CSV or JSON; headline numbers with short names."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ COLUMNS = {
 
 
 def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
-    """A table with one line for each entry of a tensor, in the order of its memory, and a column for each axis.
+    """A table of labels: one line for each entry of a tensor in memory order, one column for each axis.
 
     Args:
-        labels: along each axis, in order.
+        labels: for each axis, its labels in order.
     """
     import pandas
 
@@ -70,10 +70,10 @@ def tidy_table(report: Mapping[str, Any]) -> pandas.DataFrame:
 
 
 def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) -> pandas.DataFrame:
-    """Tables of fields below one another: names, then labels with those of sites first, then numbers.
+    """Concatenate the tables of fields. Columns: names, then labels with site labels first, then numbers.
 
     Args:
-        tables: with columns `field`, perhaps `analyzer`, and of labels and numbers.
+        tables: tables with the columns `field`, perhaps `analyzer`, labels and numbers.
         numbers: names of the columns of numbers; every table has the first.
     """
     import pandas
@@ -95,7 +95,7 @@ def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) ->
 
 
 def _tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
-    """The fields of a result, each as a table with equal names of the columns of numbers."""
+    """One table for each field of a result, with the same number columns."""
     tables = []
     for field, own in declarations(result).items():
         if bool(getattr(result, field).isnan().all()):
@@ -110,10 +110,10 @@ def _tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
 
 
 def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
-    """The numbers of a field by the names of `NUMBERS`: its values and, if the run has them, intervals and untrained models.
+    """The number columns of a field (`NUMBERS`): its values and, if the run has them, its intervals and untrained baseline.
 
     Args:
-        result: whose field.
+        result: the result that has the field.
         field: name of the attribute.
     """
     found = {"value": getattr(result, field)}
@@ -126,10 +126,10 @@ def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
 
 
 def merged_labels(lists: list[list[Any]]) -> list[Any]:
-    """The labels of all lists, those of a shorter list after their predecessors in it.
+    """Merge lists of labels into one list that keeps the order of each.
 
     Args:
-        lists: of labels, in order.
+        lists: lists of labels, in order.
 
     Examples:
         >>> merged_labels([["block 0", "block 1"], ["block 0", "block 1", "block 10"]])
@@ -151,7 +151,7 @@ def merged_labels(lists: list[list[Any]]) -> list[Any]:
 
 
 def write_csv(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the tidy table as CSV, whole or not at all.
+    """Write the tidy table as CSV atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -163,7 +163,7 @@ def write_csv(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
 
 
 def write_json(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the tidy table, the headline numbers and the provenance as JSON, whole or not at all.
+    """Write the tidy table, the headline numbers and the provenance as JSON atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -185,7 +185,7 @@ def write_json(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
 
 
 def _strict(value: Any) -> Any:
-    """Plain data without the numbers that JSON lacks: NaN and infinite numbers are None."""
+    """Replace NaN and infinite numbers, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {str(key): _strict(own) for key, own in value.items()}
     if isinstance(value, list | tuple):
@@ -196,7 +196,7 @@ def _strict(value: Any) -> Any:
 
 
 def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
-    """The headline numbers of all results by name of the result, a slash and a short name; see `Report.headline`.
+    """The headline numbers of all results, with keys "result/short_name"; see `Report.headline`.
 
     Args:
         report: results by name.
@@ -216,7 +216,7 @@ def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
-    """The headline numbers of all results as text, with half of their intervals; see `Report.to_latex`.
+    """The headline numbers of all results as a table of texts, with half their interval widths; see `Report.to_latex`.
 
     Args:
         report: results by name.
@@ -228,14 +228,14 @@ def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
 
 
 def field_table(result: Any, field: str) -> pandas.DataFrame:
-    """A field as text with half of its intervals: a line for each label of its first axis; see `Result.to_latex`.
+    """A field as a table of texts with half its interval widths, one line per label of the first axis; see `Result.to_latex`.
 
     Args:
-        result: whose field.
-        field: its name, of a field over one axis or two.
+        result: the result that has the field.
+        field: name of a field over one or two axes.
 
     Raises:
-        LayersimError: the field is over another number of axes.
+        LayersimError: the field has no axis, or more than two.
     """
     import pandas
 
@@ -258,8 +258,8 @@ def latex(table: pandas.DataFrame, labels: int) -> str:
     """A table of texts as LaTeX with the lines of the package booktabs, escaped.
 
     Args:
-        table: of texts.
-        labels: number of its first columns, which hold labels.
+        table: a table of texts.
+        labels: number of leading columns that hold labels.
     """
     text: str = table.to_latex(index=False, escape=True, column_format="l" * labels + "r" * (table.shape[1] - labels))
     return text.replace("±", r"$\pm$").replace("²", r"\textsuperscript{2}")
@@ -269,7 +269,7 @@ def markdown(table: pandas.DataFrame) -> str:
     """A table of texts as Markdown, escaped.
 
     Args:
-        table: of texts.
+        table: a table of texts.
     """
     marks = re.compile(r"([|*_<\\`])")
     escaped = table.map(lambda text: marks.sub(r"\\\1", text)).rename(columns=lambda text: marks.sub(r"\\\1", text))
@@ -278,7 +278,7 @@ def markdown(table: pandas.DataFrame) -> str:
 
 
 def _logger_name(text: str) -> str:
-    """A description as a name of lower-case letters, digits and _, which all loggers take.
+    """Convert a description to lower-case letters, digits and _, which all loggers accept.
 
     Examples:
         >>> _logger_name("COS(last but one, last)")

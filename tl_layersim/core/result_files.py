@@ -1,4 +1,4 @@
-"""Results and reports as the header and the tensors of a file.
+"""Conversion of results and reports to the header and tensors of a file, and back.
 
 The classes of results and reports are arguments here, because they themselves import this module.
 """
@@ -48,7 +48,7 @@ def _pack_alone(result: Any, nested: bool = True) -> tuple[dict[str, Any], dict[
 
     Args:
         result: a `Result`.
-        nested: whether to include its reports. Those of a replicate are the replicates of the reports' own results.
+        nested: whether to include the reports in its fields. For a replicate they are stored with these reports' own results.
     """
     values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in APART}
     reports = {name: pack_report(value) for name, value in values.items() if isinstance(value, Mapping) and _is_report(value)}
@@ -65,7 +65,7 @@ def _is_report(value: Mapping[str, Any]) -> bool:
 
 
 def pack_report(report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The headers of the results of a report, and their tensors.
+    """The header and the tensors of a report.
 
     Args:
         report: a `Report`.
@@ -79,8 +79,8 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
     """Read a result or a report from a file.
 
     Args:
-        path: of the file, or its address on the hub.
-        kinds: of files that are accepted: "result" or "report".
+        path: path of the file, or its address on the hub.
+        kinds: accepted kinds of file, "result" or "report".
         base: the class `Result`.
         report: the class `Report`.
 
@@ -140,12 +140,12 @@ def _unpack(
 
 
 def _of_number(report: Any, kind: str, number: int) -> Any:
-    """A report of the results without one block of the data, or of one untrained model."""
+    """The report without one block of the data, or of one untrained model."""
     return type(report)({name: getattr(result, kind)[number] for name, result in report.items()})
 
 
 def _refuse_other_shapes(cls: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse tensors that do not fit their axes by their names: type checks name the first field that contradicts another."""
+    """Raise an error that names the tensors whose shape does not fit their axes; type checks would name another field."""
     bare = object.__new__(cls)
     vars(bare).update(values)
     bare.refuse_other_shapes()

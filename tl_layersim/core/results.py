@@ -1,4 +1,4 @@
-"""Results: frozen tensors with named axes and their provenance, with tables, figures and files."""
+"""Results: frozen tensors with named axes and provenance, and their tables, figures and files."""
 
 from __future__ import annotations
 
@@ -50,14 +50,12 @@ class Result(ABC):
     `numpy.asarray(result)` is `values`. Results are equal only if they are the same object; compare `values` instead.
 
     Attributes:
-        layers: names of the residual layers; the input of block 0 first.
+        layers: names of the residual layers, starting with the input of block 0.
         provenance: the model, data, options and versions of the run.
         values: the main tensor.
-        replicates: the same result without each block of the data, from which intervals are computed; none without
-            `intervals=True`.
+        replicates: the same result without each block of the data, for intervals; empty without `intervals=True`.
         block_tokens: number of counted positions in each block.
-        untrained: the same result of models with fresh weights, one for each seed, on the same data; none without
-            `baseline="untrained"`.
+        untrained: the same result on models with fresh weights, one for each seed; empty without `baseline="untrained"`.
 
     Class attributes:
         - `values_name`: name of `values` in tables and figures.
@@ -77,7 +75,7 @@ class Result(ABC):
         self.refuse_other_shapes()
 
     def refuse_other_shapes(self) -> None:
-        """Refuse tensors that do not have one number for each label of their axes.
+        """Raise an error if the shape of a tensor does not match the labels of its axes.
 
         Raises:
             LayersimError: names the field.
@@ -110,10 +108,10 @@ class Result(ABC):
         return {name: own.axes for name, own in declarations(cls).items()}
 
     def declared(self, field: str = "values") -> Declaration:
-        """What `axes` declares of a field: its words, unit, title, caption and bounds.
+        """The declaration of a field: label, unit, title, caption and bounds.
 
         Args:
-            field: name of a tensor field, or that of `values` in tables.
+            field: name of a tensor field, or the name of `values` in tables.
 
         Raises:
             LayersimError: the result has no such field.
@@ -122,7 +120,7 @@ class Result(ABC):
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """The figures that a report shows: of the fields with a caption, else of `values`."""
+        """The figures that a report shows: one for each field with a caption, or `values` if no field has one."""
         declared = declarations(self)
         shown = [name for name, own in declared.items() if own.caption] or ["values"]
         return tuple(
@@ -136,7 +134,7 @@ class Result(ABC):
         """The labels along an axis.
 
         Args:
-            axis: its name, as in `axes(...)`.
+            axis: name of the axis, as in `axes(...)`.
         """
         if axis in ("row", "residual"):
             return self.layers
@@ -155,8 +153,7 @@ class Result(ABC):
         `baseline="untrained"`, the mean over untrained models is in `x_untrained`.
 
         Args:
-            field: name of a tensor field, which is the only one in the table. None for `values` and all fields over the same
-                axes that were measured.
+            field: name of the only tensor field in the table; None for `values` and all measured fields over the same axes.
 
         Raises:
             LayersimError: the result has no such field.
@@ -172,7 +169,7 @@ class Result(ABC):
         return table
 
     def to_xarray(self) -> xarray.Dataset:
-        """A labelled table of all fields that were measured, with a variable for each.
+        """A labelled table of all measured fields, with one variable for each.
 
         Dimensions are the axes of the fields, such as `layer`, with their labels as coordinates; `layer_depth` is the relative
         depth of the sites along `layer`, 0 at the first residual layer and 1 at the last. Variables have the attributes
@@ -193,7 +190,7 @@ class Result(ABC):
 
     @typed
     def to_latex(self, field: str = "values") -> str:
-        """A field as a LaTeX table, a line for each label of its first axis, with half of the 95 % intervals if it has them.
+        """A field as a LaTeX table, one line for each label of its first axis, with ± half the 95 % interval if it has one.
 
         It uses the package booktabs.
 
@@ -207,7 +204,7 @@ class Result(ABC):
 
     @typed
     def to_markdown(self, field: str = "values") -> str:
-        """A field as a Markdown table, as `to_latex`.
+        """A field as a Markdown table, with the same cells as `to_latex`.
 
         Args:
             field: name of a tensor field over one axis or two.
@@ -223,11 +220,11 @@ class Result(ABC):
         `figure.write_image("figure.pdf")` writes it as PDF, SVG or PNG, with the extra `png` (kaleido).
 
         Args:
-            field: name of a tensor field; "untrained x" for the mean of field x over untrained models. By default that of the
-                first figure of a report.
+            field: name of a tensor field; "untrained x" for the mean of field x over untrained models. Default: the field of
+                the first figure in a report.
             width: None for the screen; for papers "column" (3.25 inches) or "text" (6.75 inches), with letters of 8 to 9 points
                 and without the line below the title, whose words belong in the caption.
-            title: None for that of the field, "" for none.
+            title: title of the figure; None for the field's title, "" for no title.
 
         Raises:
             LayersimError: the result has no such field, the run did not measure it, or it has more than two axes.
@@ -244,24 +241,24 @@ class Result(ABC):
         return figure(self, field, width, title)
 
     def with_halves(self, first: Any, second: Any) -> Any:
-        """The result with its reliability over two halves of the data; the same result if its class has no such field.
+        """The result with its split-half reliability; unchanged if its class has no such field.
 
         Args:
-            first: of odd blocks.
-            second: of even blocks.
+            first: the result on the odd blocks.
+            second: the result on the even blocks.
         """
         return self
 
     def with_twins(self, twins: Sequence[Any]) -> Any:
-        """The result with those of untrained models, which `plot`, `to_frame` and `print` show beside it.
+        """The result with the results of untrained models, which `plot`, `to_frame` and `print` show beside it.
 
         Args:
-            twins: the same result of models with fresh weights, one for each seed.
+            twins: the same result on models with fresh weights, one for each seed.
         """
         return replace(self, untrained=tuple(twins))
 
     def of_untrained(self, field: str) -> Tensor | None:
-        """A field of the untrained models, `seed ...`; None without them, or if its shape depends on the model.
+        """A field on the untrained models, `seed ...`; None without such models, or if its shape depends on the model.
 
         Args:
             field: name of the attribute.
@@ -272,7 +269,7 @@ class Result(ABC):
 
     @property
     def has_intervals(self) -> bool:
-        """Whether the run kept blocks of its sums, `intervals=True`."""
+        """Whether the run had `intervals=True`."""
         return bool(self.block_tokens)
 
     @typed
@@ -288,11 +285,11 @@ class Result(ABC):
         Args:
             what: name of a tensor field; or a function that takes the result and returns a number or a tensor, such as
                 `lambda result: result.distance()`. Of counts it should return a fraction: without a block there are fewer.
-            level: of confidence.
+            level: confidence level.
 
         Returns:
-            `value`, `low`, `high` and the standard `error`, float64 tensors in the shape of the field. NaN where the value, or
-            the value without one of the blocks, is not finite; and for a single block.
+            `value`, `low`, `high` and the standard `error`, float64 tensors in the shape of the field. NaN if the value, or the
+            value without one of the blocks, is not finite; and for a single block.
 
         Raises:
             LayersimError: the run kept no blocks, or the shape of the field differs from block to block.
@@ -312,11 +309,11 @@ class Result(ABC):
 
     @property
     def in_depth_order(self) -> bool:
-        """Whether the sites are layers one after another, so that there is a first, a middle and a last one; not of heads."""
+        """Whether the sites are consecutive layers, with a first, a middle and a last one; False for heads."""
         return in_depth_order(self.layers) and in_depth_order(self.coordinates("column"))
 
     def headline(self) -> dict[str, float]:
-        """The numbers that a summary shows, by description: `values` at its ends, or their mean, and all single numbers."""
+        """The numbers of the summary, by description: `values` at the first and last layer or their mean, and all scalars."""
         declared = declarations(self)
         own, label = self.values, declared["values"].label
         labels = self.coordinates(declared["values"].axes[0]) if own.dim() == 1 else ()
@@ -330,7 +327,7 @@ class Result(ABC):
         return {name: float(value) for name, value in numbers.items() if not bool(value.isnan())}
 
     def finding(self) -> str:
-        """One sentence with the main numbers, for the top of a report; if empty, the report writes one of its own."""
+        """One sentence with the main numbers, for the top of a report; if it is empty, the report writes a default sentence."""
         return ""
 
     def baselines(self, field: str) -> dict[str, float]:
@@ -338,11 +335,12 @@ class Result(ABC):
         return {}
 
     def measured_on(self, field: str) -> str:
-        """Number and kind of the samples of a field, as its figure names them; empty for the tokens or rows of the run."""
+        """Number and kind of a field's samples for its figure, such as "40 queries"; empty if they are the run's tokens or
+        rows."""
         return ""
 
     def first_layer(self) -> str:
-        """The first site in words: "embedding", the input of a later block or of a module, or the name of another site."""
+        """The first site in words, such as "embedding" or the input of a block."""
         first = self.layers[0]
         if first.endswith("blocks.0.hook_resid_pre"):
             return "embedding"
@@ -354,7 +352,7 @@ class Result(ABC):
         """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         header, tensors = pack(self)
         return write_file(path, "result", header, tensors)
@@ -363,13 +361,13 @@ class Result(ABC):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerMatrix(Result):
-    """A number for each pair of residual layers, of one model or of two.
+    """One number for each pair of residual layers, of one or two models.
 
     Analyzers extend this class with further fields.
 
     Attributes:
-        values: `row column`; `values[i, j]` is of `layers[i]` of the first model and `column_layers[j]` of the second.
-        column_layers: residual layers of the second model, or of the first again.
+        values: `row column`; `values[i, j]` compares `layers[i]` of the first model with `column_layers[j]` of the second.
+        column_layers: residual layers of the second model; of the same model if there is only one.
     """
 
     file_kind: ClassVar[str] = "layer_matrix"
@@ -386,10 +384,10 @@ class LayerMatrix(Result):
         return {name: float(value) for name, value in ends.items() if not bool(value.isnan())}
 
     def sites_headline(self, measure: str) -> dict[str, float]:
-        """The mean over pairs of different sites of one model, for the headline of sites that are not in order of depth.
+        """The headline for sites without an order by depth: the mean over pairs of different sites of one model.
 
         Args:
-            measure: its name.
+            measure: name of the measure.
         """
         different = ~torch.eye(len(self.layers), dtype=torch.bool)
         if self.layers != self.column_layers or " | " in self.provenance.model or not bool(different.any()):
@@ -400,7 +398,7 @@ class LayerMatrix(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerCurve(Result):
-    """A number for each residual layer, the input of block 0 first. Analyzers extend this class with further fields.
+    """One number for each residual layer, starting with the input of block 0. Analyzers extend this class with further fields.
 
     Attributes:
         values: `residual`.
@@ -414,7 +412,7 @@ class Report(ReportExports):
     """The results of one run, by name of the analyzer.
 
     Args:
-        results: by name.
+        results: results by name.
 
     Examples:
         >>> report = Report({})
@@ -453,7 +451,7 @@ class Report(ReportExports):
         """Write all results to one safetensors file, without pickle.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         headers, tensors = pack_report(self)
         return write_file(path, "report", {"results": headers}, tensors)
@@ -463,7 +461,7 @@ class Report(ReportExports):
         """Read a report that `save` wrote.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         return load_kind(path, ("report",), Result, Report)  # type: ignore[no-any-return]  # of this kind
 
@@ -473,8 +471,8 @@ def load(path: str | os.PathLike[str]) -> Any:
     """Read a `Result` or a `Report` from the file that its `save` wrote, on disk or on the Hugging Face hub.
 
     Args:
-        path: of the file; or hf://user/name for the report that `push_to_hub` uploaded, hf://user/name/file.safetensors for
-            another file of a repository of type dataset, hf://user/name@revision for a branch, tag or commit.
+        path: path of the file; or hf://user/name for the report that `push_to_hub` uploaded, hf://user/name/file.safetensors
+            for another file of a repository of type dataset, hf://user/name@revision for a branch, tag or commit.
 
     Raises:
         FileNotFoundError: the file does not exist.

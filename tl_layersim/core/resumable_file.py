@@ -1,7 +1,7 @@
 """Resumable files: the state of an interrupted run on disk, from which the same call continues with the same numbers.
 
 Analyses, stitches, trainings and runs on servers keep their state in such files. This module writes and reads them, compares
-identities, spaces out saves, and says where to resume; what the state consists of is known to the caller alone.
+identities, spaces out saves, and says where to resume; only the caller knows the content of the state.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ CONTENTS = {
 
 
 def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity as it reads back from a file, where tuples are lists.
+    """An identity as JSON gives it back from a file: tuples become lists.
 
     Args:
-        identity: of a run.
+        identity: identity of a run.
     """
     found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return found
 
 
 def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
-    """Refuse a file that another call has written.
+    """Raise an error if the file was written by another call.
 
     Args:
-        path: of the file.
-        identity: of this run.
+        path: path of the file.
+        identity: identity of this run.
         found: the identity in the file.
 
     Raises:
-        LayersimError: the identities differ; the message shows the entries that do.
+        LayersimError: the identities differ; the message shows the differing entries.
     """
     if identity != found:
         now, then = _differences(identity, found)
@@ -69,10 +69,10 @@ class ResumableFile:
     Its header holds the identity of the run and named notes; beside it are named tensors.
 
     Args:
-        path: of the file; None keeps nothing.
-        kind: of file, a key of `CONTENTS`.
+        path: path of the file; None keeps nothing.
+        kind: kind of file, a key of `CONTENTS`.
         identity: model, data and settings of the run; None for a file without identity, which any call may read.
-        refuse: compares the identity of this run with that of the file, and raises where the file belongs to another run.
+        refuse: takes the identity of this run and the identity in the file, and raises an error if they differ.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class ResumableFile:
         self._next = time.monotonic() + SECONDS_BETWEEN_SAVES
 
     def resume(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T | None:
-        """Read the state of the run; None where no file exists yet."""
+        """Read the state of the run; None if no file exists yet."""
         return None if self.path is None or not self.path.exists() else self.read(parse)
 
     def read(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T:
         """Read the state of the run from its file.
 
         Args:
-            parse: makes it of the notes and tensors that were written. What it raises where something is missing or of another
-                type becomes a refusal of the file.
+            parse: makes the state from the notes and tensors in the file. An exception that it raises becomes a `LayersimError`
+                that names the file.
 
         Raises:
             FileNotFoundError: no such file exists.
@@ -110,11 +110,11 @@ class ResumableFile:
             return parse(header, tensors)
 
     def parsing(self) -> AbstractContextManager[None]:
-        """A context that turns exceptions caused by a malformed state into an error that names the file."""
+        """A context manager that turns exceptions of a malformed state into an error that names the file."""
         return reading(str(self.path), *CONTENTS[self._kind])
 
     def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write a state atomically; return False if there is no path.
+        """Write the state atomically; return False if there is no path.
 
         Raises:
             OSError: the file cannot be written; an older one is untouched.
@@ -131,7 +131,8 @@ class ResumableFile:
         return True
 
     def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write a state and return whether it was written; a failed write only warns, as the results are still in memory."""
+        """Write the state and return whether it was written. A failed write only warns, because the results are still in
+        memory."""
         try:
             return self.write(notes, tensors)
         except OSError as error:
@@ -140,17 +141,17 @@ class ResumableFile:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed since the last save for another one."""
+        """Whether enough time has passed since the last save."""
         return self.path is not None and time.monotonic() > self._next
 
     @contextmanager
     def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
-        """A context that saves the state if the block ends with an exception, Ctrl-C included.
+        """A context manager that saves the state if its block raises an exception, Ctrl-C included.
 
         The exception gets a note of where the run can be resumed, or of why it cannot.
 
         Args:
-            snapshot: the state at that moment; None where it cannot be kept.
+            snapshot: the state at that moment; None if it cannot be kept.
             kept: subject and verb of the note, such as "The sums of 1024 tokens are".
         """
         try:
@@ -166,7 +167,7 @@ class ResumableFile:
 
 
 def _differences(now: Any, then: Any) -> tuple[str, str]:
-    """The entries in which two identities differ, as text for each."""
+    """The entries in which two identities differ, as one text for each identity."""
     if isinstance(now, dict) and isinstance(then, dict):
         keys = [key for key in now | then if now.get(key) != then.get(key)]
         parts = [_differences(now.get(key), then.get(key)) for key in keys]

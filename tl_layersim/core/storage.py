@@ -24,11 +24,11 @@ from .wording import brief
 
 
 def refuse_other_types(cls: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse values that do not have the declared types, items of tuples and mappings included.
+    """Raise an error if a value, or an item of a tuple or mapping, does not have the declared type.
 
     Args:
         cls: the dataclass.
-        values: by field.
+        values: values by field.
 
     Raises:
         TypeError: names the field.
@@ -98,10 +98,10 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
     """Write one file with its checksum; an interrupted write leaves the old file unchanged.
 
     Args:
-        path: of the file.
-        kind: of the file, such as "result" or "checkpoint".
+        path: path of the file.
+        kind: kind of the file, such as "result" or "checkpoint".
         header: plain data, stored as JSON.
-        tensors: by name.
+        tensors: tensors by name.
 
     Raises:
         OSError: the file cannot be written (missing folder, full disk); an older file at `path` is unchanged.
@@ -129,7 +129,7 @@ def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
     Args:
         text: the header.
-        tensors: by name.
+        tensors: tensors by name.
     """
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
@@ -145,11 +145,11 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of parts of a file, whose keys are the name of the part, a slash and the tensor's own name.
+    """Split the tensors of a file, with keys "part/name", by part.
 
     Args:
-        names: of the parts.
-        tensors: of the file.
+        names: names of the parts.
+        tensors: tensors of the file.
 
     Raises:
         KeyError: a tensor belongs to no part.
@@ -163,13 +163,13 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Context manager: an empty file that replaces `path` atomically when the block ends without an error.
+    """A context manager: an empty file that replaces `path` atomically if the block ends without an error.
 
-    Where the system supports it, the file has no name until it is complete, so a killed process leaves nothing behind. A link
-    at `path` is replaced; its target is not written to.
+    If the system supports it, the file has no name until it is complete, so a killed process leaves nothing behind. A link at
+    `path` is replaced; its target is not written to.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         OSError: the file cannot be written; an older file at `path` is unchanged.
@@ -208,7 +208,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Context manager: a temporary folder for the files of a model, which move to `folder` when the block ends.
+    """A context manager: a temporary folder for the files of a model, which are moved to `folder` when the block ends.
 
     Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
     `folder` is unchanged.
@@ -248,7 +248,7 @@ def _new_file(temporary: Path) -> tuple[int, bool]:
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether `path` is free, a file or a link; a device such as /dev/null must not be replaced."""
+    """Whether `path` may be replaced: it is free, a file or a link, and not a device such as /dev/null."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -268,10 +268,10 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> None:
-    """Refuse a path that cannot be written to, before a run begins.
+    """Raise an error if a path cannot be written to, before a run begins.
 
     Args:
-        path: of the file; None is accepted.
+        path: path of the file; None is accepted.
         argument: name of the argument that holds the path, for messages.
 
     Raises:
@@ -286,7 +286,7 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:
-    """Refuse a folder that cannot be written to, before a run begins.
+    """Raise an error if a folder cannot be written to, before a run begins.
 
     Args:
         folder: the folder.
@@ -310,10 +310,10 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
 
 
 def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read header and tensors of a file.
+    """Read the header and the tensors of a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         kinds: the kinds of file that are accepted.
 
     Raises:
@@ -363,10 +363,10 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
 
 @contextmanager
 def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
-    """Context manager: translate the exceptions of a malformed file into a `LayersimError` that names the file.
+    """A context manager that translates exceptions of a malformed file into a `LayersimError` that names the file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         what: the expected content, such as "a whole checkpoint".
         do: the remedy.
 

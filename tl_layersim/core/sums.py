@@ -1,8 +1,8 @@
-"""Sums over batches, the only state of a run: their addition in one order, their blocks, and the progress of a pass.
+"""Sums over batches, the only state of a run: their reproducible addition, blocks for intervals, and the progress of a pass.
 
-A request to a server may sum one batch or sixty-four, an interrupted run continues in the middle, and the shards of a run begin
-at any batch. Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are
-therefore added as in a binary counter: the first to the second, the third to the fourth, then these two sums, and so on.
+A request to a server may sum 1 or 64 batches, an interrupted run continues in the middle, and a shard may begin at any batch.
+Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as
+in a binary counter: the first to the second, the third to the fourth, then these two sums, and so on.
 
 The functions of pairwise summation are serialised by value and run on servers too.
 """
@@ -26,20 +26,20 @@ SIZES = "sizes of "
 
 
 def analyzer_of(name: str) -> str:
-    """The analyzer of a kernel.
+    """Name of the analyzer that a kernel belongs to.
 
     Args:
-        name: of the kernel, the name of the analyzer with `POOL` or `SIZES` before it or none.
+        name: name of the kernel: the name of the analyzer, possibly after `POOL` or `SIZES`.
     """
     return name.removeprefix(POOL).removeprefix(SIZES)
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over rows: named tensors on the CPU that are added field by field, integers as int64, other numbers as float64.
+    """Sums over rows: named CPU tensors that are added field by field, integers as int64 and other numbers as float64.
 
-    `Sums()` is the neutral element, and a field that only one of two sums has is unchanged. Batches, machines, ranks and
-    resumed runs are all merged by `a + b`.
+    `Sums()` is zero, and a field that only one of two sums has is kept. Batches, machines, ranks and resumed runs are all
+    merged by `a + b`.
 
     Examples:
         >>> a = Sums.of({"count": torch.tensor(2), "total": torch.tensor([1.0, 2.0])})
@@ -77,13 +77,13 @@ class Sums:
         return Sums({**self.fields, **other.fields, **both})
 
     def refuse_others(self, other: Sums) -> None:
-        """Refuse sums that cannot be added to these.
+        """Raise an error if `other` cannot be added to these sums.
 
         Args:
-            other: the sums.
+            other: other sums.
 
         Raises:
-            ValueError: they have other shapes.
+            ValueError: the shapes differ.
         """
         for name in self.fields.keys() & other.fields.keys():
             value = self.fields[name]
@@ -99,11 +99,11 @@ class Sums:
 
 
 def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
-    """All sums of an analyzer, those over pools of rows included.
+    """All sums of an analyzer, including sums over pools of rows.
 
     Args:
-        sums: by analyzer.
-        name: of the analyzer.
+        sums: sums by analyzer.
+        name: name of the analyzer.
     """
     pools = sums.get(POOL + name, Sums())
     return Sums({**sums.get(name, Sums()).fields, **pools.fields})
@@ -123,9 +123,9 @@ class DataBlock:
     """Sums of consecutive rows.
 
     Attributes:
-        rows: number of the rows; the last block of the data may count rows that are not there.
+        rows: number of rows; the last block of the data may count rows that do not exist.
         tokens: number of their counted positions.
-        sums: by analyzer.
+        sums: sums by analyzer.
     """
 
     rows: int
@@ -138,11 +138,11 @@ class DataBlock:
 
 
 def rows_in_block(index: int, first: int) -> int:
-    """The number of rows in a block when the row of this number comes; it doubles whenever there are `MOST_BLOCKS`.
+    """The number of rows per block when row `index` is added; it doubles whenever there are `MOST_BLOCKS` blocks.
 
     Args:
-        index: number of the row.
-        first: number of rows in a block at the start.
+        index: index of the row.
+        first: number of rows per block at the start.
 
     Examples:
         >>> [rows_in_block(index, 1) for index in (0, 31, 32, 63, 64, 128)]
@@ -155,10 +155,10 @@ def rows_in_block(index: int, first: int) -> int:
 
 
 def first_block_size(rows: int | None) -> int:
-    """The number of rows in a block of data with so many rows: a power of two that gives 16 to 32 blocks.
+    """The number of rows per block for data of a known size: a power of two that gives 16 to 32 blocks.
 
     Args:
-        rows: number of rows in the data; None if it is not known, so that blocks begin with one row.
+        rows: number of rows in the data; None if unknown, which gives 1.
 
     Examples:
         >>> [first_block_size(rows) for rows in (None, 10, 16, 31, 32, 1000)]
@@ -181,15 +181,15 @@ def push(
     start: int = 0,
     most: int | None = None,
 ) -> None:
-    """Put the sum of the next terms onto a stack, and add neighbouring sums that have one parent in the tree over all terms.
+    """Push the sum of the next terms onto a stack, and add neighbouring sums that have a common parent in the binary tree.
 
     Args:
         stack: number of terms and sum of each group so far, changed in place.
         count: number of terms in `value`, a power of two.
         value: their sum.
         add: adds two sums.
-        start: number of terms before those on the stack; `count` divides the number of the first term in `value`.
-        most: number of terms in a group at most, a power of two; None for any number.
+        start: number of terms before the stack; the index of the first term in `value` must be divisible by `count`.
+        most: largest number of terms in a group, a power of two; None for no limit.
 
     Examples:
         >>> stack = []
@@ -214,10 +214,10 @@ def push(
 
 
 def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Term:
-    """The sum of all groups on a stack, added from its end.
+    """The sum of all groups on a stack, added from the end.
 
     Args:
-        stack: as `push` leaves it; not empty.
+        stack: a stack that `push` has filled.
         add: adds two sums.
 
     Examples:
@@ -231,10 +231,10 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
 
 
 def next_size(index: int, most: int) -> int:
-    """The number of terms that a request may sum without changing the order of additions: a power of two.
+    """The largest number of terms that one request may sum without changing the order of additions: a power of two.
 
     Args:
-        index: number of the request's first term; the result divides it.
+        index: index of the request's first term, a multiple of the result.
         most: upper limit.
 
     Examples:
@@ -248,12 +248,12 @@ def next_size(index: int, most: int) -> int:
 
 
 def most_nodes(leaves: int, intervals: bool) -> int:
-    """The number of nodes that a run holds at most, the sums of a leaf that is to be added included.
+    """The largest number of nodes that a run holds, including the leaf that is added next.
 
     Args:
         leaves: number of leaves, the groups of rows whose sums are added.
-        intervals: whether blocks are kept, at first of one leaf each. Runs on servers and shards count the rows beforehand,
-            begin with larger blocks, and hold no more.
+        intervals: whether blocks are kept, at first of one leaf each. Runs on servers and shards count the rows beforehand and
+            begin with larger blocks, but hold no more nodes.
 
     Examples:
         >>> [most_nodes(leaves, False) for leaves in (1, 2, 3, 4, 1000)]
@@ -274,15 +274,15 @@ def most_nodes(leaves: int, intervals: bool) -> int:
 class SumTree:
     """Sums of consecutive rows as nodes of a binary tree over all rows of the data (`pairwise_summation`).
 
-    A node holds the sums of `2 ** k` rows, of which the first has a number that `2 ** k` divides. Two nodes below one parent
-    are added as soon as both are there. The sums of all data therefore depend on the number of rows alone: trees over parts
-    of the data, joined in order, equal the tree of a single run to the last bit.
+    A node holds the sums of `2 ** k` rows; the index of the first is a multiple of `2 ** k`. Two nodes with a common parent are
+    added as soon as both exist. The sums of all data therefore depend on the number of rows alone: trees over parts of the
+    data, joined in order, equal the tree of a single run to the last bit.
 
     Attributes:
         size: number of rows in a block whose sums are kept for intervals, a power of two. It doubles whenever there are
             `MOST_BLOCKS` blocks. None to keep no blocks: nodes are added as far as possible.
-        start: number of rows of the data before these.
-        nodes: in the order of the data.
+        start: number of rows of the data before this tree.
+        nodes: the nodes, in the order of the data.
 
     Examples:
         >>> def rows(*values, start=0):
@@ -304,20 +304,20 @@ class SumTree:
 
     @property
     def rows(self) -> int:
-        """Number of rows whose sums it holds."""
+        """Number of rows in the tree."""
         return sum(node.rows for node in self.nodes)
 
     @property
     def end(self) -> int:
-        """Number of rows of the data up to and including these."""
+        """Index of the row after the last one in the tree."""
         return self.start + self.rows
 
     def add(self, more: DataBlock) -> SumTree:
         """The tree with the sums of the next rows.
 
         Args:
-            more: sums of one row, or of a power of two of rows that were added in pairs and whose first has a number that
-                this power divides; of one block at most.
+            more: sums of 2^k rows that were added in pairs; the index of the first row is a multiple of 2^k, and all rows lie
+                in one block.
         """
         stack = [(node.rows, node) for node in self.nodes]
         push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
@@ -327,13 +327,13 @@ class SumTree:
         return tree.coarser(2 * self.size)
 
     def join(self, later: SumTree) -> SumTree:
-        """The tree of these rows and of those that follow.
+        """Join this tree with the tree of the rows that follow.
 
         Args:
-            later: its first row follows the last of this tree; with or without blocks as this one.
+            later: a tree that starts where this tree ends, with blocks if this tree has blocks.
 
         Raises:
-            ValueError: it begins elsewhere.
+            ValueError: `later` starts elsewhere.
         """
         if later.start != self.end or (self.size is None) != (later.size is None):
             raise ValueError(f"a tree that ends at row {self.end} cannot be joined with one that begins at {later.start}")
@@ -343,7 +343,7 @@ class SumTree:
         return tree
 
     def coarser(self, size: int) -> SumTree:
-        """The tree with blocks of a multiple of the size, a power of two; itself if its blocks are no smaller."""
+        """The tree with larger blocks; the same tree if its blocks are large enough."""
         if self.size is None or self.size >= size:
             return self
         tree = SumTree(size, self.start)
@@ -354,13 +354,13 @@ class SumTree:
         return tree
 
     def blocks(self) -> tuple[DataBlock, ...]:
-        """All blocks in the order of the data, the last one included where it is not complete; the tree begins at row 0."""
+        """All blocks in the order of the data, including an incomplete last block; the tree must start at row 0."""
         whole = [node for node in self.nodes if node.rows == self.size]
         rest = [(node.rows, node) for node in self.nodes[len(whole) :]]
         return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
 
     def total(self) -> DataBlock:
-        """The sums of all its rows; a block without sums if there is none."""
+        """The sums of all rows; a block without sums if there are none."""
         stack: list[tuple[int, DataBlock]] = []
         for node in self.nodes:
             push(stack, node.rows, node, DataBlock.__add__, self.start)
@@ -369,16 +369,16 @@ class SumTree:
 
 @dataclass(frozen=True)
 class Tally:
-    """The progress of one pass over the data, and the sums of its batches.
+    """Progress and sums of one pass over the data.
 
     Attributes:
-        batches: number of batches read, those of other ranks and shards included.
-        sequences: rows in them.
-        tokens: counted positions in them.
-        digest: SHA-256 of their rows.
+        batches: number of batches read, including batches of other ranks and shards.
+        sequences: number of rows in these batches.
+        tokens: number of counted positions in these batches.
+        digest: SHA-256 of these rows.
         seconds: wall time.
-        done: whether the data ended.
-        tree: the sums of the batches on which the model of this process ran.
+        done: whether the pass has reached the end of the data.
+        tree: the sums of the batches that this process ran.
     """
 
     batches: int = 0
@@ -393,7 +393,7 @@ class Tally:
         """The sums of all rows, by name of the kernel.
 
         Args:
-            names: of the kernels.
+            names: names of the kernels.
         """
         total = self.tree.total().sums
         return {name: total.get(name, Sums()) for name in names}
@@ -405,13 +405,13 @@ def need_memory(sums: str, need: float, limit: float, instead: str = "") -> None
     A plain function: kernels that call it are serialised by value and also run on a server.
 
     Args:
-        sums: what needs the memory, in the plural, for the message.
-        need: in GB.
-        limit: `max_memory_gb`.
-        instead: what needs less, as a sentence.
+        sums: name of the sums, a plural noun, for the message.
+        need: memory of the sums in GB.
+        limit: value of `max_memory_gb`.
+        instead: remedy, as a sentence.
 
     Raises:
-        LayersimError: the sums need more.
+        LayersimError: the sums need more memory than `limit`.
     """
     if not need <= limit:
         raise LayersimError(f"{sums} take {need:.3g} GB; `max_memory_gb` is {limit:g}. {instead}".rstrip())

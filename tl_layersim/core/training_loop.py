@@ -1,4 +1,4 @@
-"""The training loop: steps in a shuffled order, the progress bar, saves, interrupts, and a training that diverges.
+"""The training loop: shuffled steps, progress bar, saves, interrupts and divergence.
 
 Fine-tunes, stitches and adapters of frozen models are trained by this loop. `TrainingSteps` are steps of any kind, and
 `Descent` the steps of a torch optimiser.
@@ -21,13 +21,13 @@ from .resumable_file import ResumableFile, Snapshot
 
 
 class Shuffle:
-    """All rows in a random order, in another one each epoch.
+    """The rows in random order, shuffled anew in each epoch.
 
-    The order is a function of the seed and the epoch, so that a resumed training needs nothing but the number of its step.
+    The order depends only on the seed and the epoch, so a resumed training needs only its step.
 
     Args:
         count: number of rows.
-        seed: of the orders.
+        seed: seed of the random order.
 
     Examples:
         >>> shuffle = Shuffle(3, seed=0)
@@ -52,10 +52,10 @@ class TrainingSteps(ABC):
     """The steps of a training and its state, as the training loop drives them.
 
     Attributes:
-        title: of the progress bar.
+        title: title of the progress bar.
         steps: number of steps of the whole training.
-        leads: whether this process shows the bar and writes the file; one of several does.
-        nested: whether the bar disappears at the end, since it stands below another one.
+        leads: whether this process shows the bar and writes the file. It is True in one process.
+        nested: whether the bar is below another one and disappears at the end.
     """
 
     title: str
@@ -66,15 +66,15 @@ class TrainingSteps(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Number of steps made, those before an interrupt included."""
+        """Number of completed steps, including steps before an interrupt."""
 
     @abstractmethod
     def compute(self) -> Sequence[float]:
-        """Compute the losses of the next steps (usually one) and what `apply` needs; the state to be saved does not change."""
+        """Compute the losses and gradients of the next steps (usually one), without changing the state that is saved."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Make the steps whose losses were computed."""
+        """Take the steps whose losses were computed."""
 
     @abstractmethod
     def snapshot(self) -> Snapshot | None:
@@ -82,10 +82,10 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def on_divergence(self, losses: Sequence[float]) -> None:
-        """Handle divergence: raise, or record that the training ends here; the steps are not applied.
+        """Handle divergence: raise an error, or end the training here. The diverged steps are not applied.
 
         Args:
-            losses: of which `diverges` was true.
+            losses: the losses that diverged.
         """
 
     def diverges(self, losses: Sequence[float]) -> bool:
@@ -93,7 +93,7 @@ class TrainingSteps(ABC):
         return not all(math.isfinite(loss) for loss in losses)
 
     def running(self, bar: Any) -> AbstractContextManager[object]:
-        """A context around all steps.
+        """A context manager around all steps.
 
         Args:
             bar: the progress bar, which may show more than `status`.
@@ -105,11 +105,11 @@ class TrainingSteps(ABC):
         return ""
 
     def finish(self) -> None:  # noqa: B027 (most trainings end with their last step)
-        """Called after the last step; an interrupt during this call still saves the state."""
+        """Finish the training after the last step. An interrupt during this call still saves the state."""
 
 
 class DescentSettings(Protocol):
-    """The settings of a descent."""
+    """Settings of a `Descent`."""
 
     @property
     def steps(self) -> int: ...
@@ -121,18 +121,18 @@ class DescentSettings(Protocol):
 
 
 class Descent(TrainingSteps):
-    """The steps of a torch optimiser: gradients are clipped, the learning rate follows the step, and the state can be saved.
+    """Training steps of a torch optimiser, with gradient clipping, a learning-rate schedule and a state that can be saved.
 
     Args:
-        title: of the progress bar.
-        parameters: that are trained, by name.
-        optimiser: of these parameters.
+        title: title of the progress bar.
+        parameters: the trained parameters, by name.
+        optimiser: optimiser of these parameters.
         settings: number of steps, largest norm of a gradient, learning rate.
 
     Attributes:
-        moments: names of the optimiser's state of a parameter.
-        curve: loss of each step.
-        consistent: whether parameters, moments and curve belong to one step.
+        moments: names of the optimiser's state tensors of a parameter.
+        curve: loss at each step.
+        consistent: whether parameters, moments and curve belong to the same step.
     """
 
     moments: ClassVar[tuple[str, ...]]
@@ -147,7 +147,7 @@ class Descent(TrainingSteps):
 
     @abstractmethod
     def loss_and_gradients(self) -> float:
-        """The loss of the next step; its gradients are added to those of the parameters."""
+        """Compute the loss of the next step and accumulate its gradients."""
 
     @property
     def step(self) -> int:
@@ -155,7 +155,7 @@ class Descent(TrainingSteps):
 
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
-        """A context that begins and ends without gradients."""
+        """A context manager that clears gradients at its start and end."""
         self.optimiser.zero_grad()
         try:
             yield
@@ -184,7 +184,7 @@ class Descent(TrainingSteps):
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave; nothing changes if a tensor is missing or has another shape."""
+        """Load the state that `tensors` returned. If a tensor is missing or has another shape, nothing changes."""
         own: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters.items():
             kinds = ("weight", *self.moments) if f"{self.moments[0]}/{name}" in tensors else ("weight",)
@@ -201,14 +201,14 @@ class Descent(TrainingSteps):
 
 
 def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
-    """Make all steps of a training that remain.
+    """Run the remaining steps of a training.
 
-    The state is saved now and then, and if an exception ends the loop, Ctrl-C included: the exception then carries a note of
-    where to resume. The caller saves the state after the last step, with what it makes of it.
+    The state is saved at intervals, and also if an exception (Ctrl-C included) ends the loop; the exception then has a note on
+    how to resume. After the last step, the caller saves the state.
 
     Args:
-        training: the steps, and the state that they begin with.
-        file: keeps the state.
+        training: the steps and their initial state.
+        file: the file of the state.
     """
     if training.step and training.leads and file.path is not None:
         tqdm.write(
@@ -243,11 +243,11 @@ def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
 
 
 def save_state(training: TrainingSteps, file: ResumableFile) -> None:
-    """Save the state of a training, if this process leads and the training could be resumed from it.
+    """Save the state if this process leads and the training can be resumed from it.
 
     Args:
         training: the steps, and their state.
-        file: keeps the state.
+        file: the file of the state.
     """
     if training.leads and (state := training.snapshot()) is not None:
         file.save(*state)

@@ -1,4 +1,4 @@
-"""Wording of messages and printed results: values, p-values, margins, calls and counts as short texts."""
+"""Wording of messages and printed results: values, p-values, margins, calls and counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
 
 def brief(value: object) -> str:
-    """A value as a short text: its `repr` where that is short, else its type and size. It never raises.
+    """A value as a short text: its `repr` if that is short, else its type and size. It never raises an error.
 
     Args:
         value: any object.
@@ -53,7 +53,7 @@ def brief(value: object) -> str:
 
 
 def _repr(value: object) -> str:
-    """The `repr` of an object, "" where its class raises an error."""
+    """The `repr` of an object, "" if its class raises an error."""
     try:
         return repr(value)
     except Exception:
@@ -61,7 +61,7 @@ def _repr(value: object) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number with four digits, or with six where four would round it to 1 or -1, such as a threshold of 0.99999.
+    """A number with four digits, or with six if four would round it to 1 or -1.
 
     Args:
         value: the number.
@@ -88,11 +88,11 @@ def p_value_text(p: float) -> str:
 
 
 def equation(name: str, text: str) -> str:
-    """The name and the value of a number, such as "p = 0.039" or "p < 0.0001".
+    """A name and a value as an equation, such as "p = 0.039" or "p < 0.0001".
 
     Args:
-        name: of the number.
-        text: of its value.
+        name: name of the number.
+        text: the value as text.
 
     Examples:
         >>> equation("p", p_value_text(0.03861)), equation("p", p_value_text(5e-10))
@@ -102,11 +102,11 @@ def equation(name: str, text: str) -> str:
 
 
 def headed(title: str, lines: Sequence[str], *notes: str) -> str:
-    """Printed numbers below a title, which says what ± means if any number has a margin.
+    """Lines of numbers below a title, which explains ± if a number has a margin.
 
     Args:
         title: first line of the text.
-        lines: of the numbers.
+        lines: one line for each number.
         *notes: further parts of the title, such as how p-values are adjusted.
 
     Examples:
@@ -140,29 +140,29 @@ def call_text(name: str, arguments: Iterable[str]) -> str:
     """A call as Python text, such as "analyze(model, data)".
 
     Args:
-        name: of the call.
+        name: name of the call.
         arguments: names of its arguments.
     """
     return f"{name}({', '.join(arguments)})"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun in singular or plural, such as "no arguments" or "1 argument".
+    """A count with its noun, such as "no arguments" or "1 argument".
 
     Args:
         number: how many.
-        noun: in the singular.
+        noun: the noun in the singular.
     """
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """A number, with a comma at each thousand, and its noun, as figures name what they were measured on.
+    """A number with thousands separators and its noun, such as "4,000 queries".
 
     Args:
         number: how many.
-        noun: in the singular.
-        plural: of the noun; by default with an s.
+        noun: the noun in the singular.
+        plural: plural of the noun; the default adds an s.
 
     Examples:
         >>> amount(1, "image"), amount(4000, "query", "queries")
@@ -175,16 +175,16 @@ def with_article(noun: str) -> str:
     """A noun with its indefinite article.
 
     Args:
-        noun: in the singular.
+        noun: the noun in the singular.
     """
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def duration_in_words(seconds: float) -> str:
-    """A duration in seconds, from two minutes on in minutes, or from two hours on in hours.
+    """A duration in seconds, minutes (from 2 minutes) or hours (from 2 hours).
 
     Args:
-        seconds: its length.
+        seconds: the duration.
 
     Examples:
         >>> duration_in_words(35.2), duration_in_words(600), duration_in_words(9000)
@@ -196,7 +196,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""The first line of an exception's text without a full stop, the name of its class if it has none.
+    r"""The first line of an exception's text without its full stop; the class name if there is no text.
 
     Args:
         error: the exception.

@@ -1,4 +1,4 @@
-"""What a run costs before it starts, and what a server allows."""
+"""Costs of a run before it starts, and the features of a server."""
 
 import lazy_loader
 

@@ -22,8 +22,8 @@ class Capabilities:
     Attributes:
         model: the model's name.
         layers: names of its residual layers.
-        offer: the server's own description of itself and of the model.
-        analyzers: by name, why the analyzer cannot run on the server with its default options; "" where it can.
+        offer: description of the server and the model, as the server publishes it.
+        analyzers: by name, why an analyzer with default options cannot run on the server; "" if it can.
     """
 
     model: str
@@ -55,14 +55,14 @@ class Capabilities:
 
 @typed
 def capabilities(model: Any) -> Capabilities:
-    """List the features of an NDIF server for one model, by three queries and a request of one token.
+    """List the features of an NDIF server for one model, with three queries and a request of one token.
 
     Args:
         model: an nnsight model, for example `TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`, on
-            the server that nnsight is set to; or `open_model(model, remote=...)` with the address of another one.
+            the server that nnsight is set to; or `open_model(model, remote=...)` with the address of another server.
 
     Raises:
-        LayersimError: the server cannot be reached, refuses the key, or does not run the model.
+        LayersimError: the server cannot be reached, rejects the key, or does not run the model.
 
     Examples:
         >>> print(lsim.capabilities(lsim.open_model(model, remote="http://127.0.0.1:8001")))  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""`estimate`: the FLOPs, memory and traffic of a run before it starts, and its time where one batch was measured."""
+"""`estimate`: FLOPs, memory and traffic of a run before it starts, and its time if the model is loaded."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ BYTES_OF_OPENING = 300
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests to a server and what they carry.
+    """Requests to a server and the bytes that they carry.
 
     Attributes:
-        requests: number of requests, with those that ask what the server offers and check the first row.
-        bytes_up: sent: the packed source of the kernels, token ids, and sums of a first pass.
-        bytes_down: returned: the sums of each request, packed as those of the batch. Without weights sums have no values, and
-            `bytes_down` is an upper bound, their size before they are packed: histograms are packed to 3 %.
+        requests: number of requests, including those that ask for the server's features and check the first row.
+        bytes_up: bytes sent: the packed source of the kernels, token ids, and sums of a first pass.
+        bytes_down: bytes returned: the packed sums of each request. Without weights, sums have no values and `bytes_down` is an
+            upper bound, their size before packing; histograms pack to 3 %.
     """
 
     requests: int
@@ -59,20 +59,20 @@ class CostEstimate:
         model: name of the model.
         tokens: number of counted tokens.
         batches: number of batches.
-        sites: number of sites that are read.
-        passes: number of passes over the data in which the model runs.
-        flops: of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer; matrix products,
-            convolutions and attention, a multiplication and an addition counted as two.
-        sums_bytes: bytes of sums that are held at most, by analyzer. Batches are added in pairs, so the sums of up to log2 of
-            the number of batches plus one wait; with `intervals=True` those of all blocks are held beside the pairs of a block.
-            Sums of a first pass are included.
+        sites: number of sites to read.
+        passes: number of passes over the data that run the model.
+        flops: FLOPs of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer. Matrix products,
+            convolutions and attention count; a multiplication and an addition count as two.
+        sums_bytes: largest number of bytes of sums held at once, by analyzer. Batches are added in pairs, so up to log2 of the
+            number of batches plus one sums wait; with `intervals=True` the sums of all blocks are held beside the pairs of a
+            block. Sums of a first pass are included.
         weights_bytes: bytes of parameters and buffers.
-        activations_bytes: most bytes beside the weights that are alive at once on a batch: activations of the model, the sites
-            that are read, and intermediate values of kernels.
-        traffic: with a server; None where the model is not remote.
-        seconds: wall time, from that of a batch in this process; None without weights and on a server.
-        blocks: number of blocks whose sums are kept for confidence intervals; 0 without them.
-        workload: of one batch.
+        activations_bytes: largest number of bytes beside the weights that are alive at once on a batch: activations of the
+            model, the sites that are read, and intermediate values of kernels.
+        traffic: traffic with a server; None if the model is not remote.
+        seconds: wall time in seconds, from one batch measured in this process; None without weights and on a server.
+        blocks: number of blocks whose sums are kept for confidence intervals; 0 without intervals.
+        workload: the measured workload of one batch.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -98,7 +98,7 @@ class CostEstimate:
 
     @property
     def title(self) -> str:
-        """The model, the size of the run and the number of sites, in one line."""
+        """One line with the model, the size of the run and the number of sites."""
         passes = f", {self.passes} passes" if self.passes > 1 else ""
         return f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
 
@@ -126,14 +126,14 @@ class CostEstimate:
 
 
 def assemble(workload: Workload, tokens: int, remote: bool, intervals: bool, tokens_per_request: int | None) -> CostEstimate:
-    """The estimate of a run from the workload of one of its batches.
+    """Estimate a run from the workload of one of its batches.
 
     Args:
-        workload: of one batch.
+        workload: workload of one batch.
         tokens: number of counted tokens.
         remote: whether the model is on a server.
-        intervals: whether sums of blocks are kept.
-        tokens_per_request: positions in a request to a server.
+        intervals: whether the sums of blocks are kept.
+        tokens_per_request: number of positions in a request to a server.
     """
     share = tokens / workload.samples
     parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, workload.sums))]
@@ -193,7 +193,7 @@ def estimate(
     seq_len: PositiveInt = 256,
     intervals: bool = False,
 ) -> CostEstimate:
-    """Estimate FLOPs, memory and traffic of `analyze` on a model, before the run; and its time, if the model is loaded.
+    """Estimate FLOPs, memory and traffic of `analyze` on a model before the run, and its time if the model is loaded.
 
     One batch of random tokens, images or recordings runs through the forward pass and the kernels of the analyzers. For a model
     in this process the batch is also timed, for ten seconds. From a configuration alone it runs on the meta device, where
@@ -201,23 +201,23 @@ def estimate(
     assumed to be typical, and time is not known.
 
     Args:
-        model_or_config: a model as in `analyze`; or a configuration of transformers, its fields as a dict with `model_type`,
-            or the folder or hub name of a model, of which only the configuration is read. For
-            `open_model(model_or_config, remote=True)`, requests and traffic are counted too. The server is not asked: without
-            `tokens_per_request`, a request is taken to hold 8,192 positions; a run chooses their number by time.
+        model_or_config: a model as in `analyze`; or a configuration of transformers, its fields as a dict with `model_type`, or
+            the folder or hub name of a model, of which only the configuration is read.
+            `open_model(model_or_config, remote=True)` counts requests and traffic too. The server is not asked: without
+            `tokens_per_request`, a request is assumed to hold 8,192 positions, while a run chooses their number by time.
         analyzers: as in `analyze`.
         tokens: number of counted tokens of the run.
         at: the sites to read, see `analyze`.
         per_head: see `analyze`.
         batch_size: rows in a forward pass.
-        seq_len: tokens in a row, all of which are counted. Images have as many as their size gives.
+        seq_len: tokens in a row; all of them are counted. Images have as many as their size gives.
         intervals: whether the run keeps sums of blocks for confidence intervals.
 
     Returns:
-        The estimate, whose `repr` is a table.
+        A `CostEstimate`, whose `repr` is a table.
 
     Raises:
-        LayersimError: an analyzer refuses the model, as in `analyze`; or the model cannot run on the meta device.
+        LayersimError: an analyzer cannot use the model, as in `analyze`; or the model cannot run on the meta device.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -253,7 +253,7 @@ def estimate(
 
 
 def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Module]:
-    """The source of a model or of a configuration, and the module that it runs."""
+    """The source of a model or a configuration, and the module that the source runs."""
     model = opened.model
     if isinstance(model, Source):
         raise LayersimError(

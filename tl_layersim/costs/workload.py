@@ -1,4 +1,4 @@
-"""Workload: FLOPs, sums and memory of one batch of a run, metered by running it once, with or without weights."""
+"""Workload of one batch of a run: its FLOPs, sums and memory, measured in one run with or without weights."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     the tensors that are alive, as allocators of GPUs count it; workspaces inside an operation are not seen.
 
     Args:
-        weights: tensors that existed before and are not counted as memory.
-        head: tensors whose products count as part "head".
+        weights: existing tensors, which do not count as memory.
+        head: tensors whose products count as the part "head".
 
     Attributes:
-        flops: by part.
-        peak: most bytes of tensors that were made inside and were alive at once.
+        flops: FLOPs by part.
+        peak: largest number of bytes, alive at once, of tensors made inside.
 
     Examples:
         >>> import torch
@@ -64,11 +64,11 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextmanager
     def counting(self, part: str, share: float = 1) -> Iterator[None]:
-        """A context in which FLOPs are counted under a name.
+        """Context in which FLOPs are counted under a name.
 
         Args:
             part: the name.
-            share: of the FLOPs that is counted.
+            share: share of the FLOPs to count.
         """
         before, self._part = self._part, (part, share)
         yield
@@ -100,7 +100,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of attention; grouped queries share keys and values."""
+    """FLOPs of attention, in which grouped queries share keys and values."""
     count: Any = sdpa_flop_count
     return int(count(query.shape, (*query.shape[:2], *key.shape[2:]), (*query.shape[:2], *value.shape[2:])))
 
@@ -109,7 +109,7 @@ FORMULAS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention_on_cpu}
 
 
 def _storages(values: Any) -> dict[int, Any]:
-    """The memory of all tensors in nested values, by a number that identifies it."""
+    """The memory of all tensors in nested values, by a key that identifies it."""
     storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
     return {storage._cdata: storage for storage in storages}
 
@@ -123,27 +123,27 @@ BYTES_OF_OFFER, BYTES_OF_LENS_CHECK, BYTES_OF_STREAM_CHECK = 7_000, 17_000, 35_0
 
 @dataclass(frozen=True)
 class Workload:
-    """What one batch of a run costs.
+    """Cost of one batch of a run.
 
     Attributes:
         model: the description of the model.
         shape: rows and positions of a batch.
         samples: number of counted positions of a batch.
-        sites: number of sites that are read.
-        passes: number of passes over the data in which the model runs.
-        flops: of all passes over one batch: "forward" for the blocks, "head" for logits in kernels, and by analyzer.
+        sites: number of sites to read.
+        passes: number of passes over the data that run the model.
+        flops: FLOPs of all passes over one batch: "forward" for the blocks, "head" for logits in kernels, and by analyzer.
         sums: bytes of the sums of each kernel, see `analyzer_of`.
-        pools: rows of a pool, of each kernel that sums over pools.
-        first_sums: bytes of the sums of each analyzer with a first pass, which its main pass reads.
-        sent: bytes of a request of each pass to a server, without its tokens; empty where the model is not on a server.
-        returned: bytes of a result of each pass, as `sent`.
-        opening: bytes of each request before the passes, as `sent`.
-        has_values: whether sums have values, by which results are packed.
+        pools: for each kernel that sums over pools, the rows of a pool.
+        first_sums: bytes of the first-pass sums that the main pass reads, for each analyzer with a first pass.
+        sent: bytes of a request to a server in each pass, without its tokens; empty if the model is not on a server.
+        returned: bytes of a reply in each pass; empty if the model is not on a server.
+        opening: bytes of each request before the passes; empty if the model is not on a server.
+        has_values: whether sums have values, which results are packed by.
         weights: bytes of the parameters and buffers.
         parameters: number of parameters.
-        activations: most bytes beside the weights that are alive at once.
-        compute_seconds: of the computation of all results from their sums.
-        batch_seconds: of all passes over one batch, measured; None without weights.
+        activations: largest number of bytes beside the weights that are alive at once.
+        compute_seconds: seconds to compute all results from their sums.
+        batch_seconds: measured seconds of all passes over one batch; None without weights.
     """
 
     model: Model
@@ -167,7 +167,7 @@ class Workload:
 
     @property
     def capacity(self) -> int:
-        """Rows of a batch of the data, which holds whole pools in one forward pass or several; a power of two."""
+        """Rows of a batch, a power of two: whole pools that run in one or several forward passes."""
         return max([1 << (self.shape[0].bit_length() - 1), *self.pools.values()])
 
 
@@ -180,16 +180,16 @@ def meter(
     timed: bool,
     remote: bool,
 ) -> Workload:
-    """Run analyzers on one batch, and meter what they cost.
+    """Run analyzers on one batch, and measure their costs.
 
     Args:
-        source: runs the model; a `WeightlessSource` for one on the meta device.
+        source: the source that runs the model; a `WeightlessSource` for a model on the meta device.
         module: the model.
-        batch: of the size of the run's batches.
-        analyzers: by name.
+        batch: a batch of the size of the run's batches.
+        analyzers: the analyzers, by name.
         plan: the sites that each analyzer reads.
-        timed: measure the time of the batch, for `CALIBRATION` seconds.
-        remote: measure requests to a server.
+        timed: whether to measure the time of the batch, for `CALIBRATION` seconds.
+        remote: whether to measure requests to a server.
     """
     run = _MeteredRun(source, module, batch, analyzers, plan, remote)
     with ExitStack() as stack:
@@ -223,22 +223,22 @@ def meter(
 
 
 def _opening(source: Source, analyzers: Mapping[str, Analyzer]) -> tuple[int, ...]:
-    """Bytes of the requests before the passes: what the server offers, and the checks of lens and stream on one row."""
+    """Bytes of the requests before the passes: the query for the server's features, and the checks on one row."""
     lens = any(analyzer.needs_unembed for analyzer in analyzers.values())
     sums = isinstance(source, CanReadSites) and bool(source.stream_sums())
     return (BYTES_OF_OFFER, *([BYTES_OF_LENS_CHECK] * lens), *([BYTES_OF_STREAM_CHECK] * sums))
 
 
 class _MeteredRun:
-    """One batch through the passes of a run, metered and timed.
+    """One batch through all passes of a run, with its costs measured.
 
     Attributes:
         flops: see `Workload`.
         sums: bytes of the sums of each kernel.
-        pools: by kernel, a pool of rows.
+        pools: a pool of rows for each kernel of pools.
         first: sums of the first pass.
-        passes: number of passes in which the model runs.
-        peak: most bytes beside the weights that were alive at once.
+        passes: number of passes that run the model.
+        peak: largest number of bytes beside the weights that were alive at once.
         samples: number of samples of the batch.
         sent: see `Workload`.
         returned: see `Workload`.
@@ -272,7 +272,7 @@ class _MeteredRun:
         self.first_kernels = {name: plan.kernel(name, kernel) for name, kernel in kernels.items() if name not in self.alone}
 
     def all_passes(self) -> None:
-        """Meter the first pass, if an analyzer needs one, and the main pass."""
+        """Measure the first pass, if an analyzer needs one, and the main pass."""
         self.first = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
         if self.first_kernels:
             self.first |= self._pass(self.first_kernels)
@@ -316,7 +316,7 @@ class _MeteredRun:
         return sums
 
     def _widened(self, out: Mapping[str, Tensor]) -> Sums:
-        """Sums of a kernel's output; those that have no values stay on the meta device."""
+        """Sums of a kernel's output, in float64 or int64; sums without values stay on the meta device."""
         kinds = {name: torch.float64 if value.dtype.is_floating_point else torch.int64 for name, value in out.items()}
         known = Sums.of({name: value for name, value in out.items() if not value.is_meta}).fields
         shapes = {
@@ -325,7 +325,7 @@ class _MeteredRun:
         return Sums({**known, **shapes})
 
     def calibrate(self) -> float:
-        """Seconds of all passes over the batch: the median of runs within `CALIBRATION` seconds, after one to warm up."""
+        """Seconds of all passes over the batch: the median of runs within `CALIBRATION` seconds, after a warm-up run."""
         steps: list[Mapping[str, AnyKernel]] = [kernels for kernels in (self.first_kernels, self._main_kernels()) if kernels]
         taken: list[float] = []
         view = self.source.collect(self.batch) if self.pools else None
@@ -348,14 +348,14 @@ class _MeteredRun:
 
 @dataclass(frozen=True)
 class _Pool:
-    """A pool of rows of which one batch is at hand: its samples stand in the place of all others.
+    """A pool of rows of which one batch is available; its samples stand in for all others.
 
     Attributes:
-        kernel: of the pool.
-        rows: of the pool.
-        samples: that are drawn.
+        kernel: kernel of the pool.
+        rows: number of rows of the pool.
+        samples: the drawn samples.
         draws: see `PoolKernel`.
-        index: of the samples, among those of the batch.
+        index: indices of the samples among the samples of the batch.
     """
 
     kernel: PoolKernel
@@ -366,12 +366,12 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """A pool of rows with as many counted positions as the rows of a batch have.
+        """Make a pool of rows that have as many counted positions as the rows of a batch.
 
         Args:
-            kernel: of the pool.
+            kernel: kernel of the pool.
             batch: one batch of the run.
-            vocabulary: size of the vocabulary, on whose ids the draws depend.
+            vocabulary: size of the vocabulary; the draws depend on token ids.
         """
         counted = int(batch.counted.sum())
         each = max(1, counted // len(batch.tokens))
@@ -386,7 +386,7 @@ class _Pool:
         """The sums of the pool.
 
         Args:
-            view: of the batch.
+            view: view of the batch.
         """
         out = drawn(view, read=self.kernel.read, sites=self.kernel.sites, index=self.index)
         return self.kernel.sums([out["samples 0"]], [tuple(out["widths 0"].tolist())], self.samples, self.draws)

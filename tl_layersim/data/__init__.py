@@ -1,4 +1,4 @@
-"""Data of any accepted kind as rows of tokens, batches and labels."""
+"""Reading of data of any accepted kind into rows of tokens, batches and labels."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Annotations of images: the classes and boxes of the objects in each image, as transformers' detectors take them."""
+"""Annotations of images: classes and boxes of the objects in each image, in the format of transformers' detectors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class AnnotatedImages:
 
     Args:
         data: images as `analyze` takes them.
-        annotations: one for each image; None for those in the column `labels` of the data, which are noted while it is read.
+        annotations: one annotation for each image; None to take the column `labels` while the data is read.
         classes: number of classes that the model predicts, without "no object".
 
     Raises:
-        LayersimError: an annotation is not one of objects in an image.
+        LayersimError: an annotation has the wrong format.
     """
 
     def __init__(self, data: Any, annotations: Any, classes: int) -> None:
@@ -62,14 +62,14 @@ class AnnotatedImages:
             self.data = _Noting(data, self)
 
     def refuse_other_count(self, rows: int, more_to_come: bool) -> None:
-        """Refuse annotations that are fewer than the rows read, or more than all rows.
+        """Raise an error if there are fewer annotations than rows read, or more than rows in all.
 
         Args:
             rows: number of rows read.
             more_to_come: whether further rows may follow.
 
         Raises:
-            LayersimError: they are.
+            LayersimError: the numbers differ.
         """
         if not self.objects:
             raise LayersimError(f"`data` has {rows} images without annotations of their objects; `labels` must be {SHAPE}.")
@@ -80,7 +80,7 @@ class AnnotatedImages:
             )
 
     def _note(self, item: Any) -> None:
-        """Keep the annotations of an item of the data: a row, or a batch of rows."""
+        """Keep the annotations of one item of the data: a row or a batch."""
         found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
         if not found:
             return
@@ -101,11 +101,11 @@ class AnnotatedImages:
 
 
 class _Noting:
-    """An iterable that notes the annotations of each item when the item is read.
+    """An iterable that passes each item that is read to a function.
 
     Args:
         data: the iterable.
-        to: takes the items.
+        to: function that takes each item.
     """
 
     def __init__(self, data: Iterable[Any], to: AnnotatedImages) -> None:
@@ -127,11 +127,11 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
 
     Args:
         annotation: mapping with `class_labels` and `boxes`; further entries are not read.
-        row: number of the image, for messages.
+        row: index of the image, for messages.
         classes: number of classes that the model predicts, without "no object".
 
     Raises:
-        LayersimError: it is none, its classes are out of range, or its boxes are not normalised.
+        LayersimError: the format is wrong, a class is out of range, or the boxes are not normalised.
 
     Examples:
         >>> as_objects({"class_labels": [2], "boxes": [[0.5, 0.5, 0.2, 0.4]]}, row=0, classes=3).boxes.shape
@@ -169,7 +169,7 @@ def _table(values: Any) -> Tensor:
 
 
 def _rows_in(item: Mapping[str, Any]) -> int | None:
-    """Number of images in a mapping; None where it is not clear before it is read."""
+    """Number of images in a mapping; None if the mapping alone does not tell."""
     images = item.get(PIXELS)
     if images is None:
         images = next((value for name, value in item.items() if name not in LABELS and is_image(value)), None)

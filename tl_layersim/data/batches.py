@@ -1,4 +1,4 @@
-"""Batches: rows of tokens from any accepted data, padded on the right, with masks and labels; and their digest."""
+"""Batches: right-padded rows of tokens from any accepted data, with masks, labels and a digest."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .texts import Encoded, Text, TextRows, row_too_long
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
-    """Add a batch's rows, without padding, to a running hash: equal data gives equal digests in any batch size.
+    """Add a batch's rows without padding to a running hash; the digest does not depend on the batch size.
 
     Args:
         digest: the hash.
         batch: the rows.
-        marked: whether the data marks the counted positions, which then are a part of it.
+        marked: whether the data marks the counted positions, which are then hashed too.
     """
     for number in range(len(batch.tokens)):
         digest.update(row_bytes(batch, number))
@@ -38,7 +38,7 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:
-    """A row of a batch without padding, all of its inputs included, as bytes."""
+    """A row of a batch as bytes, without padding and with all its inputs."""
     attention = batch.attention[number]
     length = int(attention.nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
@@ -71,18 +71,18 @@ class Batch:
         tokens: `batch pos`, int64; zeros for rows without token ids.
         attention: `batch pos`, positions that the model attends to; False at padding.
         counted: `batch pos`, positions that analyzers measure: attended, and selected by `positions` and `skip_first`.
-        first: number of the batch's first row, counted from the start of the data.
-        labels: `batch pos`, the data's own labels, `NO_LABEL` at positions without a label; None if the data has no labels.
-        origins: for each row, the row of the data that it came from (-1 for several) and its start position in that row.
+        first: index of the batch's first row in the data.
+        labels: `batch pos`, labels from the data, `NO_LABEL` at positions without a label; None if the data has no labels.
+        origins: for each row, the index of its data row (-1 if it joins several) and its start position there.
         pooled: whether the counted positions of a row become one sample, the mean of their activations.
-        inputs: further inputs of the model by name, `batch pos ...` of those in `positional`, and `batch ...`.
+        inputs: further inputs of the model by name: `batch pos ...` if listed in `positional`, else `batch ...`.
         positional: names of the inputs that have one value for each position.
         has_tokens: whether the rows have token ids.
         rows_at_once: rows in a forward pass; 0 for all.
-        leaf: rows whose sums are kept apart, a power of two; the last leaf of the data may have fewer.
-        block: rows whose sums may be added to each other, see `core.blocks`; 0 for any number.
-        capacity: rows of all batches of the data but the last; 0 where they are not known.
-        density: mean number of counted positions of a row, over the first rows of the data.
+        leaf: number of rows in a leaf, whose sums are kept apart; a power of two. The last leaf may have fewer rows.
+        block: number of rows whose sums may be added, see `core.sums`; 0 for no limit.
+        capacity: number of rows in every batch but the last; 0 if unknown.
+        density: mean number of counted positions per row, over the first rows of the data.
     """
 
     tokens: Tensor
@@ -103,23 +103,23 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Number of the first row of each forward pass, and of the row after the last."""
+        """Index of the first row of each forward pass, and of the row after the last."""
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:
-        """The rows of each forward pass."""
+        """The batch split into forward passes."""
         starts = self.starts
         return iter([self]) if len(starts) == 2 else itertools.starmap(self.rows, itertools.pairwise(starts))
 
     @property
     def pass_size(self) -> tuple[int, int]:
-        """Rows and positions of a forward pass at most."""
+        """Largest number of rows and of positions in a forward pass."""
         rows = min(self.rows_at_once or len(self.tokens), len(self.tokens))
         return rows, rows * self.tokens.shape[1]
 
     @property
     def leaf_rows(self) -> int:
-        """Rows of all leaves; of the last leaf those that are not there too."""
+        """Number of rows in all leaves, if the last leaf is counted as full."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
     def leaf_tokens(self) -> tuple[int, ...]:
@@ -128,17 +128,18 @@ class Batch:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the positions of the rows are known, which those of an image are after a forward pass."""
+        """Whether the number of positions is known. For images it is known only after a forward pass."""
         return self.has_tokens or bool(self.positional)
 
     @property
     def token_positions(self) -> int | None:
-        """Number of positions of each row where they are known before a forward pass; None for images and single vectors."""
+        """Number of positions per row if it is known before a forward pass; None for images and single vectors."""
         return self.tokens.shape[1] if self.has_positions else None
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Row and position in the data of each token, each `batch pos`; the row is -1 where a batch row joins several."""
+        """Row and position of each token in the data, each `batch pos`; the row is -1 if a batch row joins several data
+        rows."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -150,7 +151,7 @@ class Batch:
 
     @property
     def next_tokens(self) -> Tensor:
-        """The token after each position, `batch pos`; `NO_LABEL` where no attended token follows."""
+        """The next token at each position, `batch pos`; `NO_LABEL` if no attended token follows."""
         if not self.has_tokens:
             return torch.full_like(self.tokens, NO_LABEL)
         return next_tokens(self.tokens, self.attention)
@@ -162,7 +163,7 @@ class Batch:
 
     @property
     def short_row(self) -> Batch:
-        """The first row with every attended position counted; of a row of tokens only its first few positions."""
+        """The first row with every attended position counted; a row of tokens is cut to its first positions."""
         row = self.first_row
         if row.has_tokens:
             cut = (slice(0, 1), slice(0, SHORT))
@@ -172,17 +173,17 @@ class Batch:
         return replace(row, counted=row.attention, pooled=False)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The rows from `start` to before `stop` as a batch, as wide as the longest of them."""
+        """The rows `start` to `stop - 1` as a batch, cut to the longest of them."""
         width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
         part = self._cut(start, stop, width)
         return replace(part, inputs=cut_to_longest(part.inputs))
 
     def part(self, start: int, stop: int) -> Batch:
-        """The rows from `start` to before `stop` as a batch, as wide as the whole batch."""
+        """The rows `start` to `stop - 1` as a batch of unchanged width."""
         return self._cut(start, stop, self.tokens.shape[1])
 
     def _cut(self, start: int, stop: int, width: int) -> Batch:
-        """The rows from `start` to before `stop`, and the first `width` positions of each."""
+        """The rows `start` to `stop - 1`, cut to their first `width` positions."""
         cut = (slice(start, stop), slice(0, width))
         return replace(
             self,
@@ -196,11 +197,11 @@ class Batch:
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
-        """Rows without token ids as rows of `count` positions, which are all attended to.
+        """Give rows without token ids `count` positions, all of them attended.
 
         Args:
             count: number of positions in the model's residual stream.
-            selection: the rule that selects the counted positions.
+            selection: the rule of the counted positions.
         """
         selection.refuse_without_tokens()
         shape = (len(self.tokens), count)
@@ -215,13 +216,13 @@ class Batches:
     """Batches of any accepted data, in the same order each time they are iterated over.
 
     Args:
-        data: with the options of reading.
-        model: the model whose tokenizer, vocabulary and context apply.
-        labelled: whether an analyzer needs the data's own labels.
-        count_positions: gives the number of positions that rows without token ids have in the model, see
-            `CanCountPositions`; None where such rows are refused.
-        pool_rows: gives the rows of the largest pool, from the mean number of counted positions of a row. A batch then holds
-            whole pools, and as many rows as its forward passes; None for batches of `batch_size` rows.
+        data: the data with its reading options.
+        model: description of the model that reads the rows.
+        labelled: whether an analyzer needs labels from the data.
+        count_positions: returns the number of positions of rows without token ids, see `CanCountPositions`; None if such rows
+            raise an error.
+        pool_rows: returns the number of rows of the largest pool from the mean number of counted positions per row. A batch
+            then holds whole pools; None for batches of `batch_size` rows.
     """
 
     data: Data
@@ -245,18 +246,18 @@ class Batches:
 
     @property
     def one_shot(self) -> bool:
-        """Whether the data can be read only once: an iterator whose rows are not all kept."""
+        """Whether the data can be read only once, because it is an iterator whose rows are not all kept."""
         return self.data.read_once and (self._kept is None or self._kept.notes is None)
 
     def read_ahead(self, reader: str, do: str) -> None:
-        """Read an iterator before the first pass over it.
+        """Read an iterator to its end and keep the rows, because several passes need them.
 
         Args:
-            reader: what needs several passes, for the error.
-            do: the data or analyzer to pass instead, for the error.
+            reader: the analyzer or function that needs several passes, for the error message.
+            do: the data or analyzer to pass instead, for the error message.
 
         Raises:
-            LayersimError: its rows take more than `MOST_KEPT` bytes.
+            LayersimError: the rows take more than `MOST_KEPT` bytes.
         """
         for _ in self.rows():
             if self._kept is not None and not self._kept.fits:
@@ -267,12 +268,12 @@ class Batches:
 
     @property
     def _kept(self) -> KeptRows | None:
-        """The rows of the last pass over the data as this model reads them."""
+        """The rows that the last pass kept for this model; None if there are none."""
         return self.data.kept(self._read_by)
 
     @property
     def _read_by(self) -> Hashable:
-        """What the rows depend on, beside the data and its options."""
+        """Key of the kept rows: the properties of the model that they depend on."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
@@ -281,7 +282,7 @@ class Batches:
         return tools, sizes, names, repr(rule) if isinstance(rule, slice) else rule
 
     def record(self) -> dict[str, Any]:
-        """The options, the tokenizer, and the main input of a model of other inputs than tokens, for a result's provenance."""
+        """Options, tokenizer, processor and main input, for the provenance."""
         tokenizer = self.model.tokenizer
         known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
         processor = self.model.processor
@@ -290,7 +291,7 @@ class Batches:
         return self.data.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
-        """Numbers of rows that the last pass over the data treated specially, for a result's provenance.
+        """Counts of specially treated rows in the last pass over the data, for the provenance.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
         from padding ids; `cut_texts`: texts that were cut to one row, for a head that reads a row as one.
@@ -339,11 +340,11 @@ class Batches:
         kept.finish(replace(self.notes))
 
     def batch(self, rows: list[Row], first: int) -> Batch:
-        """A batch of rows, padded on the right to the longest.
+        """Pad rows on the right to the longest and join them in a batch.
 
         Args:
             rows: at least one.
-            first: number of the first of them.
+            first: index of the first row in the data.
         """
         length = max(len(row.tokens) for row in rows)
         tokens = torch.full((len(rows), length), _pad_id(self.model))
@@ -366,7 +367,7 @@ class Batches:
         return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
 
     def _count(self, batch: Batch) -> int:
-        """The number of positions of rows without token ids, from one forward pass for each shape of the inputs."""
+        """The number of positions of rows without token ids, from one forward pass per input shape."""
         # Rows without token ids are refused before where positions cannot be counted.
         assert self.count_positions is not None
         key = tuple((name, values.shape[1:]) for name, values in sorted(batch.inputs.items()))
@@ -375,9 +376,9 @@ class Batches:
         return self._counts[key]
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows with their counted positions, until `max_tokens` are counted; the last row is cut to meet that number.
+        """Rows with their counted positions, until `max_tokens` positions are counted. The last row is cut to this number.
 
-        It stays whole for a head that reads a row as one, which would read something else of a part of it.
+        The last row stays whole for a row classifier, whose prediction would change.
         """
         left, selection = self.data.max_tokens, self.data.selection
         for row in rows:
@@ -427,7 +428,7 @@ class Batches:
             yield row
 
     def _refuse_without_tokens(self, row: Row) -> None:
-        """Refuse rows without token ids where they are not accepted, and options that cut rows of tokens."""
+        """Raise an error if rows without token ids are not accepted, or if an option that cuts rows of tokens is set."""
         if self.count_positions is None:
             raise LayersimError(
                 f"`data` has rows without token ids ({', '.join(row.inputs)}); this call takes texts or token ids."
@@ -446,11 +447,11 @@ class Batches:
         return iter(parts)
 
     def count_rows(self) -> int:
-        """Number of rows of the data, before texts are tokenised and long rows are split."""
+        """Number of rows in the data, before tokenisation and splitting of long rows."""
         return sum(1 for _ in self._items())
 
     def _items(self) -> Iterator[Text | Chat | Row]:
-        """Texts, chats and rows of the data; their numbers are the rows of the data."""
+        """Texts, chats and rows in the order of the data."""
         reader = Reader(self.data.column, self.labelled, self.model, self.notes, self.data.selection.column)
         try:
             yield from reader.items(self.data.source)
@@ -458,7 +459,7 @@ class Batches:
             raise LayersimError("`data` has lists or mappings that contain themselves.") from error
 
     def _encoded(self, texts: TextRows) -> Iterator[Encoded | Row]:
-        """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""
+        """Encode chats and texts as token ids, texts in groups; rows of tokens are passed on in order."""
         waiting: list[tuple[int, Text]] = []
         chats = ChatEncoder(self.model, self.data)
         for number, item in enumerate(self._items()):
@@ -483,13 +484,13 @@ class Batches:
 
 
 class BatchSize(NamedTuple):
-    """Size of a batch.
+    """Numbers of rows, positions and samples of a batch.
 
     Attributes:
-        tokens: number of its counted positions.
-        rows: number of its rows.
-        pass_size: rows and positions of its largest forward pass, padding included.
-        samples: number of the samples of its view: the counted positions, or the rows where their mean is taken.
+        tokens: number of counted positions.
+        rows: number of rows.
+        pass_size: numbers of rows and positions in the largest forward pass, padding included.
+        samples: number of samples: counted positions, or rows with positions="mean".
         density: see `Batch`.
     """
 
@@ -501,7 +502,7 @@ class BatchSize(NamedTuple):
 
 
 def batch_sizes(batches: Batches) -> list[BatchSize]:
-    """The size of each batch with a counted position. Reads the data once."""
+    """The size of each batch that has a counted position. Reads the data once."""
     sizes = list[BatchSize]()
     for batch in batches:
         tokens = int(batch.counted.sum())
@@ -512,18 +513,18 @@ def batch_sizes(batches: Batches) -> list[BatchSize]:
 
 
 def found_in(*parts: Batches) -> dict[str, int]:
-    """The sums of `Batches.row_counts` over several data sets."""
+    """`Batches.row_counts`, summed over several data sets."""
     counts = [part.row_counts() for part in parts]
     return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 
 
 def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data") -> None:
-    """Refuse token ids outside the vocabulary of a model.
+    """Raise an error if a token id is outside the vocabulary of a model.
 
     Args:
-        tokens: of any shape, not empty.
-        model: its vocabulary applies.
-        argument: that holds the tokens.
+        tokens: token ids of any shape, not empty.
+        model: the model.
+        argument: name of the argument that holds the tokens.
 
     Raises:
         LayersimError: an id is below 0, or not below the size of the vocabulary.
@@ -537,7 +538,7 @@ def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data")
 
 
 def next_tokens(tokens: Tensor, attention: Tensor) -> Tensor:
-    """The token after each position, `batch pos`; `NO_LABEL` where no attended token follows."""
+    """The next token at each position, `batch pos`; `NO_LABEL` if no attended token follows."""
     following = torch.full_like(tokens, NO_LABEL)
     pair = attention[:, :-1] & attention[:, 1:]
     following[:, :-1] = torch.where(pair, tokens[:, 1:], NO_LABEL)

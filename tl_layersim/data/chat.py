@@ -1,4 +1,4 @@
-"""Chat messages: recognition in data, and their rendering and tokenisation by a chat template."""
+"""Chat messages: their recognition in data, and their rendering and tokenisation by a chat template."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat of the data.
+    """A chat in the data.
 
     Attributes:
-        messages: mappings with role and content, in order; None where the row has no chat.
-        label: class of the chat, None where the data has no labels.
-        inputs: further inputs of the row, by name, without a row axis.
+        messages: mappings with role and content, in order; None if the row has no chat.
+        label: class of the chat, None if the data has no labels.
+        inputs: further inputs of the row by name, without an axis of rows.
     """
 
     messages: list[dict[str, Any]] | None
@@ -37,11 +37,11 @@ class Chat:
 
 
 class EncodedChat(NamedTuple):
-    """Tokens of a chat, with all special tokens that the template writes.
+    """Token ids of a chat, including the special tokens that the template writes.
 
     Attributes:
-        ids: the tokens.
-        marks: whether each token belongs to the assistant; None where this is not asked for.
+        ids: the token ids.
+        marks: for each token, whether it belongs to the assistant; None unless requested.
     """
 
     ids: list[int]
@@ -49,13 +49,13 @@ class EncodedChat(NamedTuple):
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is the messages of a chat or of several: mappings with role and content, in lists."""
+    """Whether a value is one or several chats: lists of mappings with role and content."""
     value = innermost(value)
     return isinstance(value, Mapping) and {"role", "content"} <= set(value)
 
 
 def chats_in(value: Any) -> list[list[dict[str, Any]] | None]:
-    """The chats of a column: one where the value is the messages of one example, several in a batch or a table."""
+    """The chats in a column: one for an example, several for a batch or a table."""
     value = _as_messages(value)
     if any(isinstance(item, Mapping) and not isinstance(item.get("role"), list) for item in value):
         return [value]
@@ -63,7 +63,7 @@ def chats_in(value: Any) -> list[list[dict[str, Any]] | None]:
 
 
 def _as_messages(value: Any) -> Any:
-    """A list of messages, also where a data set stores it as lists of roles and of contents; any other value as plain."""
+    """A chat as a list of messages, also if a data set stores it as lists of roles and of contents."""
     if isinstance(value, Mapping):
         return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
     return as_plain(value)
@@ -71,11 +71,11 @@ def _as_messages(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Renders chats by a template and tokenises them. The template alone writes special tokens: no BOS is added.
+    """Renders chats by a template and tokenises them. All special tokens come from the template: no BOS is added.
 
     Args:
-        model: its tokenizer is used.
-        data: with `chat_template`, `add_generation_prompt`, and whether `positions` needs the assistant's tokens.
+        model: the model whose tokenizer is used.
+        data: the options `chat_template`, `add_generation_prompt` and `positions`.
     """
 
     model: ModelInputs
@@ -86,7 +86,7 @@ class ChatEncoder:
 
         Args:
             chat: the chat.
-            number: its row in the data, for messages.
+            number: index of its row in the data, for messages.
 
         Raises:
             LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
@@ -112,13 +112,13 @@ class ChatEncoder:
         return EncodedChat(encoded["input_ids"], marks)
 
     def refuse_idle_options(self) -> None:
-        """Refuse options of chats for data that are none."""
+        """Raise an error if an option of chats is set and the data has no chats."""
         if self.data.chat_template is not None or self.data.add_generation_prompt:
             name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
             raise LayersimError(f"`{name}` applies to chat messages only, and `data` holds texts or tokens.")
 
     def _template(self) -> str:
-        """The text of the template, checked for what `positions` needs."""
+        """The text of the template. Raise an error if `positions` needs marks that the template lacks."""
         tokenizer = tokenizer_of(self.model)
         try:
             template: str = tokenizer.get_chat_template(self.data.chat_template)
@@ -142,7 +142,7 @@ class ChatEncoder:
 def _assistant_spans(
     tokenizer: Any, messages: list[dict[str, Any]], text: str, given: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
-    """First and last character, exclusive, of each part of the rendered text that the template marks.
+    """Start and end (exclusive) of each part of the rendered text that the template marks.
 
     `return_assistant_tokens_mask=True` maps these characters to tokens one by one: where a part begins or ends with a character
     without a token, as spaces are to some tokenizers, its mask ends too early or too late.
@@ -158,7 +158,7 @@ def _assistant_spans(
 
 
 def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[dict[str, Any]]:
-    """The messages without empty fields; refused if there are none, or if one holds more than text."""
+    """The messages without empty fields. Raise an error if there are none, or if one holds more than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise LayersimError(
             f"`data` has no chat in row {number}, but {brief(messages)}; a chat is a list of messages with role and content."

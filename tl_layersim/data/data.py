@@ -1,4 +1,4 @@
-"""`Data`: data of any accepted kind with the options of reading, and its rows, which are tokenised once."""
+"""`Data`: data of any accepted kind with its reading options; rows are tokenised once."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .rows import Row
 
 @dataclass
 class Notes:
-    """Counts of rows that a pass over the data treated specially, for the provenance.
+    """Counts of specially treated rows in one pass over the data, for the provenance.
 
     Attributes:
-        own_bos: rows of texts that began with a BOS of their own, so that none was added.
-        masked: rows of tokens without a mask, whose mask was derived from the padding id.
-        texts: texts.
-        cut: texts that were cut to one row.
+        own_bos: number of rows whose text began with a BOS, so that none was added.
+        masked: number of token rows whose mask was derived from the padding id.
+        texts: number of texts.
+        cut: number of texts that were cut to one row.
         warned: warnings of earlier passes, which are not repeated.
-        unread: whether columns that are not read were named.
-        runs: of one token id at the ends of rows of tokens without a mask.
+        unread: whether unread columns were logged.
+        runs: counts of token rows without a mask that end in runs of one token id.
     """
 
     own_bos: int = 0
@@ -41,12 +41,12 @@ class Notes:
     runs: RunsAtEnds = field(default_factory=RunsAtEnds)
 
     def begin(self) -> None:
-        """Begin to count anew, for another pass over the data."""
+        """Reset the counts for another pass over the data."""
         self.own_bos = self.masked = self.texts = self.cut = 0
         self.runs = RunsAtEnds()
 
     def repeat(self, earlier: Notes) -> None:
-        """Take the counts of an earlier pass whose rows were kept, and repeat its warnings.
+        """Copy the counts of an earlier pass whose rows were kept, and repeat its warnings.
 
         Args:
             earlier: the counts of that pass.
@@ -56,13 +56,13 @@ class Notes:
             self.once(text)
 
     def name_unread(self, names: list[str]) -> None:
-        """Name the columns that are not read, once."""
+        """Log the columns that are not read, once."""
         if names and not self.unread:
             self.unread = True
             LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
     def once(self, text: str) -> None:
-        """Warn, unless the text is empty or the same warning was given before."""
+        """Issue a warning unless the text is empty or was issued before."""
         if text and text not in self.warned:
             self.warned.add(text)
             warn(text)
@@ -76,13 +76,14 @@ ROW_BYTES = 1000
 
 @dataclass
 class KeptRows:
-    """Rows that one pass over the data has tokenised, kept for later passes as long as they are within `MOST_KEPT` bytes.
+    """Tokenised rows of one pass, kept for later passes up to `MOST_KEPT` bytes.
 
     Attributes:
-        tokenizer: that made the tokens, None for rows of ids.
-        processor: that made the other inputs. Both are held here, so that no other object gets their `id`.
-        rows: so far.
-        size: bytes of the rows that were read so far.
+        tokenizer: the tokenizer that made the tokens; None for rows of ids.
+        processor: the processor that made the other inputs. Tokenizer and processor are held so that no other object gets their
+            `id`.
+        rows: the rows so far.
+        size: bytes of the rows so far.
         notes: counts of the pass; None until all rows of the data are kept.
     """
 
@@ -93,7 +94,7 @@ class KeptRows:
     notes: Notes | None = None
 
     def add(self, row: Row) -> None:
-        """Keep one more row; above `MOST_KEPT` drop all."""
+        """Keep one more row; drop all rows above `MOST_KEPT` bytes."""
         self.size += ROW_BYTES + row.nbytes
         if self.fits:
             self.rows.append(row)
@@ -101,10 +102,10 @@ class KeptRows:
             self.rows.clear()
 
     def finish(self, notes: Notes) -> None:
-        """End the pass, which has read all rows.
+        """Mark the pass as complete.
 
         Args:
-            notes: of the pass.
+            notes: counts of the pass.
         """
         if self.fits:
             self.notes = notes
@@ -131,7 +132,8 @@ RECORDED = (
 @typed
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Data, and how it is read. Every function that takes data takes a `Data`, or raw data, which is read by the defaults.
+    """Data with its reading options. Every function that takes data accepts a `Data`, or raw data, which is read with the
+    defaults.
 
     The rows are tokenised by the first call that needs them and kept for later calls of models with the same tokenizer, up to
     256 MB. `print(data)` then shows how many rows and positions they have.
@@ -139,31 +141,31 @@ class Data:
     Args:
         source: a list of texts, a token tensor `batch pos`, a mapping of the model's inputs by name (`input_ids`,
             `attention_mask`, `token_type_ids`, `pixel_values`, ...), a `datasets.Dataset` or `IterableDataset`, chats as lists
-            of messages with `role` and `content`, or an iterable of these. Every column that the model's forward takes reaches
-            it.
+            of messages with `role` and `content`, or an iterable of these. Every column that is an argument of the model's
+            forward is passed to it.
         column: the column of a data set that holds texts, tokens, images or chat messages; two names for pairs of texts.
-        tokenizer: used in place of the model's own; for images their processor. Models that are compared share it.
-        batch_size: rows in a forward pass at most; above 16 the next lower power of two. Results of measures do not depend on
-            it. A step of training is one batch.
-        seq_len: longest row of tokens; longer texts and rows continue in further rows. A head that reads a row as one, as that
-            of a classifier of texts, reads one row of each text, which the tokenizer cuts. Default: 256 for texts or the
-            model's context if that is shorter; token rows as they are.
-        pack: join texts, with an end-of-text token between them, and cut rows of full length from the joined text, instead of
+        tokenizer: tokenizer, or image processor, to use in place of the model's own. Models that are compared share it.
+        batch_size: largest number of rows in a forward pass; above 16 it is rounded down to a power of two. Results of measures
+            do not depend on it. A step of training is one batch.
+        seq_len: longest row of tokens; longer texts and rows continue in further rows. For a text classifier, the tokenizer
+            cuts each text to one row. Default: 256 for texts, or the model's context if that is shorter; rows of tokens are not
+            cut.
+        pack: whether to join the texts with end-of-text tokens and cut the joined text into rows of full length, instead of
             padding each text.
-        max_tokens: stop after this many counted tokens.
-        skip_first: leave out the first positions of each row, whose activations are massive in many models.
-        positions: the positions of each row that are measured, among the attended ones that `skip_first` leaves: "all",
-            "first", "last" or a slice; "mean", one sample a row, the mean over its positions; a function that takes the token
-            ids of a row and returns a mask or indices; the name of a mask column beside `input_ids`; or "assistant", the
-            assistant's tokens in chat messages. A row is one that the model reads, after `seq_len` and `pack`. Default: the
-            position that a row classifier's head reads ("first" for [CLS], "last" for decoders); "all" for any other model, and
-            for analyzers that take rows as samples. The rule is recorded.
-        prepend_bos: start every row that comes from text with the tokenizer's BOS, as TransformerLens does.
-        chat_template: renders chat messages in place of the tokenizer's own template.
-        add_generation_prompt: end each chat with the tokens that begin an answer of the assistant.
+        max_tokens: number of counted tokens after which reading stops.
+        skip_first: number of positions to leave out at the start of each row, where many models have massive activations.
+        positions: the measured positions of each row, among the attended positions after `skip_first`: "all", "first", "last"
+            or a slice; "mean" for one sample per row, the mean over its positions; a function that takes the token ids of a row
+            and returns a mask or indices; the name of a mask column beside `input_ids`; or "assistant", the assistant's tokens
+            in chat messages. A row is a row of the model's input, after `seq_len` and `pack`. Default: the position that a row
+            classifier's head reads ("first" for [CLS], "last" for decoders); "all" for any other model, and for analyzers that
+            take rows as samples. The rule is recorded in the provenance.
+        prepend_bos: whether every row that comes from text starts with the tokenizer's BOS, as in TransformerLens.
+        chat_template: template that renders chat messages, in place of the tokenizer's own.
+        add_generation_prompt: whether each chat ends with the tokens that begin an assistant's answer.
 
     Raises:
-        LayersimError: a number is below its smallest value, or no position of a row is left.
+        LayersimError: a number is too small, or `skip_first` leaves no position of a row.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -199,16 +201,16 @@ class Data:
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:
-        """The `Data` that a call was given; raw data is read by the defaults.
+        """The argument `data` of a call as a `Data`; raw data gets the default options.
 
         Args:
             given: a `Data`, or raw data.
-            **defaults: of the call where they differ from those of `Data`, for raw data.
+            **defaults: options for raw data in which the call differs from the defaults of `Data`.
         """
         return given if isinstance(given, Data) else cls(given, **defaults)
 
     def like(self, given: Any) -> Data:
-        """Other data of the same call, such as its `eval_data`: raw data is read as this is.
+        """Other data of the same call, such as `eval_data`; raw data gets the same options as this data.
 
         Args:
             given: a `Data`, or raw data.
@@ -216,56 +218,57 @@ class Data:
         return given if isinstance(given, Data) else replace(self, source=given)
 
     def counting(self, rule: PositionRule) -> Data:
-        """The same data with another rule of positions; rows that were tokenised are shared.
+        """The same data with another rule for `positions`; the tokenised rows are shared.
 
         Args:
-            rule: of the run, see `positions`.
+            rule: the rule, see `positions`.
         """
         settled = replace(self, positions=rule)
         object.__setattr__(settled, "_kept", self._kept)
         return settled
 
     def kept(self, key: Hashable) -> KeptRows | None:
-        """The rows that the last pass for models of some properties has read; None before the first one.
+        """The rows that the last pass with this key has read; None before the first pass.
 
         Args:
-            key: the properties.
+            key: properties of the model that the rows depend on.
         """
         return self._kept.get((key, self._state))
 
     def keep(self, key: Hashable, rows: KeptRows) -> None:
-        """Begin a pass for models of some properties. Passes that run at the same time each fill rows of their own.
+        """Begin a pass with this key. Passes that run at the same time each fill their own rows.
 
         Args:
-            key: the properties.
-            rows: for the rows of the pass, still empty.
+            key: properties of the model that the rows depend on.
+            rows: empty container of the pass's rows.
         """
         self._kept[key, self._state] = rows
 
     @property
     def _state(self) -> int | None:
-        """A number that changes as a list grows or a tensor is changed in place, after which rows are read anew."""
+        """A version number of a list or tensor, which changes if it grows or is changed in place; the rows are then read
+        anew."""
         if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
             return self.source._version
         return len(self.source) if isinstance(self.source, list | tuple) else None
 
     @property
     def read_once(self) -> bool:
-        """Whether the source is an iterator, which is gone after one pass."""
+        """Whether the source is an iterator, which one pass consumes."""
         return isinstance(self.source, Iterator)
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the source is an iterator of which an earlier pass has read rows."""
+        """Whether the source is an iterator that an earlier pass has started to read."""
         return self.read_once and bool(self._kept)
 
     @property
     def selection(self) -> Positions:
-        """The rule that selects the counted positions of a row."""
+        """The rule of the counted positions of a row."""
         return Positions("all" if self.positions is None else self.positions, self.skip_first)
 
     def record(self) -> dict[str, Any]:
-        """The options by name, for a result's provenance."""
+        """The reading options by name, for the provenance."""
         known = {name: getattr(self, name) for name in OPTIONS}
         column = list(self.column) if isinstance(self.column, tuple) else self.column
         return known | {"column": column, "positions": self.selection.record(), "chat_template": _short(self.chat_template)}
@@ -309,7 +312,7 @@ DATA_OPTIONS = (*OPTIONS, *RECORDED)
 
 
 def _short(template: str | None) -> str | None:
-    """A template as it is, or the digest of a long one."""
+    """A chat template, or its digest if it is long."""
     if template is None or len(template) <= LONGEST_RECORDED:
         return template
     return f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:12]} of {len(template)} characters"

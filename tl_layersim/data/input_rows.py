@@ -1,4 +1,4 @@
-"""Rows without token ids: images, features, embeddings, and the floating-point inputs of other modules."""
+"""Rows without token ids: images, audio features, embeddings and other floating-point inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
         data: columns by name.
         main: the column of the main input.
         level: see `inputs.Level`.
-        labels: of the rows, None without labels.
+        labels: labels of the rows; None if there are none.
         model: the model that the rows are for.
     """
     name = main if main == EMBEDDINGS else model.main_input
@@ -74,10 +74,10 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
 
 
 def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
-    """Whether the data are rows without tokens with labels beside them, as far as one look at the first row tells.
+    """Whether the data's first row has labels and no tokens.
 
     Args:
-        data: of any accepted kind; an iterator, of which a look would take a row, tells nothing.
+        data: data of any accepted kind. For an iterator the answer is False, because looking would consume a row.
         model: the model that the rows are for.
     """
     table = isinstance(data, Mapping) or hasattr(data, "to_dict")
@@ -89,13 +89,13 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
 
 
 def _is_row(name: str, column: Any, level: Level) -> bool:
-    """Whether a column holds the input of the only row, without an axis of rows."""
+    """Whether a column holds the input of a single row, without an axis of rows."""
     shape = as_values(name, column).shape
     return level == "row" or shape[:1] != (1,)
 
 
 def _row_row_targets(labels: Tensor, count: int) -> Tensor:
-    """Labels of rows without tokens: `row 1`, a class of each, or `row pos`."""
+    """Labels of rows without tokens: `row 1` for one class per row, or `row pos`."""
     labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
     labels = labels[:, None] if labels.dim() == 1 else labels
     if labels.dim() != 2 or len(labels) != count:
@@ -104,10 +104,10 @@ def _row_row_targets(labels: Tensor, count: int) -> Tensor:
 
 
 def _row_mask(mask: Any, number: int, count: int, length: int) -> Tensor:
-    """The mask of one row, which belongs to positions of the row only where these are known before a forward pass.
+    """The attention mask of one row. It must be all ones unless positions are known before a forward pass.
 
     Raises:
-        LayersimError: the mask leaves out parts of an image or of features, or does not fit.
+        LayersimError: the mask hides parts of an image or of features, or has the wrong shape.
     """
     table = as_mask(mask)
     table = table[None] if table.dim() == 1 and count == 1 else table
@@ -124,10 +124,10 @@ def _row_mask(mask: Any, number: int, count: int, length: int) -> Tensor:
 
 
 def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
-    """The inputs that the model's processor makes of images, each with an axis of rows.
+    """The inputs that the model's processor makes from images, each with an axis of rows.
 
     Raises:
-        LayersimError: the model has no processor, or its processor makes another number of rows.
+        LayersimError: the model has no processor, or the processor returns another number of rows.
     """
     if model.processor is None:
         raise LayersimError(
@@ -144,7 +144,7 @@ def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
 
 
 def _as_image(image: Any) -> Any:
-    """An image of whole numbers, as formats of data sets give them, as bytes; any other image unchanged."""
+    """Convert an integer image, as `datasets` formats return it, to uint8; other images are unchanged."""
     if not isinstance(image, list | np.ndarray | Tensor):
         return image
     table = np.asarray(image)
@@ -152,7 +152,7 @@ def _as_image(image: Any) -> Any:
 
 
 def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None) -> str | None:
-    """The column of images that the model's processor reads; None where there is none, or where the model takes none.
+    """The column of images that the model's processor reads; None if the data has none, or the model takes no images.
 
     Args:
         data: columns by name.
@@ -160,7 +160,7 @@ def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None
         column: the column that the user names.
 
     Raises:
-        LayersimError: there are several.
+        LayersimError: there are several columns of images.
     """
     if PIXELS in data or PIXELS not in (model.main_input, *model.inputs):
         return None

@@ -1,4 +1,4 @@
-"""Inputs besides tokens: which columns hold them, what columns hold, and inputs of the stack that is not read.
+"""Inputs besides tokens: their columns, recognition of a column's content, and inputs of an encoder-decoder's other stack.
 
 An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
 
@@ -35,7 +35,7 @@ Level = Literal["batch", "row", "either"]
 
 
 def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
-    """The column that takes the place of token ids: the model's main input, or embeddings; None where there is none."""
+    """The column of the model's main input or of embeddings, in place of token ids; None if there is none."""
     if model.token_input != TOKEN_IDS:
         return None
     if model.main_input != TOKEN_IDS and data.get(model.main_input) is not None:
@@ -45,7 +45,7 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
 
 
 def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
-    """The columns that are further inputs of the model, without `skipped`; a column of None is no input."""
+    """The columns that are further inputs of the model, without `skipped` and without columns that are None."""
     names = [name for name in model.inputs if name not in skipped]
     return {name: data[name] for name in names if data.get(name) is not None}
 
@@ -54,7 +54,7 @@ def as_values(name: str, values: Any) -> Tensor:
     """The values of an input as a tensor on the CPU.
 
     Raises:
-        LayersimError: they are not a table of numbers.
+        LayersimError: the values are not a table of numbers.
     """
     try:
         return number_tensor(values)
@@ -63,12 +63,12 @@ def as_values(name: str, values: Any) -> Tensor:
 
 
 def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:
-    """The values of the main input for each row that they hold.
+    """Split the values of the main input into rows.
 
     Args:
-        name: of the input.
-        values: of one row, or of several in their first axis.
-        level: what is known from where the values were found.
+        name: name of the input.
+        values: values of one row, or of several in their first axis.
+        level: "row" for the values of one row, "batch" for several rows, "either" if unknown.
     """
     is_list = isinstance(values, list | tuple)
     first = as_values(name, values[0] if is_list and len(values) else values)
@@ -81,10 +81,10 @@ def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:
 
 
 def by_row(name: str, values: Any, count: int) -> list[Tensor]:
-    """The values of an input for each of `count` rows.
+    """Split the values of an input into `count` rows.
 
     Raises:
-        LayersimError: the values are those of another number of rows.
+        LayersimError: the values have another number of rows.
     """
     if isinstance(values, list | tuple) and len(values) == count:
         return [as_values(name, value) for value in values]
@@ -98,22 +98,22 @@ def by_row(name: str, values: Any, count: int) -> list[Tensor]:
 
 
 def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tensor]]:
-    """The inputs of each row, by name.
+    """Split inputs into one mapping per row.
 
     Args:
         inputs: columns of inputs.
-        count: number of rows; None for the values of one row, without an axis of rows.
+        count: number of rows; None if the values are one row without an axis of rows.
     """
     columns = {name: [as_values(name, v)] if count is None else by_row(name, v, count) for name, v in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(1 if count is None else count)]
 
 
 def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInputs) -> frozenset[str]:
-    """Names of the inputs that have one value for each position of a row: embeddings; segments and positions of tokens.
+    """Names of the inputs with one value per position, such as embeddings, segment ids or position ids.
 
     Args:
-        inputs: of the row.
-        length: number of its tokens, None for a row without token ids.
+        inputs: inputs of the row.
+        length: number of tokens; None for a row without token ids.
         model: the model.
     """
     decoder = model.token_input != TOKEN_IDS
@@ -132,12 +132,13 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
 
 def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """The inputs of a batch, `row ...`, those by position padded with zeros to `width`; and the names of these.
+    """Collate the inputs of a batch, `row ...`; also return the names of the positional inputs, which are zero-padded to
+    `width`.
 
-    Those of the other stack of an encoder-decoder are padded to the longest of their own.
+    Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
     Raises:
-        LayersimError: the rows have other inputs, or inputs of other shapes.
+        LayersimError: the rows have different inputs, or inputs of different shapes.
     """
     names = list(dict.fromkeys(name for row in rows for name in row.inputs))
     along = frozenset(name for row in rows for name in row.positional)
@@ -159,7 +160,7 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
 
 
 def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
-    """An input of a row; where the row has none, the value that is equivalent to leaving it out."""
+    """An input of a row; if the row lacks it, the value that is equivalent to leaving it out."""
     if name in row.inputs and along == (name in row.positional):
         return row.inputs[name]
     default = model.inputs.get(name)
@@ -176,10 +177,10 @@ def _unlike(given: str) -> LayersimError:
 
 
 def refuse_integers(name: str, values: Tensor) -> None:
-    """Refuse pixels and features that are whole numbers, which have not been through the model's processor.
+    """Raise an error if pixels or features are integers, and so did not pass the model's processor.
 
     Raises:
-        LayersimError: they are.
+        LayersimError: the values are integers.
     """
     if name in ROW_AXES and not values.is_floating_point():
         raise LayersimError(
@@ -197,7 +198,7 @@ ATTACH = "with lsim.attach(model, analyzers) as probe: "
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is an image, or a list of images: of PIL, or arrays of bytes."""
+    """Whether a value is an image or a list of images: PIL images or uint8 arrays."""
     if isinstance(value, list):
         return bool(value) and all(is_image(x) and not isinstance(x, list) for x in value)
     if isinstance(value, np.ndarray | Tensor):
@@ -206,7 +207,7 @@ def is_image(value: Any) -> bool:
 
 
 def is_images(value: Any) -> bool:
-    """Whether a value is one array of several images: whole numbers whose first axis is the rows."""
+    """Whether a value is one integer array of several images, with rows as its first axis."""
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 4 and "int" in str(value.dtype)
 
 
@@ -217,17 +218,17 @@ def is_floats(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text, or a list of texts of which some may be missing."""
+    """Whether a value is a text or a list of texts; some may be missing."""
     if not isinstance(value, list):
         return isinstance(value, str)
     return any(isinstance(x, str) for x in value) and all(isinstance(x, str) or is_missing(x) for x in value)
 
 
 def readable(text: str | None, number: int) -> str:
-    """Return the text of a row; refuse a missing text, or one that cannot be written as UTF-8.
+    """Return the text of a row. Raise an error if it is missing or not valid Unicode.
 
     Raises:
-        LayersimError: the text is missing, or cannot be written as UTF-8.
+        LayersimError: the text is missing or cannot be encoded as UTF-8.
     """
     if text is None:
         raise LayersimError(f"`data` has no text in row {number}. Leave such rows out: data.filter(...), table.dropna().")
@@ -242,7 +243,7 @@ def readable(text: str | None, number: int) -> str:
 
 
 def as_plain(value: Any) -> Any:
-    """A sequence (a tuple, an array of texts, a column of a table) as a list; any other value unchanged."""
+    """Convert a tuple, an array of texts or a table column to a list; other values are unchanged."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":
         return value
     if isinstance(value, np.ndarray) or type(value).__name__ == "Series":
@@ -251,7 +252,7 @@ def as_plain(value: Any) -> Any:
 
 
 def innermost(value: Any) -> Any:
-    """The first item of lists in lists that is not None; any other value unchanged."""
+    """The first item of nested lists that is not None; other values are unchanged."""
     for _ in range(DEEPEST):
         value = as_plain(value)
         if not isinstance(value, list):
@@ -261,7 +262,7 @@ def innermost(value: Any) -> Any:
 
 
 def find_column(data: Mapping[str, Any]) -> str | None:
-    """The column of texts or tokens, None where several may be meant."""
+    """The column of texts or tokens, None if several may be meant."""
     known = [name for name in (*TOKENS, "text") if name in data]
     texts = [name for name in data if is_text(data[name])]
     empty = [name for name in data if is_missing(data[name]) and name not in LABELS]
@@ -270,7 +271,7 @@ def find_column(data: Mapping[str, Any]) -> str | None:
 
 
 def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
-    """The error for a mapping whose column of tokens, of texts or of the model's main input is not clear."""
+    """The error for a mapping in which the column of tokens, texts or the main input is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
     named = [name for name in data if isinstance(name, str) and name not in LABELS]
     likely = [name for name in named if is_text(data[name]) or _is_ids(data[name])]
@@ -287,7 +288,7 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
 
 
 def _is_ids(value: Any) -> bool:
-    """Whether a value is rows of whole numbers, or one row."""
+    """Whether a value is one or several rows of integers."""
     value = innermost(value)
     return isinstance(value, int) or (isinstance(value, Tensor | np.ndarray) and "int" in str(value.dtype))
 
@@ -299,27 +300,27 @@ DECODER_IDS = "decoder_input_ids"
 
 
 def reads_decoder(model: ModelInputs) -> bool:
-    """Whether the rows of the data are those of a decoder beside an encoder."""
+    """Whether the decoder of an encoder-decoder is read."""
     return model.token_input == DECODER_IDS
 
 
 def padded_apart(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the inputs that have one value for each position of the stack that is not read."""
+    """Names of the inputs with one value per position of the stack that is not read."""
     other = ENCODER if reads_decoder(model) else DECODER
     return tuple(name for mask, names in other.items() for name in (mask, *names))
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
-    """The inputs of a row, with those of the other stack cut to the positions that it attends to, and with their mask.
+    """The inputs of a row; inputs of the other stack are cut to their attended positions and get a mask.
 
-    Without a mask, the encoder's padding ids are left out, as those of tokens are. All positions of a decoder count.
+    Without a mask, the encoder's padding ids are dropped. All positions of a decoder are kept.
 
     Args:
-        inputs: of one row.
+        inputs: inputs of one row.
         model: the model.
 
     Raises:
-        LayersimError: the mask does not fit, or leaves no position.
+        LayersimError: the mask has the wrong shape, or hides all positions.
     """
     found = dict(inputs)
     for mask, names in (ENCODER if reads_decoder(model) else DECODER).items():
@@ -344,7 +345,7 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
 
 
 def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """`mask_of` the tokens of a decoder, of which the first starts the row, and is often the padding id too.
+    """`mask_of` for decoder tokens, whose first token starts the row and often equals the padding id.
 
     Raises:
         LayersimError: padding precedes other tokens.
@@ -361,7 +362,7 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of some rows of a batch, with those of the other stack cut to the longest of these rows.
+    """The inputs of some rows of a batch; inputs of the other stack are cut to the longest of these rows.
 
     Args:
         inputs: `row ...`; masks among them belong to the other stack.
@@ -376,7 +377,7 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
-    """The error for data without the tokens of the decoder that is read, or without the encoder's inputs."""
+    """The error for data that lacks the decoder's tokens or the encoder's inputs, if a decoder is read."""
     return LayersimError(
         f"`data` needs the inputs of both stacks to read the decoder of {model.name}, such as `input_ids` and "
         f"`decoder_input_ids`, and holds {given}. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."

@@ -1,4 +1,4 @@
-"""Labels as a user passes them, and tensors of the numbers that users pass."""
+"""Conversion of user-supplied labels and numbers to tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def number_tensor(values: Any) -> Tensor:
-    """A dense tensor on the CPU of real numbers or truth values.
+    """Convert numbers or bools to a dense tensor on the CPU.
 
     Args:
         values: a tensor, an array, a number, or lists of these, all of one shape.
 
     Raises:
-        ValueError: the values are no such tensor; the message says why.
+        ValueError: the values cannot be converted; the message gives the reason.
 
     Examples:
         >>> number_tensor([[3, 4], torch.tensor([5, 6])])
@@ -63,29 +63,29 @@ def is_missing(value: Any) -> bool:
 
 
 def is_none(labels: Any) -> bool:
-    """Whether labels are the word "none", for measures that need no target."""
+    """Whether labels are "none", for measures without a target."""
     return isinstance(labels, str) and labels == "none"
 
 
 def label_source(labels: str | Tensor) -> str:
-    """The source of labels, as in `Analyzer.label_source`: "rows" for a tensor, "data" for the data's column, else ""."""
+    """The source of labels, see `Analyzer.label_source`: "rows" for a tensor, "data" for a column of the data, else ""."""
     return "rows" if isinstance(labels, Tensor) else "data" if labels == "data" else ""
 
 
 def label_key(labels: str | Tensor) -> str:
-    """A key for the targets of these labels, equal for equal labels."""
+    """A key for labels, equal for equal labels."""
     return labels if isinstance(labels, str) else f"tensor {id(labels)}"
 
 
 def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
-    """A user's labels as "next_token", "data" or a tensor; or as "none", where they are optional.
+    """Convert the argument `labels` to "next_token", "data" or a tensor, or "none" if labels are optional.
 
     Args:
-        labels: as the user passed them.
+        labels: the argument as the user passed it.
         optional: whether "none" stands for measures that need no target.
 
     Raises:
-        LayersimError: the labels are another word, or not a table of whole numbers.
+        LayersimError: the labels are another word, or not a table of integers.
     """
     if isinstance(labels, str):
         if labels not in ("next_token", "data", *(["none"] if optional else [])):
@@ -108,7 +108,7 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
 
 
 def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
-    """Warn if a table of labels has more rows than the data: one row too many at its start would shift all labels."""
+    """Warn if a table of labels has more rows than the data, because an extra first row would shift all labels."""
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
         warnings.warn(
             f"labels has {len(labels)} rows, and {run.sequences} rows of data were read (those without tokens are not). Row i "
@@ -119,12 +119,12 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
 
 
 def labels_in(data: Mapping[str, Any]) -> Any:
-    """The column of labels, or None without such a column; an example's own None is a missing label."""
+    """The column of labels; None if there is none. A label that is None in an example is a missing label."""
     return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
 
 
 def whole_numbers(labels: Any) -> Tensor:
-    """Labels as int64, `NO_LABEL` for missing ones."""
+    """Convert labels to int64, with `NO_LABEL` for missing labels."""
     if isinstance(labels, list | tuple):
         labels = [NO_LABEL if is_missing(x) else x for x in labels]
     elif labels is None:

@@ -1,4 +1,4 @@
-"""Padding of token tensors without an attention mask: masks from padding ids, and runs of an id that nothing names."""
+"""Padding of token tensors without an attention mask: masks from padding ids, and detection of unknown padding ids."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHARE = 0.02
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """A mask `row pos`, False at padding at the ends of rows, from the padding ids of tokenizer and configuration.
+    """Attention mask `row pos` from the padding ids of tokenizer and configuration: False at padding at the ends of rows.
 
     Returns:
-        The mask, or None where rows have no padding.
+        The mask, or None if rows have no padding.
 
     Raises:
-        LayersimError: a padding id stands where it may be a token too.
+        LayersimError: a padding id may be a token at its position.
     """
     tokenizer = model.tokenizer
     pads = dict.fromkeys((getattr(tokenizer, "pad_token_id", None), *model.pads))
@@ -57,14 +57,14 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 class RunsAtEnds:
-    """Counts rows of tokens without a mask that start or end with two or more of one id, which is nowhere else in the row.
+    """Counts token rows without a mask that start or end with a run of one id that occurs nowhere else in the row.
 
     Such an id is probably padding that neither the tokenizer nor the configuration names, as `pad_sequence` pads with 0. The
     counts do not depend on the order of the rows, nor on how they are divided into tables.
 
     Attributes:
         rows: number of rows.
-        counts: numbers of those rows, by the end ("start" or "end") and the id.
+        counts: number of such rows, by the end ("start" or "end") and the id.
 
     Examples:
         >>> from tl_layersim.demo import demo_model
@@ -83,7 +83,8 @@ class RunsAtEnds:
         """Count the rows of a table `row pos`.
 
         Raises:
-            LayersimError: `EARLY_SHARE` of `EARLY_ROWS` rows or more have such a run, and the table is one of several rows.
+            LayersimError: a share of at least `EARLY_SHARE` of at least `EARLY_ROWS` rows has such a run, and the table has
+                several rows.
         """
         self.rows += len(rows)
         # `mask_of` decides about padding ids that are named.
@@ -108,10 +109,10 @@ class RunsAtEnds:
                 raise _missing(given, f"tokens != {pad}", model)
 
     def warning(self, model: ModelInputs) -> str:
-        """The warning about rows of which some start or end with such a run; "" where too few do.
+        """The warning about rows with such a run; "" if there are too few.
 
         Raises:
-            LayersimError: most do.
+            LayersimError: most rows have such a run.
         """
         self._refuse(model, 0.5)
         for (end, pad), count in self.counts.most_common(1):
@@ -125,17 +126,17 @@ class RunsAtEnds:
 
 
 def _starts(model: ModelInputs) -> set[Any]:
-    """The ids of BOS."""
+    """The ids that start a row, such as BOS."""
     return {getattr(model.tokenizer, "bos_token_id", None), *model.starts}
 
 
 def _with_mask(mask: str, model: ModelInputs) -> str:
-    """The call that gives a mask."""
+    """The code that passes a mask, for messages."""
     return f"{{'{model.token_input}': tokens, '{model.mask_input}': {mask}}}, or probe.mask = {mask} in attach"
 
 
 def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
-    """The error for rows with padding that came without a mask."""
+    """The error for padded rows without a mask."""
     missing = (
         "`attention_mask` is missing, but rows of tokens start or end with padding: "
         if at_ends
@@ -154,7 +155,7 @@ def masked_warning(pads: Sequence[int]) -> str:
 
 
 def as_mask(mask: Any) -> Tensor:
-    """Convert a mask of ones and zeros to bool; refuse an additive mask (0 keeps, -inf drops), which means the opposite."""
+    """Convert a mask of ones and zeros to bool. An additive mask (0 keeps, -inf drops) raises an error."""
     try:
         values = number_tensor(mask)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Data by its name: a table, a text file, a folder of a saved data set, or a data set of the hub, as `--data` takes it."""
+"""Loading of the data that `--data` names: a table, a text file, a saved data set, or a data set of the hub."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..core.wording import first_line
 
 
 def load_data(name: str, split: str) -> Any:
-    """Data from a table, a text file, a folder of a data set, or the hub.
+    """Load a table, a text file, a saved data set, or a data set of the hub.
 
     Args:
-        name: path of the file or folder, or name on the hub.
-        split: of a data set.
+        name: path of a file or folder, or name on the hub.
+        split: split of the data set.
 
     Raises:
-        LayersimError: there is no such data, or it cannot be read.
+        LayersimError: the data does not exist or cannot be read.
     """
     path = Path(name)
     if path.is_file():
@@ -56,7 +56,7 @@ def load_data(name: str, split: str) -> Any:
 
 
 def _read_file(path: Path) -> Any:
-    """A table, or the paragraphs of a text."""
+    """Read a table, or the paragraphs of a text file."""
     if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
         import pandas
 

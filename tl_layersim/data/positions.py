@@ -1,4 +1,4 @@
-"""Positions: the rule that selects which positions of a row analyzers measure."""
+"""Positions: the rule that selects the measured positions of a row."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ RULES = ("all", "first", "last", "mean", "assistant")
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of a row that analyzers measure, as a rule over its attended positions.
+    """A rule that selects the measured positions of a row from its attended positions.
 
-    `skip_first` acts first: "first", "last" and slices refer to the attended positions that it leaves. A function, a mask
-    column and "assistant" see the whole row; positions among the first `skip_first` are removed from their selection.
+    `skip_first` applies first: "first", "last" and slices refer to the attended positions after it. A function, a mask column
+    and "assistant" see the whole row; positions among the first `skip_first` are removed from their selection.
 
     Args:
-        rule: "all"; "first" or "last" of the attended positions; a slice of them; "mean" for all of them, whose activations
-            become one sample; a function that takes the token ids of a row and returns a mask or indices; "assistant" for the
-            tokens that a chat template marks; or the name of a mask column of the data.
-        skip_first: number of attended positions at the start of each row that are left out.
+        rule: "all"; "first" or "last"; a slice; "mean", one sample per row, the mean over all positions; a function that takes
+            the token ids of a row and returns a mask or indices; "assistant" for the tokens that a chat template marks; or the
+            name of a mask column of the data.
+        skip_first: number of attended positions to leave out at the start of each row.
 
     Examples:
         The row of four tokens is padded at its end.
@@ -55,7 +55,7 @@ class Positions:
 
     @property
     def marked(self) -> bool:
-        """Whether the data itself marks the positions, in a mask column or by a chat template."""
+        """Whether a mask column or a chat template marks the positions."""
         return self.column is not None or self.rule == "assistant"
 
     @property
@@ -64,7 +64,7 @@ class Positions:
         return self.rule if isinstance(self.rule, str) and self.rule not in RULES else None
 
     def record(self) -> str:
-        """The rule as text, for a result's provenance: a slice as "start:stop", a function as its name and code digest."""
+        """The rule as text for the provenance: a slice as "start:stop", a function as its name and code digest."""
         if isinstance(self.rule, str):
             return self.rule
         if isinstance(self.rule, slice):
@@ -78,10 +78,10 @@ class Positions:
         Args:
             tokens: `pos`, the token ids of the row.
             attention: `pos`, positions that the model attends to.
-            marks: `pos`, positions that the data marks; None where it marks none.
+            marks: `pos`, positions that a mask column or chat template marks; None if there are no marks.
 
         Raises:
-            LayersimError: the data marks no positions and the rule needs marks, or a function returned no mask or indices.
+            LayersimError: the rule needs marks and there are none, or the function did not return a mask or indices.
         """
         attended = attention.nonzero()[:, 0]
         left = attended[self.skip_first :]
@@ -101,16 +101,16 @@ class Positions:
         return counted
 
     def cut(self, counted: Tensor, most: int) -> Tensor:
-        """The counted positions of the last row of a run, so that at most `most` are left; a row with one mean stays whole.
+        """Keep at most `most` counted positions of the last row; with "mean" the row stays whole.
 
         Args:
             counted: `pos`, as `select` returns it.
-            most: number of positions that are still to be counted, at least 1.
+            most: number of positions left to count, at least 1.
         """
         return counted if self.pooled else counted & (counted.cumsum(0) <= most)
 
     def refuse_without_tokens(self) -> None:
-        """Refuse a function of token ids for rows that have none.
+        """Raise an error if the rule is a function of token ids, which the rows lack.
 
         Raises:
             LayersimError: the rule is a function.
@@ -154,7 +154,7 @@ class Positions:
 
 
 def as_rule(text: str | None) -> str | slice | None:
-    """A rule that is written as text: a slice as "start:stop" or "start:stop:step", any other rule by its name.
+    """Parse a rule from text: a slice from "start:stop" or "start:stop:step", any other rule from its name.
 
     Examples:
         >>> as_rule("2:-1"), as_rule("last")
@@ -166,15 +166,15 @@ def as_rule(text: str | None) -> str | slice | None:
 
 
 def as_marks(values: Any, column: str | None, shape: torch.Size) -> Tensor:
-    """A mask column of the data as bool, of the shape of its tokens.
+    """Convert a mask column to bool, in the shape of the tokens.
 
     Args:
-        values: of the column.
-        column: its name.
-        shape: of the tokens.
+        values: values of the column.
+        column: name of the column.
+        shape: shape of the tokens.
 
     Raises:
-        LayersimError: the values are no ones and zeros, or do not fit the tokens.
+        LayersimError: the values are not ones and zeros in the shape of the tokens.
     """
     try:
         mask = number_tensor(values)

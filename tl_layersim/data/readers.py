@@ -1,4 +1,4 @@
-"""Readers of texts, tables, mappings and tensors, which become an iterator over texts and rows of tokens."""
+"""Reading of texts, tables, mappings and tensors as an iterator over texts and rows of tokens."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ FILES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow",
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads items of any accepted kind.
+    """Reads data of any accepted kind as texts, chats and rows.
 
     Args:
-        column: the column of a data set that holds texts, tokens or images, or a pair of columns of texts; None to find it.
-        labelled: whether labels are read: without need, a column of that name may hold anything.
+        column: the column of texts, tokens or images, or a pair of text columns; None to find it.
+        labelled: whether to read labels. If False, a column with their name may hold anything.
         model: the model's inputs, tokenizer and padding ids.
-        notes: counts the masks that are derived from padding.
-        marks: the mask column that marks the counted positions, None for none.
+        notes: counts of the pass, which the reader updates.
+        marks: the mask column of the counted positions; None if there is none.
     """
 
     column: Column | None
@@ -75,7 +75,7 @@ class Reader:
         """Texts, chats and rows of tokens or other inputs, in the order of the data.
 
         Args:
-            data: of any accepted kind.
+            data: data of any accepted kind.
             level: see `inputs.Level`.
         """
         if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
@@ -129,7 +129,7 @@ class Reader:
             raise LayersimError(f"`data` holds {brief(data)}, {with_article(type(data).__name__)}; it must be {ACCEPTED_DATA}.")
 
     def _table(self, values: Any, level: Level) -> Iterator[Row]:
-        """Rows of a tensor or an array: token ids, or the model's main input."""
+        """Rows of a tensor or array of token ids, or of the model's main input."""
         main, table = self.model.main_input, _tensor(values)
         images_or_features = table is not None and (table.is_floating_point() or (main in ROW_AXES and table.dim() > 2))
         if table is not None and table.numel() and main != TOKEN_IDS and images_or_features:
@@ -138,7 +138,7 @@ class Reader:
             yield from self._token_rows(table)
 
     def _image(self, image: Any) -> Iterator[Row]:
-        """The row of an image, by the model's processor."""
+        """The row that the model's processor makes from an image."""
         if self.model.main_input != PIXELS:
             raise LayersimError(
                 f"`data` holds an image ({type(image).__name__}), and {self.model.name} takes `{self.model.main_input}`."
@@ -146,7 +146,7 @@ class Reader:
         yield from rows_without_tokens(processed([image], self.model), PIXELS, "batch", None, self.model)
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Chat | Row]:
-        """Rows of a mapping (a batch or an example): of the model's main input, of tokens, or its chats or texts."""
+        """Items of a mapping (a batch or an example): rows of the main input or of tokens, chats, or texts."""
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.column if isinstance(self.column, str) else None
         images = image_column(data, self.model, named)
@@ -174,7 +174,7 @@ class Reader:
         yield from self._tokens_or_texts(data, column, read)
 
     def _tokens_or_texts(self, data: Mapping[str, Any], column: Column | None, read: list[str]) -> Iterator[Text | Chat | Row]:
-        """Rows of a mapping that holds tokens, or its chats or texts where it has no tokens."""
+        """Items of a mapping: rows of tokens, or chats or texts if there are no tokens."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not set(columns) & data.keys() and is_chat(data):
             raise LayersimError(
@@ -204,7 +204,7 @@ class Reader:
             yield from self._token_rows(_tensor(values), data.get(self.model.mask_input), labels, marks, values, inputs)
 
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
-        """The texts of a column, or of two columns that form pairs."""
+        """The texts of a column, or pairs of texts of two columns."""
         alone = not isinstance(data[columns[0]], list)
         texts = [[data[name]] if alone else data[name] for name in columns]
         count = len(texts[0])
@@ -223,7 +223,7 @@ class Reader:
         self.notes.name_unread([name for name in data if name not in taken])
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
-        """The class of each text; None for all where the data has no labels."""
+        """The class of each text; None if the data has no labels."""
         labels = labels_in(data) if self.labelled else None
         if labels is None:
             return [None] * count
@@ -233,7 +233,7 @@ class Reader:
         return classes
 
     def _mask(self, rows: Tensor) -> Tensor:
-        """The mask of tokens that came without one, derived from the padding ids."""
+        """The attention mask of tokens without one, from the padding ids."""
         mask = decoder_mask(rows, self.model) if reads_decoder(self.model) else mask_of(rows, self.model)
         self.notes.runs.add(rows, self.model)
         if mask is None:
@@ -299,17 +299,17 @@ class Reader:
 
 
 def _level_of_items(data: Any) -> Level:
-    """Whether the items of an iterable are batches, as a DataLoader gives them, or rows, as a data set gives them."""
+    """Whether the items of an iterable are batches (of a DataLoader) or rows (of a data set)."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return "row"
     return "either" if getattr(data, "batch_sampler", None) is None else "batch"
 
 
 def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
-    """Refuse numbers that are not token ids.
+    """Raise an error if numbers cannot be token ids.
 
     Raises:
-        LayersimError: they are floats or truth values, or have more axes than tokens.
+        LayersimError: the numbers are floats or bools, or have too many axes.
     """
     if tokens.dim() > 2 and not tokens.is_floating_point() and model.main_input != TOKEN_IDS:
         last = ", with channels first: .movedim(-1, -3)" if tokens.shape[-1] in (1, 3, 4) else ""
@@ -330,10 +330,10 @@ def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
 
 
 def refuse_path(text: Any) -> None:
-    """Refuse a path, which would be read as a text of a few tokens.
+    """Raise an error if a text is a path, which would be read as a text of a few tokens.
 
     Raises:
-        LayersimError: the text is the path of a file or folder, or ends like that of a file.
+        LayersimError: the text is the path of a file or folder, or ends like a file name.
     """
     name = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(name, str) or len(name) > 300 or "\n" in name:
@@ -352,7 +352,7 @@ def refuse_path(text: Any) -> None:
 
 
 def _tensor(values: Any) -> Tensor | None:
-    """A tensor of the values, or None for rows of different lengths."""
+    """Convert values to a tensor; None if the rows have different lengths."""
     try:
         nested = isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray)
         if nested and len({len(row) for row in values}) > 1:
@@ -363,5 +363,5 @@ def _tensor(values: Any) -> Tensor | None:
 
 
 def not_ids(given: str) -> LayersimError:
-    """The error for a column of neither texts nor token ids, or for texts in a column of token ids."""
+    """The error for a column that holds neither texts nor token ids."""
     return LayersimError(f"`data` holds neither texts nor token ids: {given}.")

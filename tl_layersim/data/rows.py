@@ -1,4 +1,4 @@
-"""A row of the data: its tokens, mask, labels and further inputs, and what its reading depends on."""
+"""A row of the data with its tokens, mask, labels and inputs, and the model properties that reading depends on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Row:
     """A row of tokens or of other inputs, without padding at its ends.
 
     Attributes:
-        tokens: `pos`; zeros for a row without token ids, one alone where the number of its positions is not known.
+        tokens: `pos`; zeros for a row without token ids, a single zero if the number of positions is unknown.
         attention: `pos`, positions that the model attends to.
-        labels: `pos`, the data's labels, a class of the whole row at each of its positions; None without labels.
-        source: the row of the data that it came from; -1 for several.
-        start: its start position in that row.
-        marks: `pos`, positions that the data marks, in a mask column or by a chat template; None where it marks none.
-        counted: `pos`, positions that analyzers measure; None as long as they are not selected.
-        inputs: further inputs by name: `pos ...` of those in `positional`, and any shape.
+        labels: `pos`, labels from the data; a class of the row is repeated at each position. None if there are no labels.
+        source: index of the row in the data; -1 if the row joins several.
+        start: start position in that row.
+        marks: `pos`, positions that a mask column or a chat template marks; None if there are no marks.
+        counted: `pos`, positions that analyzers measure; None until they are selected.
+        inputs: further inputs by name: `pos ...` if listed in `positional`, else any shape.
         positional: names of the inputs that have one value for each position.
         has_tokens: whether the row has token ids.
     """
@@ -40,12 +40,12 @@ class Row:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the positions of the row are known, which those of an image are after a forward pass."""
+        """Whether the number of positions is known. For images it is known only after a forward pass."""
         return self.has_tokens or bool(self.positional)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the row's tensors."""
         held = (self.tokens, self.attention, self.labels, self.marks, self.counted, *self.inputs.values())
         return sum(values.nbytes for values in held if values is not None)
 
@@ -75,7 +75,7 @@ NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool
 
 
 class ModelInputs(Protocol):
-    """The inputs that a model accepts, and its tokenizer; see the fields of `Model`."""
+    """The inputs and the tokenizer of a model; the fields are explained in `Model`."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Texts as rows of tokens: their encoding by the tokenizer, and windows of one text or of all texts joined."""
+"""Texts as rows of tokens: tokenisation, and cutting of single or joined texts into rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SEGMENTS = "token_type_ids"
 
 @dataclass(frozen=True)
 class Text:
-    """A text of the data, or a pair of texts.
+    """A text in the data, or a pair of texts.
 
     Attributes:
-        text: None where the row has no text.
-        label: class of the text, None where the data has no labels.
-        second: the second text of a pair, None for a single text.
-        inputs: further inputs of the row, by name, without a row axis.
+        text: the text; None if the row has none.
+        label: class of the text, None if the data has no labels.
+        second: the second text of a pair; None for a single text.
+        inputs: further inputs of the row by name, without an axis of rows.
     """
 
     text: str | None
@@ -37,18 +37,18 @@ class Text:
 
 
 class Encoded(NamedTuple):
-    """Tokens of a text without BOS, or of a chat with the special tokens of its template.
+    """Token ids of a text without BOS, or of a chat with the special tokens of its template.
 
     Attributes:
-        ids: the tokens.
-        label: class of the text, None without one.
-        number: of the text in the data.
-        own: whether the text began with a special token of its own, in place of the BOS.
-        segments: the segment of each token, None where the model takes none or all are 0.
+        ids: the token ids.
+        label: class of the text; None if it has none.
+        number: index of the text in the data.
+        own: whether the text itself begins with a special token, so that no BOS is added.
+        segments: the segment id of each token; None if the model takes none or all are 0.
         inputs: see `Text`.
         chat: whether it is a chat.
-        marks: as in `EncodedChat`.
-        cut: whether the text is longer, and was cut to one row.
+        marks: see `EncodedChat`.
+        cut: whether the text was too long and was cut to one row.
     """
 
     ids: list[int]
@@ -63,7 +63,7 @@ class Encoded(NamedTuple):
 
 
 def adds_specials(tokenizer: Any) -> bool:
-    """Whether the tokenizer adds its special tokens itself: those with [CLS], without a BOS, or with BOS and EOS as CLIP's."""
+    """Whether the tokenizer itself adds special tokens: with [CLS], without a BOS, or with BOS and EOS like CLIP."""
     if tokenizer.bos_token_id is None or tokenizer.cls_token_id is not None:
         return True
     count = getattr(tokenizer, "num_special_tokens_to_add", None)
@@ -74,10 +74,10 @@ def tokenizer_of(model: ModelInputs) -> Any:
     """The tokenizer of a model.
 
     Args:
-        model: that the texts are for.
+        model: the model that reads the texts.
 
     Raises:
-        LayersimError: it has none.
+        LayersimError: the model has no tokenizer.
     """
     if model.tokenizer is None and model.main_input in ROW_AXES:
         raise LayersimError(f"`data` holds texts, and {model.name} takes `{model.main_input}`.")
@@ -90,12 +90,12 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int |
     """Encode texts, or pairs of texts, as token ids.
 
     Args:
-        items: texts, each with its number in the data.
-        model: its tokenizer encodes.
-        longest: most tokens of a text, to which the tokenizer cuts it; None to keep all.
+        items: texts, each with its index in the data.
+        model: the model whose tokenizer is used.
+        longest: number of tokens to which the tokenizer cuts each text; None to cut none.
 
     Raises:
-        LayersimError: the model has no tokenizer, or one that does not join pairs; or a text is missing or unreadable.
+        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or unreadable.
     """
     pairs = [item.second is not None for _, item in items]
     if any(pairs) and not all(pairs):
@@ -125,13 +125,13 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int |
 
 
 def _segments(segments: Any, place: int) -> list[int] | None:
-    """The segments of one text; None where all are 0, the segment of a text that is given alone."""
+    """The segment ids of one text; None if all are 0, the default."""
     row = None if segments is None else list(segments[place])
     return row if row is not None and any(row) else None
 
 
 def _undoubled(text: Encoded, tokenizer: Any) -> Encoded:
-    """The text without special tokens that the tokenizer doubled at its ends."""
+    """Remove special tokens that the tokenizer added although the text had them already."""
     if not adds_specials(tokenizer):
         return text
     ids = text.ids
@@ -151,9 +151,9 @@ class TextRows:
     """Cuts encoded texts into rows.
 
     Args:
-        model: its tokenizer and context apply.
-        data: with the options of reading.
-        notes: counts the rows that began with a BOS of their own, and the texts that were cut.
+        model: the model whose tokenizer and context are used.
+        data: the data with its reading options.
+        notes: counts of the pass, updated here: rows with a BOS in their text, and texts that were cut.
     """
 
     model: ModelInputs
@@ -162,24 +162,24 @@ class TextRows:
 
     @property
     def length(self) -> int:
-        """Most tokens of a row."""
+        """Largest number of tokens in a row."""
         return self.data.seq_len or min(DEFAULT_SEQ_LEN, self.model.context or DEFAULT_SEQ_LEN)
 
     @property
     def bos(self) -> list[int]:
-        """The BOS that a row starts with, [] where this package adds none."""
+        """The BOS that starts each row; [] if none is added."""
         bos = self.model.tokenizer.bos_token_id
         return [bos] if self.data.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
 
     def encoded(self, items: Sequence[tuple[int, Text]]) -> list[Encoded]:
-        """Texts, each with its number in the data, as token ids; cut to one row where the model's head reads a row as one."""
+        """Tokenise texts, given with their index in the data. For a row classifier, each text is cut to one row."""
         texts = encode(items, self.model)
         if not self.model.reads_rows:
             return texts
         return [self._one_row(text, item) for text, item in zip(texts, items, strict=True)]
 
     def _one_row(self, text: Encoded, item: tuple[int, Text]) -> Encoded:
-        """The text, which the tokenizer cuts to one row with its special tokens if it is longer."""
+        """The text, cut by the tokenizer to one row with special tokens if it is longer."""
         tokenizer = self.model.tokenizer
         # A tokenizer that cuts the beginning cuts the text's own BOS too.
         own = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
@@ -196,7 +196,7 @@ class TextRows:
         return cut._replace(cut=True)
 
     def warn_of_cut(self) -> None:
-        """Say how many texts were cut to one row."""
+        """Warn that texts were cut to one row."""
         if self.notes.cut:
             self.notes.once(
                 f"{self.notes.cut} of {self.notes.texts} texts are longer than seq_len={self.length} tokens. The model's head "
@@ -205,7 +205,7 @@ class TextRows:
             )
 
     def windows(self, text: Encoded) -> Iterator[Row]:
-        """Rows of a text's tokens; a long text continues in further rows, without losing a token."""
+        """Split a text's tokens into rows; a long text continues in further rows, and no token is lost."""
         if text.chat and self.model.reads_rows and len(text.ids) > self.length:
             raise row_too_long(len(text.ids), self.length, self.model, "a chat")
         self.notes.texts += 1
@@ -230,11 +230,11 @@ class TextRows:
             start += taken
 
     def row(self, ids: list[int], own: bool, adds: bool = True) -> tuple[Tensor, int]:
-        """A row of at most the text length, with a BOS, and the number of ids that it takes from the text.
+        """Build the next row of a text, with a BOS; return it and the number of ids that it takes from the text.
 
         Args:
             ids: the next ids of the text.
-            own: whether they begin with a BOS, so that none is added.
+            own: whether the ids begin with a BOS, so that none is added.
             adds: whether a BOS is added at all.
         """
         self.notes.own_bos += own
@@ -243,13 +243,13 @@ class TextRows:
         return torch.tensor(bos + taken), len(taken)
 
     def packed(self, items: Iterable[Encoded | Row]) -> Iterator[Row]:
-        """Full rows cut from all texts, with an end-of-text token between texts, and a last shorter row.
+        """Join all texts with end-of-text tokens and cut them into full rows; the last row may be shorter.
 
         Args:
             items: the encoded texts.
 
         Raises:
-            LayersimError: an item is no text, or a text has further inputs.
+            LayersimError: an item is not a text, or a text has further inputs.
         """
         held: list[int] = []
         # For each id, whether it separates texts: an end-of-text token may be the BOS too, and does not count as one here.
@@ -288,13 +288,13 @@ class TextRows:
 
 
 def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> LayersimError:
-    """The refusal of tokens that are longer than one row, where the model's head reads a row as one.
+    """The error for tokens that do not fit into one row of a row classifier.
 
     Args:
         tokens: number of tokens.
-        longest: most tokens of a row.
+        longest: largest number of tokens in a row.
         model: the model.
-        given: what the tokens are.
+        given: description of the tokens for the message, such as "a chat".
     """
     fits = model.context is None or tokens <= model.context
     remedy = f"seq_len={tokens}" if fits else f"tokenizer(texts, truncation=True, max_length={longest})"

@@ -1,4 +1,4 @@
-"""Small trained models of texts and of images that ship with the package, and data for them; all functions are public."""
+"""Small trained models for text and images that ship with the package, and data for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def demo_model(aligned: bool = False) -> Any:
     It was trained from scratch on simple stories and a little other text; `demo/README.md` has the data and its perplexity.
 
     Args:
-        aligned: load the model after aligned training, whose shallow layers predict tokens well too.
+        aligned: load the model after aligned training, whose early layers predict tokens well too.
 
     Examples:
         >>> demo_model().config.num_hidden_layers
@@ -34,7 +34,7 @@ def demo_model(aligned: bool = False) -> Any:
 
 @typed
 def demo_text() -> list[str]:
-    """Texts for the demo model: short stories and notes that were written for this package.
+    """Texts for the demo model: short stories and notes, written for this package.
 
     Examples:
         >>> len(demo_text()) > 20
@@ -51,7 +51,7 @@ def demo_vision_model(aligned: bool = False) -> Any:
     `demo/vision/README.md` has its training and its accuracy.
 
     Args:
-        aligned: load the model of aligned training, from the same random weights and with the same budget.
+        aligned: load the model with aligned training, from the same initial weights and with the same budget.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -75,7 +75,7 @@ def demo_vision_model(aligned: bool = False) -> Any:
 
 @typed
 def demo_images(split: Literal["train", "test"] = "test") -> dict[str, Any]:
-    """Images of handwritten digits for the vision demo, from scikit-learn, and their classes.
+    """Images of handwritten digits from scikit-learn, with their classes, for the vision demo.
 
     Args:
         split: "test" for the 500 images that the model has not seen, "train" for the 1,297 others.

@@ -24,7 +24,7 @@ END = "<|endoftext|>"
 
 
 def sample(teacher: Path, out: Path, stories: int, seed: int) -> None:
-    """Append sampled stories to `out`, one per block of lines, until it holds `stories` of them."""
+    """Sample stories from the teacher and append them to `out`, until it holds `stories` of them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def sample(teacher: Path, out: Path, stories: int, seed: int) -> None:
 
 
 def read_documents(paths: list[Path]) -> list[tuple[str, str]]:
-    """The documents of each file with the file's stem, split at END, or at blank lines in files without END."""
+    """Documents of each file by the file's stem, split at END, or at blank lines in files without END."""
     documents = []
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -69,12 +69,12 @@ def read_documents(paths: list[Path]) -> list[tuple[str, str]]:
 
 
 def every_25th(documents: list[tuple[str, str]]) -> set[int]:
-    """Indices of the held-out documents."""
+    """Indices of the held-out documents, every 25th."""
     return {index for index in range(len(documents)) if index % 25 == 7}
 
 
 def to_rows(bpe: Any, documents: list[tuple[str, str]], held_out: set[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Rows of tokens `row pos` of concatenated documents: for training, and held-out rows by file."""
+    """Rows of tokens, `row pos`, from concatenated documents: training rows, and held-out rows by file."""
     encoded = [[0, *encoding.ids] for encoding in bpe.encode_batch([text for _, text in documents])]
 
     def rows(which: list[int]) -> torch.Tensor:
@@ -96,7 +96,7 @@ def perplexity(model: torch.nn.Module, rows: torch.Tensor) -> float:
 
 
 def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr: float, seed: int) -> None:
-    """Train tokenizer and model; write both, `loss_curve.csv` and `perplexity.csv` to `out`."""
+    """Train tokenizer and model. Writes both, `loss_curve.csv` and `perplexity.csv` to `out`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -186,7 +186,7 @@ def write_perplexity(shipped: torch.nn.Module, test_rows: dict[str, torch.Tensor
 
 
 def align(paths: list[Path], out: Path, steps: int, lr: float, seed: int) -> None:
-    """Fine-tune the shipped model by aligned training, alternating with standard steps; write weights, curve and perplexity."""
+    """Fine-tune the shipped model by aligned training. Writes weights, curve and perplexity."""
     import tl_layersim as lsim
 
     model = lsim.demo_model()

@@ -37,7 +37,7 @@ def new_model(seed: int) -> ViTForImageClassification:
 
 
 def moved_by_a_pixel(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image moved by at most one pixel in each direction, at random; the border is background."""
+    """Shift each image at random by at most one pixel in each direction; the border is background."""
     bordered = torch.nn.functional.pad(pixels, (1, 1, 1, 1), value=-1.0)
     top, left = torch.randint(0, 3, (2, len(pixels)), generator=generator)
     cut = [image[:, y : y + 8, x : x + 8] for image, y, x in zip(bordered, top.tolist(), left.tolist(), strict=True)]

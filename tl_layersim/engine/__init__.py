@@ -1,4 +1,4 @@
-"""The engine: analyzers over data on one model or two, here, in shards, on ranks, on a server, now or later."""
+"""The engine: runs analyzers over data on one model or on two, in this process, in shards, on ranks or on a server."""
 
 import lazy_loader
 

@@ -42,11 +42,11 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None,
 
     Args:
         analysis: models, data and analyzers.
-        path: of the checkpoint, or None.
-        blocking: False to send the main pass to a server and return at once.
+        path: path of the checkpoint file; None for none.
+        blocking: False to send the main pass to a server and return without waiting.
 
     Raises:
-        LayersimError: an analyzer refuses a model or the data, or the data differs from that of the checkpoint.
+        LayersimError: a model or the data does not suit an analyzer, or the data differs from the data of the checkpoint.
     """
     analysis.check()
     deal = agree([weight_peers(one.module) if isinstance(one, HasModule) else frozenset() for one in analysis.sources])
@@ -73,10 +73,10 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None,
 
 
 def _read_ahead(analysis: Analysis) -> None:
-    """Read and keep the rows of an iterator that the run needs more than once.
+    """Read and keep the rows of an iterator, if the run needs them more than once.
 
     Raises:
-        LayersimError: its rows are too large to be kept.
+        LayersimError: the rows are too large to be kept.
     """
     if not analysis.batches.one_shot:
         return
@@ -94,7 +94,7 @@ R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
 class _Computes(Protocol[R_co]):
-    """Any analyzer, for type checkers, by the class of the result that `compute` returns."""
+    """An analyzer as type checkers see it: its `compute` returns a known class of result."""
 
     def compute(self, sums: Sums, run: Run) -> R_co: ...
 
@@ -148,41 +148,42 @@ def analyze(
     save_to: str | os.PathLike[str] | None = None,
     first: FilesArgument | None = None,
 ) -> Report | RemoteRun | Path:
-    """Run analyzers over data on one model, in one pass (two where a dataset mean is needed).
+    """Run analyzers over data on one model, in one pass over the data (two if a dataset mean is needed).
 
     Memory holds sums, not activations. The model runs in evaluation mode, without gradients, and is not changed. In an
     initialised `torch.distributed` group each rank measures a part of the batches and returns the same report.
 
     Args:
-        model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
-            or any torch module; or what `open_model` returns, which also says where it runs and which modules are its blocks.
-        data: a `Data`, which says how rows are made and which positions are measured; or raw data, which is read by the
+        model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model, or
+            any torch module; or the result of `open_model`, which also says where the model runs and which modules are its
+            blocks.
+        data: a `Data`, which says how rows are made and which positions are measured; or raw data, which is read with the
             defaults of `Data`.
-        analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options; or a mapping
-            from names to analyzers, such as `{"raw": LogitLens(norm="none"), "normed": LogitLens()}`. The names are the keys of
-            the report. Without a mapping each analyzer can be there once.
+        analyzers: analyzers, or their names as `tl-layersim analyzers` lists them, for default options; or a mapping from names
+            to analyzers, such as `{"raw": LogitLens(norm="none"), "normed": LogitLens()}`. The names are the keys of the
+            report. Without a mapping, each class of analyzer can appear once.
         at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
-            "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; the number of a block, whose output
+            "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; the index of a block, whose output
             is read, negative from the end, or several; a list of names of hook points or of module paths; a pattern such as
-            "blocks.*.hook_attn_out"; or a function of names that returns True for those to read. Families of an
-            encoder-decoder are those of its decoder, and "encoder.resid_post" names one of the encoder. `sites` lists what a
-            model has. Analyzers that need the residual stream refuse other sites.
+            "blocks.*.hook_attn_out"; or a function of names that returns True for the sites to read. In an encoder-decoder,
+            families are the decoder's; "encoder.resid_post" names one of the encoder. `sites` lists the sites of a model.
+            Analyzers that need the residual stream raise an error for other sites.
         per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
-        intervals: keep the sums of 16 to 32 blocks of consecutive rows, from which every result gets confidence intervals:
+        intervals: keep the sums of 16 to 32 blocks of consecutive rows, which give every result confidence intervals:
             `result.interval("values")`. Memory holds up to 48 times the sums.
         baseline: "untrained" also measures three models of the same architecture with fresh weights
-            (`tl_layersim.sources.untrained`) on the same data. Figures and tables show them beside the trained model,
+            (`tl_layersim.sources.untrained`) on the same data. Figures and tables show them beside the trained model;
             `result.untrained` holds their results.
-        checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
-            same call resumes from it and ends with exactly the numbers of an uninterrupted run.
-        blocking: False to send all requests of the main pass to a server and return at once.
-        shard: measure one of several contiguous parts of the data: its number, from 0, and the number of parts, as (3, 64);
-            3/64 on the command line. Each call reads all data to count the batches, and runs the model on its own. `merge`
-            makes the report of all files.
-        save_to: the file for the sums of the shard, which is its checkpoint too: the same call continues from it, and returns
-            at once if it is complete.
-        first: with `shard`, where an analyzer needs a first pass with the model: the files of the first stage, those that the
-            same calls without `first` wrote for all shards. A folder or a pattern does too.
+        checkpoint: a file for partial sums, written about every 30 s, after each request to a server, and on an interrupt. The
+            same call resumes from it, and ends with exactly the numbers of an uninterrupted run.
+        blocking: False to send all requests of the main pass to a server and return without waiting.
+        shard: measure one of several contiguous parts of the data: its index, from 0, and the number of parts, as (3, 64); 3/64
+            on the command line. Each call reads all data to count the batches, and runs the model on its own part. `merge`
+            makes the report from all files.
+        save_to: the file for the sums of the shard, which is also its checkpoint: the same call continues from it, and returns
+            without running if the shard is complete.
+        first: with `shard`, if an analyzer needs a first pass with the model: the files of the first stage, which the same
+            calls without `first` wrote for all shards. Also a folder or a pattern.
 
     Returns:
         A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, whose `result()` is the report; with
@@ -214,18 +215,18 @@ def analyze(
 def opened_analysis(
     opened: OpenedModel, data: Data, analyzers: dict[str, Analyzer], at: AtArgument, per_head: bool, intervals: bool
 ) -> Analysis:
-    """Open one model, and choose the sites and the positions that analyzers read of it.
+    """Open one model, and choose the sites and positions that the analyzers read.
 
     Args:
         opened: the model.
-        data: with the options of reading.
-        analyzers: by name.
+        data: the data with its reading options.
+        analyzers: the analyzers, by name.
         at: see `analyze`.
         per_head: see `analyze`.
         intervals: see `analyze`.
 
     Raises:
-        LayersimError: the model lacks the sites, or an analyzer does not take them or the positions.
+        LayersimError: the model lacks the sites, or an analyzer cannot use the sites or the positions.
     """
     source = open_source(opened, either_stack=True, at=at)
     plan = plan_sites([source], analyzers, at, per_head)
@@ -261,18 +262,18 @@ def compare(
     """Relate the layers of two models that read the same tokens; widths and depths may differ.
 
     Args:
-        model_a: gives the rows of the result; kinds as in `analyze`. A request to a server runs one model, so statistics of
-            each model's layers return from it and are joined here: for CKA the Gram matrices of minibatches, not the
-            activations. Their size is printed first.
-        model_b: gives the columns.
-        data: as in `analyze`, tokenised once, by the first model's tokenizer. One rule of positions holds for both models; it
-            must be given if their heads read different positions.
-        analyzers: one analyzer that compares, or several: a list, or a mapping from names as in `analyze`.
+        model_a: the model of the result's rows; kinds as in `analyze`. A request to a server runs one model, so each server
+            returns statistics of its model's layers, which are joined in this process: for CKA the Gram matrices of
+            minibatches, not the activations. Their size is printed first.
+        model_b: the model of the result's columns.
+        data: as in `analyze`, tokenised once, by the first model's tokenizer. One rule of positions holds for both models; pass
+            it if their heads read different positions.
+        analyzers: an analyzer that compares models, or several: a list, or a mapping from names as in `analyze`.
         at: the sites to read in both models, see `analyze`.
         per_head: see `analyze`.
         intervals: see `analyze`.
         baseline: "untrained" also compares three pairs of models with fresh weights, see `analyze`: how similar two models are
-            because both read the same tokens.
+            only because they read the same tokens.
         checkpoint: see `analyze`.
 
     Returns:

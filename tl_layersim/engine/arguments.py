@@ -1,4 +1,4 @@
-"""Validation of a run's arguments: the chosen analyzers, the tokenizer, and the tokens that two models share."""
+"""Checks of a run's arguments: the analyzers, the tokenizer, and the tokens that two models share."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ else:
 
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
-    """Analyzers by name: the keys of a mapping, or their own names; a name in place of an analyzer selects its default options.
+    """Analyzers by name: the keys of a mapping, or their own names. A string stands for an analyzer with default options.
 
     Raises:
-        LayersimError: a name is not known or not allowed, no analyzer is given, or a list holds two of one name.
+        LayersimError: a name is not known or not allowed, no analyzer is given, or a list has two analyzers of one name.
     """
     chosen: dict[str, Analyzer] = {}
     if isinstance(analyzers, Mapping):
@@ -60,12 +60,12 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
 
 
 def is_several(analyzers: Any) -> bool:
-    """Whether an argument holds several analyzers, a list or a mapping, and the call returns a report of them."""
+    """Whether `analyzers` is a list or a mapping, so that the call returns a report."""
     return isinstance(analyzers, Sequence | Mapping) and not isinstance(analyzers, str)
 
 
 def _analyzer_of(item: Any) -> Analyzer:
-    """The analyzer that an entry of `analyzers` is or names."""
+    """The analyzer for an entry of `analyzers`, which is an analyzer or a name."""
     if isinstance(item, str):
         known = find_analyzers()
         if item not in known:
@@ -76,13 +76,13 @@ def _analyzer_of(item: Any) -> Analyzer:
 
 
 def _check_name(name: Any, analyzer: Analyzer) -> None:
-    """Refuse a name that files, columns of tables or options of the command line cannot hold, or that misleads."""
+    """Raise an error for a name that misleads, or that files, tables or the command line cannot hold."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
         raise LayersimError(
             f"`analyzers` has the name {brief(name)}; a name must be letters, digits and _, with a letter first."
         )
     if name in COSTS:
-        raise LayersimError(f"`analyzers` has the name {name!r}, that of a part of the model in `estimate`.")
+        raise LayersimError(f"`analyzers` has the name {name!r}, which `estimate` uses for a part of the model.")
     other = find_analyzers().get(name)
     if other is not None and not isinstance(analyzer, other):
         raise LayersimError(
@@ -91,7 +91,7 @@ def _check_name(name: Any, analyzer: Analyzer) -> None:
 
 
 def _check_analyzer(analyzer: Any) -> None:
-    """Refuse, before the model runs, an analyzer whose result could not be recorded."""
+    """Raise an error before the model runs if an analyzer's result could not be recorded."""
     if isinstance(analyzer, type) or not isinstance(analyzer, Analyzer):
         raise LayersimError(
             f"`analyzers` contains {brief(analyzer)}; it must contain objects such as lsim.Cosine(), or their names."
@@ -110,7 +110,7 @@ def _check_analyzer(analyzer: Any) -> None:
 
 
 def refuse_large_heads(analyzer: Analyzer) -> None:
-    """Refuse heads of layers that are too large to be sent to a server with every request.
+    """Raise an error if heads of layers are too large to be sent to a server with every request.
 
     Raises:
         LayersimError: they take more than `LARGEST_HEADS` bytes.
@@ -118,13 +118,13 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
     heads = getattr(analyzer, "heads", None)
     if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
         raise LayersimError(
-            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; every request to a server carries them, "
-            f"and may carry {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
+            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; every request to a server sends them, so they "
+            f"must be at most {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
         )
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with its tokenizer or its processor of images replaced by `tokenizer`; unchanged where `tokenizer` is None."""
+    """The model with `tokenizer` in place of its own tokenizer or image processor; unchanged if `tokenizer` is None."""
     if tokenizer is None:
         return model
     if getattr(tokenizer, "image_processor", None) is not None:
@@ -138,15 +138,15 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """A description of the inputs that both models accept, with the smaller context and vocabulary.
+    """Description of the inputs that both models accept, with the smaller context and vocabulary.
 
     Args:
         a: the first model, whose tokenizer is used.
         b: the second model.
-        given: whether the user passed a tokenizer for both.
+        given: whether the user passed a tokenizer, which then holds for both models.
 
     Raises:
-        LayersimError: the same ids are different tokens in the two vocabularies.
+        LayersimError: the same ids stand for different tokens in the two vocabularies.
     """
     if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
         words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
@@ -184,10 +184,10 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
 
 
 def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
-    """Refuse analyzers that do not compare two models.
+    """Raise an error for analyzers that cannot compare two models.
 
     Args:
-        analyzers: by name.
+        analyzers: the analyzers, by name.
 
     Raises:
         LayersimError: names the analyzer.
@@ -199,7 +199,7 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
 
 
 def refuse_idle_options(opened: OpenedModel, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
-    """Refuse options that contradict each other, before a model is run."""
+    """Raise an error for options that contradict each other, before a model runs."""
     if opened.on_server and rank_and_size()[1] > 1:
         raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
     if not blocking and not opened.on_server:

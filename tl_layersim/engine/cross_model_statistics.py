@@ -1,4 +1,4 @@
-"""Comparison of models by statistics of each: one model runs after the other, and no activations are kept or transferred.
+"""Comparison of models by statistics of each model, so that no activations are kept or transferred.
 
 Models on servers are compared in this way, and more than two models.
 """
@@ -17,7 +17,7 @@ from .plan import SitePlan
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
-    """The cross-model statistics of each analyzer, by which it compares two models on different machines.
+    """The cross-model statistics of each analyzer, which compare two models on different machines.
 
     Raises:
         LayersimError: an analyzer needs the activations of both models in one place.
@@ -27,8 +27,8 @@ def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
         statistics = analyzer.exchange()
         if statistics is None:
             raise LayersimError(
-                f"{analyzer!r} needs the activations of both models in one process, and one of them is on a server. Load both "
-                'here, or use CKA(estimator="minibatch").'
+                f"{analyzer!r} needs the activations of both models in one process, but one of the models is on a server. "
+                'Load both here, or use CKA(estimator="minibatch").'
             )
         by_name[name] = statistics
     return by_name
@@ -41,14 +41,14 @@ def exchange(
     plan: SitePlan,
     show: Callable[[str], None],
 ) -> Iterator[list[PartialSums]]:
-    """Run each batch on one model after the other, and join the statistics of all.
+    """Run each batch on one model after the other, and join the statistics of all models.
 
     Args:
         sources: the models.
-        batches: in the order of the data.
-        analyzers: by name.
+        batches: the batches, in the order of the data.
+        analyzers: the analyzers, by name.
         plan: the sites that each analyzer reads.
-        show: takes a few words on which model runs.
+        show: function that shows a few words on the model that runs.
     """
     by_name = exchanges(analyzers)
     kernels = [
@@ -69,7 +69,7 @@ def exchange(
 
 
 def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
-    """The sums of one leaf, from the statistics of each model; of an analyzer without a pool that ends there, none."""
+    """The sums of one leaf, joined from the statistics of all models; none for an analyzer without a pool that ends there."""
     not_finite = [count for counts, _ in leaves for count in counts]
     if any(bool(count.any()) for count in not_finite):
         return not_finite, {}
@@ -84,13 +84,13 @@ def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduc
 
 
 def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
-    """A sentence on how many bytes the comparison of models transfers.
+    """A sentence on the number of bytes that the comparison of models transfers.
 
     Args:
-        analyzers: by name.
-        sources: the models; the size of activations is stated where the widths of all are known.
+        analyzers: the analyzers, by name.
+        sources: the models. The size of activations is stated if the widths of all models are known.
         plan: the sites that each analyzer reads.
-        sizes: of each batch.
+        sizes: sizes of the batches.
     """
     size = sum(
         item.size(batch.rows, batch.density, len(choice.numbers))
@@ -99,16 +99,16 @@ def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan:
         for batch in sizes
     )
     how = "on one model and then on the other" if len(sources) == 2 else f"on {len(sources)} models in turn"
-    words = f"{len(sizes)} batches, each run {how}; {in_words(size)} cross in all"
+    words = f"{len(sizes)} batches, each run {how}; {in_words(size)} are transferred in all"
     numbers = [_numbers_per_sample(source) for source in sources]
     if all(numbers):
         activations = 4 * sum(numbers) * sum(batch.samples for batch in sizes)
-        words += f", where the activations would be {in_words(activations)} in float32"
+        words += f", while the activations would be {in_words(activations)} in float32"
     return words + "."
 
 
 def _numbers_per_sample(source: Source) -> int:
-    """Number of activations that all sites of a model have for one sample; 0 where widths are not known yet."""
+    """Number of activations that all sites of a model have for one sample; 0 if widths are not known yet."""
     if widths_of(source) or sites_of(source) != source.model.layers:
         return sum(widths_of(source))
     return len(sites_of(source)) * (source.model.d_model or 0)

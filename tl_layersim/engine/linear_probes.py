@@ -37,16 +37,16 @@ from .plan import DEFAULT, AtArgument
 
 @dataclass
 class KeptSamples:
-    """Activations of the training samples, batch by batch, and what became of the fits to them.
+    """Activations of the training samples, batch by batch, and the sites at which fits failed.
 
     Attributes:
-        activations: of each batch, `site sample width`.
-        targets: of each batch, the class of each sample.
-        test: of each batch, the class of each held-out sample.
-        control: of each batch, the part of the control labels of each sample.
-        widths: of the sites.
-        stopped: numbers of the sites at which a fit did not converge.
-        constant: numbers of the sites at which all samples are equal.
+        activations: for each batch, the activations of its training samples, `site sample width`.
+        targets: for each batch, the class of each training sample.
+        test: for each batch, the class of each held-out sample.
+        control: for each batch, the part of the control labels that each sample belongs to.
+        widths: widths of the sites.
+        stopped: indices of the sites at which a fit did not converge.
+        constant: indices of the sites at which all samples are equal.
     """
 
     activations: list[Tensor] = field(default_factory=list)
@@ -67,14 +67,14 @@ class LogisticProbe(ProbeAnalyzer):
     predictions on held-out samples. Intervals hold the fitted probes fixed and vary the held-out rows.
 
     Args:
-        labels: see `LinearProbe`, as for the options up to `max_memory_gb`.
+        labels: see `LinearProbe`; the options up to `seed` are the same.
         test_fraction: see `LinearProbe`.
         first_test_row: see `LinearProbe`.
         seed: see `LinearProbe`.
-        max_memory_gb: limit for the activations that are kept.
+        max_memory_gb: limit for the kept activations, in GB.
         control: see `LinearProbe`.
         C: inverse strength of the L2 penalty, as in scikit-learn.
-        max_iter: most iterations of the optimiser.
+        max_iter: largest number of iterations of the optimiser.
     """
 
     name: ClassVar[str] = "linear_probe"
@@ -114,7 +114,7 @@ class LogisticProbe(ProbeAnalyzer):
         return self.result(sums, run, "logistic", max(kept.widths))
 
     def _fit(self, target: Tensor, classes: int) -> ProbeWeights:
-        """Logistic regressions of all sites on the training samples that were kept.
+        """Fit logistic regressions to the kept training samples, one for each site.
 
         Args:
             target: `sample`, the class of each training sample.
@@ -155,11 +155,11 @@ def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[
 
     Args:
         view: activations of one batch.
-        kept: receives them.
-        probe: whose samples they are.
+        kept: receives the activations.
+        probe: the probe, which decides which samples are kept.
 
     Raises:
-        LayersimError: the activations need more memory.
+        LayersimError: the activations need more memory than the limit.
     """
     target, train, test = (part.cpu() for part in probe.labelled_samples(view))
     kept.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
@@ -171,7 +171,7 @@ def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[
     held = sum(batch.numel() * batch.element_size() for batch in kept.activations)
     if not held <= probe.max_memory_gb * 1e9:
         raise LayersimError(
-            f"`max_memory_gb` is {probe.max_memory_gb:g}, and logistic regression keeps {held / 1e9:.2f} GB of activations "
+            f"`max_memory_gb` is {probe.max_memory_gb:g}, but logistic regression keeps {held / 1e9:.2f} GB of activations "
             f"after {sum(map(len, kept.targets))} samples. Use LinearProbe, fewer sites (`at`) or fewer positions."
         )
     return {"samples": train.sum()}
@@ -190,29 +190,30 @@ def linear_probe(
     intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> LinearProbeResult:
-    """Accuracy of a linear classifier on frozen activations at each site, on rows that it was not fitted on.
+    """Accuracy of a linear classifier on frozen activations at each site, measured on held-out rows.
 
     The classifier of each site is fitted on its own. Nothing in the model changes. A sample is a counted position, see
     `positions` of `Data`: of a classifier the position that its head reads, of other models every position.
 
     Args:
         model: as in `analyze`.
-        data: as in `analyze`. A part of its rows is held out, unless `test_data` is given.
+        data: as in `analyze`. Some of its rows are held out, unless `test_data` is given.
         probe: `LinearProbe` fits in closed form from sums, in two passes over the data, and runs on servers. `LogisticProbe`
             keeps the activations of training samples in memory, for models in this process. Default:
-            `LinearProbe(labels="data")`, the classes of the data's own column.
+            `LinearProbe(labels="data")`, which reads the classes from the data's own column.
         test_data: held-out data of the same kind; the probes are then fitted on all of `data`.
-        test_labels: labels of `test_data`, where the labels of the probe are not "data" or "next_token".
-        at: see `analyze`, as for all further options.
+        test_labels: labels of `test_data`, unless the probe's labels are "data" or "next_token".
+        at: see `analyze`; all further options are the same.
         per_head: see `analyze`.
-        intervals: see `analyze`; they hold the fitted probes fixed and vary the held-out rows.
+        intervals: see `analyze`; intervals hold the fitted probes fixed and vary the held-out rows.
         checkpoint: see `analyze`.
 
     Returns:
         A `LinearProbeResult`.
 
     Raises:
-        LayersimError: there is one class only, too few samples, a label below 0, or too little memory; or as `analyze`.
+        LayersimError: there is only one class, there are too few samples, a label is below 0, or memory is too small; or as
+            `analyze`.
 
     Source:
         See `LinearProbe`.
@@ -254,7 +255,7 @@ def linear_probe(
 
 
 def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
-    """Numbers of rows of data sets."""
+    """Number of rows of each data set."""
     # `analyze` verifies the model.
     source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
     # An encoder and a decoder read different columns.
@@ -265,7 +266,7 @@ def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
 
 
 def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
-    """The labels of both data sets, the held-out rows after the others."""
+    """Labels of both data sets, with the held-out rows last."""
     if isinstance(labels, str):
         if test_labels is not None:
             raise LayersimError(

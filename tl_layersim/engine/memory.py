@@ -1,4 +1,4 @@
-"""Memory that the sums of a run take, and one line on memory and time of a run that takes more than a minute."""
+"""Memory for the sums of a run, and a line on memory and time if the run takes more than a minute."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ADDED = 2
 
 
 def refuse_large_blocks(sums: Mapping[str, Sums]) -> None:
-    """Refuse intervals whose blocks do not fit into memory; announce large ones.
+    """Raise an error if the blocks for intervals do not fit into memory; print their size if it is large.
 
     Args:
-        sums: of one batch, by analyzer.
+        sums: sums of one batch, by analyzer.
 
     Raises:
         LayersimError: names the analyzer with the largest sums.
@@ -39,20 +39,20 @@ def refuse_large_blocks(sums: Mapping[str, Sums]) -> None:
     if need > free / 2:
         largest = max(sizes, key=lambda name: sizes[name])
         raise LayersimError(
-            f"`intervals` keeps the sums of up to {MOST_BLOCKS} blocks, which take {in_words(need)}, and {in_words(free)} are "
-            f"free. Measure {largest!r}, whose sums are the largest, without `intervals`, or read fewer sites with `at`."
+            f"`intervals` keeps the sums of up to {MOST_BLOCKS} blocks, which take {in_words(need)}, but only {in_words(free)} "
+            f"are free. Measure {largest!r}, whose sums are the largest, without `intervals`, or read fewer sites with `at`."
         )
     if need > LARGE_BLOCKS:
         tqdm.write(f"Intervals keep the sums of up to {MOST_BLOCKS} blocks of the data: {in_words(need)}.", file=sys.stderr)
 
 
 def refuse_sums_over_limits(sums: Mapping[str, Sums], analyzers: Mapping[str, Analyzer], leaves: int, intervals: bool) -> None:
-    """Refuse sums of an analyzer that need more memory than its `max_memory_gb`, all copies that a run holds included.
+    """Raise an error if an analyzer's sums, with all copies that a run holds, need more than its `max_memory_gb`.
 
     Args:
-        sums: of one batch, by kernel.
-        analyzers: by name.
-        leaves: number of groups of rows whose sums are added, or an upper limit.
+        sums: sums of one batch, by kernel.
+        analyzers: the analyzers, by name.
+        leaves: number of groups of rows (leaves) whose sums are added, or an upper limit.
         intervals: whether blocks are kept.
 
     Raises:
@@ -65,16 +65,16 @@ def refuse_sums_over_limits(sums: Mapping[str, Sums], analyzers: Mapping[str, An
         limit = getattr(analyzers[name], "max_memory_gb", math.inf)
         if need > limit:
             raise LayersimError(
-                f"`max_memory_gb` is {limit:g}, and the sums of {name!r} need {need:.2g} GB ({copies} copies). Read fewer "
+                f"`max_memory_gb` is {limit:g}, but the sums of {name!r} need {need:.2g} GB ({copies} copies). Read fewer "
                 "sites with `at`."
             )
 
 
 def warn_of_large_sums(sums: Mapping[str, Sums], batches: int) -> None:
-    """Warn where the sums of a run may not fit into memory: they are added in pairs, so several of them are held at once.
+    """Warn if the sums of a run may not fit into memory. Sums are added in pairs, so several copies are held at once.
 
     Args:
-        sums: of one batch, by analyzer.
+        sums: sums of one batch, by analyzer.
         batches: number of batches, or an upper limit.
     """
     sizes = _bytes_of(sums)
@@ -83,8 +83,8 @@ def warn_of_large_sums(sums: Mapping[str, Sums], batches: int) -> None:
     if copies * sum(sizes.values()) > free:
         largest = max(sizes, key=lambda name: sizes[name])
         warn(
-            f"The sums of this run may not fit into memory: {in_words(sum(sizes.values()))}, held up to {copies} times, and "
-            f"{in_words(free)} are free. Most of them are those of {largest!r}. Read fewer sites with at=[...]."
+            f"The sums of this run may not fit into memory: {in_words(sum(sizes.values()))}, held up to {copies} times, but "
+            f"only {in_words(free)} are free. {largest!r} has the largest sums. Read fewer sites with at=[...]."
         )
 
 
@@ -102,16 +102,16 @@ FASTER = 1.1
 
 
 class LongRunNotice:
-    """Measures the speed of a pass until it no longer rises, and prints the expected time of the pass once if it is long.
+    """Prints the expected time of a pass once if it is long, after its speed has stopped rising.
 
     Speed is measured after the first batch, which warms up.
 
     Args:
-        total: number of tokens in the data, or the most that are read; None where it is not known.
-        rows: number of rows in the data, from which and from the tokens of the first rows the total is estimated; None where
-            it is not known. Nothing is printed where neither is.
+        total: number of tokens in the data, or an upper limit; None if not known.
+        rows: number of rows in the data, to estimate `total` from the first rows; None if not known. Nothing is printed if both
+            are None.
         sources: the models.
-        clock: seconds, for tests.
+        clock: function that returns seconds, for tests.
 
     Examples:
         >>> seconds = iter([0.0, 4.0, 8.0])
@@ -136,16 +136,16 @@ class LongRunNotice:
         """Print the line if it is due.
 
         Args:
-            tally: of the pass so far.
+            tally: tally of the pass so far.
         """
         if words := self.words(tally):
             tqdm.write(words, file=sys.stderr)
 
     def words(self, tally: Tally) -> str:
-        """The line, "" where it is not due, not known or the run is short.
+        """The line; "" if it is not due, if the time is not known, or if the run is short.
 
         Args:
-            tally: of the pass so far.
+            tally: tally of the pass so far.
         """
         if self._ended:
             return ""
@@ -177,7 +177,7 @@ class LongRunNotice:
         return f"{line} It holds {held}." if held else line
 
     def _memory(self, tally: Tally) -> str:
-        """Memory of the sums, and of the sites of an average batch."""
+        """Memory for the sums, and for the sites of an average batch."""
         kept = (sums for node in tally.tree.nodes for sums in node.sums.values())
         size = sum(value.nbytes for sums in kept for value in sums.fields.values())
         widths = [max(widths_of(source), default=0) or source.model.d_model or 0 for source in self.sources]
@@ -188,10 +188,10 @@ class LongRunNotice:
 
 
 def rows_in_data(data: Data) -> int | None:
-    """Number of rows in data that has a length; None for other data and where rows are joined.
+    """Number of rows in data that has a length; None for other data, or if rows are joined.
 
     Args:
-        data: of the run.
+        data: the data of the run.
 
     Examples:
         >>> rows_in_data(Data(["one", "two"])), rows_in_data(Data({"input_ids": [[1], [2], [3]]}))

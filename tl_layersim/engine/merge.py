@@ -1,4 +1,4 @@
-"""`merge`: the report of all shards of a run, equal to that of one process over all data."""
+"""`merge`: the report from the files of all shards of a run, equal to a run of one process over all data."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
     shard beside the total.
 
     Args:
-        files: the files that `analyze(..., shard=(i, n), save_to=path)` wrote, in any order: paths, a folder with them alone,
-            or a pattern such as "parts/*.safetensors".
-        analyzers: as they were given to `analyze`; needed where they are not those of this package or hold tensors.
+        files: the files that `analyze(..., shard=(i, n), save_to=path)` wrote, in any order: paths, a folder that holds only
+            these files, or a pattern such as "parts/*.safetensors".
+        analyzers: the analyzers as they were given to `analyze`; needed if they are the user's own or hold tensors.
 
     Returns:
         The results by analyzer name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first stage; files are
-            named.
+        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first stage; the message
+            names the files.
 
     Examples:
         >>> import os, tempfile
@@ -64,12 +64,12 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
 def merged_report(
     parts: Iterable[ShardPart], analyzers: AnalyzersArgument | None = None, read: Callable[[ShardPart], ShardPart] = _same
 ) -> Report:
-    """The report of all shards of a run.
+    """The report from all shards of a run.
 
     Args:
-        parts: in any order.
+        parts: the parts, in any order.
         analyzers: see `merge`.
-        read: gives a part with its sums; one at a time is held beside the total.
+        read: function that reads a part with its sums; one part at a time is held beside the total.
 
     Raises:
         LayersimError: as `merge`.
@@ -90,12 +90,12 @@ def merged_report(
 
 
 class FirstStage(NamedTuple):
-    """The first pass over all data, from the shards of the first stage.
+    """Result of the first pass over all data, from all shards of the first stage.
 
     Attributes:
-        sums: by analyzer.
-        seconds: that all shards took.
-        counts: of the data.
+        sums: sums by analyzer.
+        seconds: time that all shards took together.
+        counts: counts of all data, see `DataCounts`.
     """
 
     sums: dict[str, Sums]
@@ -106,11 +106,11 @@ class FirstStage(NamedTuple):
 def merged_first(
     parts: Iterable[ShardPart], identity: Mapping[str, Any], read: Callable[[ShardPart], ShardPart] = _same
 ) -> FirstStage:
-    """The first pass over all data, from all shards of the first stage.
+    """Add the first-stage sums of all shards.
 
     Args:
-        parts: in any order.
-        identity: of the run that continues from them.
+        parts: the parts, in any order.
+        identity: identity of the run that continues from them, see `Analysis.identity`.
         read: see `merged_report`.
 
     Raises:
@@ -130,7 +130,7 @@ def header_of(path: str | os.PathLike[str]) -> ShardPart:
     """The part in a file, without the tensors of its sums.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
     part = read_part(path)
     tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
@@ -138,16 +138,16 @@ def header_of(path: str | os.PathLike[str]) -> ShardPart:
 
 
 def reread(part: ShardPart) -> ShardPart:
-    """The part with its sums, from its file.
+    """The part with its sums, read from its file.
 
     Args:
-        part: without them.
+        part: the part without its sums.
     """
     return read_part(part.path)
 
 
 def _tree_of_shards(parts: Iterable[ShardPart]) -> SumTree:
-    """The sums of all batches, from all shards in their order."""
+    """The sums of all batches, from all shards in order."""
     total: SumTree | None = None
     for part in parts:
         tree = part.tally.tree
@@ -157,16 +157,16 @@ def _tree_of_shards(parts: Iterable[ShardPart]) -> SumTree:
 
 
 def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
-    """The shards by their numbers.
+    """The shards in order of their index.
 
     Raises:
-        LayersimError: they are not all shards of one finished run, each once.
+        LayersimError: a shard is missing, not finished, of another run, or given twice.
     """
     others = [part for part in parts if part.stage != stage]
     if others and stage == MAIN:
         raise LayersimError(
-            f"Files of a first stage hold no part of a report: {_shard_names(others)}. Measure all shards with `first`, which "
-            "names them, and merge the files that this writes."
+            f"Files of a first stage cannot be merged to a report: {_shard_names(others)}. Measure all shards with "
+            "first=[these files], and merge the files that these calls write."
         )
     if others:
         raise LayersimError(f"`first` names files of the main pass: {_shard_names(others)}.")
@@ -189,7 +189,7 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
     counts = _most_common(parts, lambda part: part.counts)
     if others := [part for part in parts if part.counts != counts]:
         raise LayersimError(
-            f"Shards are of other data than the rest, which has {counts.tokens} tokens in {counts.sequences} rows: "
+            f"Shards were measured on other data than the rest, which has {counts.tokens} tokens in {counts.sequences} rows: "
             f"{_shard_names(others)}."
         )
     for part in parts:
@@ -203,7 +203,7 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
 
 
 def _each_once(parts: Sequence[ShardPart]) -> list[ShardPart]:
-    """The shards by their numbers, if each is there once."""
+    """The shards in order of their index, if each appears exactly once."""
     of = parts[0].of
     times = Counter(part.number for part in parts)
     if twice := sorted(number for number, count in times.items() if count > 1):
@@ -222,11 +222,11 @@ def _each_once(parts: Sequence[ShardPart]) -> list[ShardPart]:
 
 
 def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """The entries in which two runs differ, in words.
+    """The entries in which the identities of two runs differ, in words.
 
     Args:
-        now: identity of one run.
-        then: of the other.
+        now: identity of this run.
+        then: identity of the other run.
     """
     names = {"models": "model", "code": "code of the analyzers", "first": "first stage", "version": "version of tl_layersim"}
     words = []
@@ -241,12 +241,12 @@ def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
 
 
 def _most_common(parts: Sequence[ShardPart], key: Callable[[ShardPart], Any]) -> Any:
-    """The value that most parts share; the first of them where several are as common."""
+    """The value that most parts share; of equally common values, the first."""
     values = [key(part) for part in parts]
     return max(values, key=lambda value: sum(value == other for other in values))
 
 
 def _shard_names(parts: Sequence[ShardPart]) -> str:
-    """Paths and numbers of parts, the first of them where there are many."""
+    """Paths and indices of parts, cut after the first few."""
     words = [f"{part.path} (shard {part.number})" for part in parts[:10]]
     return ", ".join(words) + (f" and {len(parts) - 10} more" if len(parts) > 10 else "")

@@ -1,4 +1,4 @@
-"""What a run reads: the sites of each analyzer, the hook points of a forward pass, and the positions that count."""
+"""Plan of a run: the sites that each analyzer reads, the hook points of a forward pass, and the positions that count."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class SiteChoice:
     """The sites of one model that an analyzer reads.
 
     Attributes:
-        numbers: of the sites among all sites that the source reads.
-        stream: see `Model`; None for the residual layers, whose model knows it.
+        numbers: indices of the sites among all sites that the source reads.
+        stream: see `Model`; None for the residual layers, for which the model has it.
     """
 
     numbers: tuple[int, ...]
@@ -46,9 +46,9 @@ class SitePlan:
     """The sites that each analyzer reads.
 
     Attributes:
-        choices: by name of the analyzer, one for each model.
-        at: as the user gave it, for the record.
-        per_head: whether heads are sites of their own.
+        choices: by name of the analyzer, a choice for each model.
+        at: the option `at`, as the user gave it, for the record.
+        per_head: whether each head is a site of its own.
     """
 
     choices: Mapping[str, tuple[SiteChoice, ...]]
@@ -56,23 +56,22 @@ class SitePlan:
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
-        """The kernel of an analyzer, as a kernel of views of all sites.
+        """An analyzer's kernel as a kernel of views of all sites.
 
         Args:
-            name: of the analyzer.
-            kernel: of views of its own sites.
-            number: of the one model whose view the kernel takes; None for all models.
+            name: name of the analyzer.
+            kernel: kernel of views of the analyzer's own sites.
+            number: index of the single model whose view the kernel takes; None for all models.
         """
         choices = self.choices[name] if number is None else (self.choices[name][number],)
         sites = tuple(choice.numbers for choice in choices)
         return replace(kernel, sites=sites) if isinstance(kernel, PoolKernel) else partial(at_sites, kernel=kernel, sites=sites)
 
     def kernels(self, analyzers: Mapping[str, Analyzer], first: Mapping[str, Sums]) -> dict[str, AnyKernel]:
-        """The kernels of the main pass, by analyzer; those of pools beside a kernel of views under `POOL` and its name,
-        those of sizes under `SIZES` and its name.
+        """Kernels of the main pass, by analyzer; kernels of pools and of sizes have the prefixes `POOL` and `SIZES`.
 
         Args:
-            analyzers: by name.
+            analyzers: the analyzers, by name.
             first: sums of the first pass, by analyzer.
         """
         out: dict[str, AnyKernel] = {}
@@ -84,20 +83,20 @@ class SitePlan:
         return out | self.kernels_of_sizes(analyzers)
 
     def kernels_of_sizes(self, analyzers: Mapping[str, Analyzer], number: int | None = None) -> dict[str, AnyKernel]:
-        """The kernels of the sizes of activations, for analyzers that weight samples or dimensions by them.
+        """Kernels that measure the sizes of activations, for analyzers that give larger samples or dimensions more weight.
 
         Args:
-            analyzers: by name.
+            analyzers: the analyzers, by name.
             number: see `kernel`.
         """
         return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
 
     def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
-        """The descriptions of the models with the sites of one analyzer in place of the residual layers.
+        """Descriptions of the models, with the sites of one analyzer in place of the residual layers.
 
         Args:
-            name: of the analyzer.
-            models: the descriptions.
+            name: name of the analyzer.
+            models: the descriptions of the models.
             sources: the models that read the sites.
         """
         return [_described(*each) for each in zip(models, sources, self.choices[name], strict=True)]
@@ -107,10 +106,10 @@ class SitePlan:
         return {name: self.models(name, models, sources) for name in self.choices}
 
     def check_sites(self, analyzers: Mapping[str, Analyzer], sources: Sequence[Source]) -> None:
-        """Let every analyzer refuse sites that it does not take.
+        """Raise an error if an analyzer cannot use its sites.
 
         Args:
-            analyzers: by name.
+            analyzers: the analyzers, by name.
             sources: the models.
         """
         models = [source.model for source in sources]
@@ -118,33 +117,33 @@ class SitePlan:
             analyzer.check_sites(*self.models(name, models, sources))
 
     def settled(self, analyzers: Mapping[str, Analyzer], source: Source, positions: PositionRule | None) -> dict[str, Analyzer]:
-        """The analyzers with the options that depend on the model, see `Analyzer.settled`.
+        """The analyzers, with the options set that depend on the model; see `Analyzer.settled`.
 
         Args:
-            analyzers: by name.
+            analyzers: the analyzers, by name.
             source: the model.
-            positions: as the user gave them.
+            positions: the option `positions`, as the user gave it.
         """
         return {name: a.settled(self.models(name, [source.model], [source])[0], positions) for name, a in analyzers.items()}
 
     def record(self) -> dict[str, Any]:
-        """The options `at` and `per_head`, for a result's provenance."""
+        """The options `at` and `per_head`, for the provenance of a result."""
         return {"at": self.at, "per_head": self.per_head}
 
 
 def plan_sites(
     sources: Sequence[Source], analyzers: Mapping[str, Analyzer], at: AtArgument = DEFAULT, per_head: bool = False
 ) -> SitePlan:
-    """Choose the sites of every analyzer, and let the sources read them.
+    """Choose the sites of every analyzer, and set the sources to read them.
 
     Args:
         sources: the models.
-        analyzers: by name.
-        at: the sites of analyzers that read any sites.
+        analyzers: the analyzers, by name.
+        at: the sites for analyzers that can read any sites.
         per_head: whether each head is a site of its own.
 
     Raises:
-        LayersimError: a model lacks the sites, or an analyzer does not take them.
+        LayersimError: a model lacks the sites, or an analyzer cannot use them.
     """
     by_source = [_choices(source, analyzers, at, per_head) for source in sources]
     choices = {name: tuple(own[name] for own in by_source) for name in analyzers}
@@ -211,14 +210,14 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
 
 
 def _with_ends(source: CanReadSites, points: Points) -> Points:
-    """The points with the first and the last residual layer, with which a lens begins and to which it compares."""
+    """The points with the first and the last residual layer added, which a lens starts from and compares with."""
     first, last = source.residual_points[0], source.residual_points[-1]
     inner = [point for point in points if point.name not in (first.name, last.name)]
     return (first, *inner, last)
 
 
 def _stream(points: Points) -> str:
-    """`Model.stream` of sites other than the residual layers."""
+    """`Model.stream` for sites other than the residual layers."""
     return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
 
 
@@ -234,22 +233,22 @@ def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
 def chosen_rule(
     given: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
 ) -> PositionRule:
-    """The rule that a run counts positions by.
+    """The rule by which a run counts positions.
 
     Args:
-        given: the user's; None for the position that the head reads, and for all positions of other models.
+        given: the user's rule; None for the default: the position that the head reads, or all positions for other models.
         models: one model, or two that are compared.
-        analyzers: by name.
-        skip_first: of the run.
+        analyzers: the analyzers, by name.
+        skip_first: the option `skip_first` of the run.
 
     Raises:
-        LayersimError: the default is not clear, or an analyzer cannot use the rule.
+        LayersimError: the default is ambiguous, or an analyzer cannot use the rule.
     """
     rule = _default(models, analyzers, skip_first) if given is None else Positions(given).rule
     for analyzer in analyzers.values():
         if rule == "mean" and analyzer.needs_positions:
             raise LayersimError(
-                f"`positions` is 'mean', at which {type(analyzer).__name__} is not defined: the mean of a row has no next "
+                f"`positions` is 'mean', for which {type(analyzer).__name__} is not defined: the mean of a row has no next "
                 "token and no logits."
             )
         for model in models:
@@ -259,30 +258,30 @@ def chosen_rule(
 
 
 def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[str, Analyzer]) -> Positions:
-    """The rule that `attach` counts positions of forward passes by, see `chosen_rule`.
+    """The rule by which `attach` counts positions of forward passes, see `chosen_rule`.
 
     Raises:
-        LayersimError: as `chosen_rule`; or the rule needs a column of data.
+        LayersimError: as for `chosen_rule`; or the rule needs a column of the data.
     """
     positions = Positions(chosen_rule(given, [model], analyzers))
     if positions.marked:
         raise LayersimError(
-            f"`positions` is {brief(positions.rule)}, a column of data, and `attach` receives forward passes only. Set "
+            f"`positions` is {brief(positions.rule)}, a column of data, but `attach` receives only forward passes. Set "
             "`probe.mask` before the forward pass."
         )
     return positions
 
 
 def refuse_selection(data: Data, reads: str, *names: str) -> None:
-    """Refuse options of `Data` that select positions, in a function whose positions are fixed.
+    """Raise an error for options of `Data` that select positions, in a function whose positions are fixed.
 
     Args:
-        data: of the call.
+        data: the data of the call.
         reads: the positions that the function reads, in words.
-        *names: of the options that are refused.
+        *names: names of the options.
 
     Raises:
-        LayersimError: one of them is given.
+        LayersimError: one of the options is given.
     """
     for name in names:
         if getattr(data, name):
@@ -290,7 +289,7 @@ def refuse_selection(data: Data, reads: str, *names: str) -> None:
 
 
 def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
-    """The rule without `positions=`: the position that the head reads, unless all analyzers read whole rows."""
+    """The rule if `positions=` is not given: the position that the head reads, unless all analyzers read whole rows."""
     rules = [_rule_of(model) for model in models]
     if set(rules) == {"all"}:
         return "all"
@@ -318,7 +317,7 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
 
 
 def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model) -> None:
-    """Refuse the lens of a row classifier at a position that its head does not read."""
+    """Raise an error for the lens of a row classifier at a position that its head does not read."""
     if not analyzer.reads_head or model.head is None or model.head.reads == "every":
         return
     own = _rule_of(model)
@@ -331,7 +330,7 @@ def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model)
 
 
 def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -> None:
-    """Refuse the lens of a head that reads whole rows where some of their positions are left out."""
+    """Raise an error for the lens of a head that reads whole rows, if some positions are left out."""
     if skip_first and analyzer.reads_head and model.head is not None and model.head.reads == "rows":
         raise LayersimError(
             f"`skip_first` is {skip_first}; it must be 0 for {type(analyzer).__name__}, as the head of {model.name} reads "
@@ -340,10 +339,10 @@ def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -
 
 
 def _rule_of(model: Model) -> str:
-    """The rule whose positions the head of a model reads; "all" where it reads several."""
+    """The rule for the positions that a model's head reads; "all" if it reads several."""
     return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
 
 
 def _head_reads(rule: str) -> str:
-    """The rule of a head in words."""
+    """The positions that a head reads, in words."""
     return {"all": "every position", "rows": "all positions"}.get(rule, f"the {rule} position")

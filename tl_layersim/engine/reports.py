@@ -1,4 +1,4 @@
-"""Reports from sums: the result of each analyzer, its replicates without each block, its provenance and its warnings."""
+"""Reports from sums: each analyzer's result, its replicates without each block, its provenance and its warnings."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def warn_of_sizes(
     sums: Mapping[str, Sums],
     options: Mapping[str, Any],
 ) -> dict[str, list[str]]:
-    """Warn once of tokens and of dimensions that are much larger than all others; return the warnings by analyzer.
+    """Warn once of tokens and dimensions that are much larger than all others; return the warnings by analyzer.
 
     Args:
-        analyzers: by name.
+        analyzers: the analyzers, by name.
         models_of: by analyzer, the models with the sites that it read.
-        sums: of the main pass.
+        sums: sums of the main pass over the data.
         options: how the data was read.
     """
     said: dict[str, list[str]] = {name: [] for name in analyzers}
@@ -65,13 +65,15 @@ def warn_of_sizes(
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
-    """Samples of equal size that would carry as much, as a fraction of all from a position on, `site`; NaN without samples.
+    """Effective fraction of samples from a position on, `site`; NaN without samples.
+
+    It is the number of samples of equal size that would carry as much, as a fraction of all.
 
     (sum |x|^2)^2 / (n sum |x|^4).
 
     Args:
-        sums: of `activation_sizes`.
-        number: of the model.
+        sums: sums of the kernel `activation_sizes`.
+        number: index of the model.
         start: the first position that is counted.
     """
     second, fourth = (sums[f"{number} norm^{power}"][:, start:].sum(1) for power in (2, 4))
@@ -79,7 +81,7 @@ def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
 
 
 def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
-    """What is said of large samples; "" for nothing."""
+    """The warning on large samples; "" for none."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
     # By number of first positions that are left out, the sites at which few samples weigh most.
@@ -112,7 +114,7 @@ def _sites(named: Mapping[str, float]) -> str:
 
 
 def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
-    """What is said of one large dimension; "" for nothing."""
+    """The warning on a large dimension; "" for none."""
     large = {
         layer: float(share)
         for number, model in enumerate(models)
@@ -140,8 +142,8 @@ class SumsOfBlock(NamedTuple):
     """The sums of one analyzer over a block of the data.
 
     Attributes:
-        tokens: number of its counted positions.
-        sums: of the analyzer.
+        tokens: number of counted positions in the block.
+        sums: sums of the analyzer over the block.
     """
 
     tokens: int
@@ -149,11 +151,11 @@ class SumsOfBlock(NamedTuple):
 
 
 def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[SumsOfBlock]:
-    """The blocks in which an analyzer has sums: those over a pool of rows stand in the block of its last row.
+    """The blocks in which an analyzer has sums. Sums of a pool of rows belong to the block of its last row.
 
     Args:
-        blocks: of the main pass.
-        name: of the analyzer.
+        blocks: the blocks of the main pass.
+        name: name of the analyzer.
     """
     own, tokens = list[SumsOfBlock](), 0
     for block in blocks:
@@ -165,16 +167,16 @@ def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[SumsOfBlock]:
 
 
 def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[SumsOfBlock]) -> Result:
-    """A result with the results without each block.
+    """A result together with its replicates, each computed without one block.
 
     The sums of a first pass are held fixed: the kernel of the main pass was made of them.
 
     Args:
-        result: of all data.
-        analyzer: that computed it.
-        run: as it was given to `compute`.
-        name: of the analyzer.
-        blocks: in which the analyzer has sums.
+        result: result of all data.
+        analyzer: the analyzer that computed the result.
+        run: the run that `compute` received.
+        name: name of the analyzer.
+        blocks: the blocks in which the analyzer has sums.
     """
     tokens = tuple(block.tokens for block in blocks)
     if len(blocks) < 2:
@@ -200,17 +202,17 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
 
 
 def warn_of_drift(results: Mapping[str, Result]) -> dict[str, str]:
-    """Warn once of data in which neighbouring blocks are alike; return the warning by analyzer.
+    """Warn once if neighbouring blocks of the data are alike; return the warning by analyzer.
 
     Args:
-        results: with their replicates, by name of the analyzer.
+        results: results with their replicates, by name of the analyzer.
     """
     found = {name: value for name, result in results.items() if (value := drift_of(result)) > MOST_CORRELATION}
     if not found:
         return {}
     text = (
         f"Neighbouring blocks of the data are alike in {', '.join(map(repr, found))}, with a correlation of "
-        f"{max(found.values()):.2f} where independent ones have about 0: intervals are too narrow. Draw the texts at random "
+        f"{max(found.values()):.2f} (independent blocks: about 0), so intervals are too narrow. Draw the texts at random "
         "from their whole source, or pass more."
     )
     warn(text)
@@ -218,10 +220,10 @@ def warn_of_drift(results: Mapping[str, Result]) -> dict[str, str]:
 
 
 def drift_of(result: Result) -> float:
-    """The mean of `neighbour_correlation` over all numbers of a result that have an interval; NaN without blocks.
+    """Mean of `neighbour_correlation` over all numbers of a result that have an interval; NaN without blocks.
 
     Args:
-        result: any.
+        result: any result.
     """
     each = []
     for field, within in bounds_of(result).items() if len(result.replicates) >= FEW_BLOCKS else ():
@@ -232,10 +234,10 @@ def drift_of(result: Result) -> float:
 
 
 def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
-    """Warn once of the analyzers whose intervals rest on few blocks; return the warning by analyzer.
+    """Warn once of analyzers whose intervals rest on few blocks; return the warning by analyzer.
 
     Args:
-        blocks: of the main pass, by analyzer.
+        blocks: the blocks of the main pass, by analyzer.
     """
     few = {name: len(own) for name, own in blocks.items() if len(own) < FEW_BLOCKS}
     if not few:
@@ -245,7 +247,7 @@ def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
     text = (
         f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
         f"{FEW_BLOCKS} or more are good: pass more rows, for packed text a smaller seq_len, or in attach fewer rows in a "
-        "forward pass. A block of CKA and of other measures over pairs of samples has 16 rows at least, and minibatch= samples."
+        "forward pass. For CKA and other measures over pairs of samples, a block has at least 16 rows and minibatch= samples."
     )
     warn(text)
     return dict.fromkeys(few, text)
@@ -255,7 +257,7 @@ PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight
 
 
 def refuse_empty(tally: Tally) -> None:
-    """Refuse data without a token to measure.
+    """Raise an error if the data has no token to measure.
 
     Raises:
         LayersimError: no token was counted.
@@ -278,19 +280,19 @@ def make_report(
     data_options: Mapping[str, Any],
     blocks: Sequence[DataBlock] | None = None,
 ) -> Report:
-    """The results of all analyzers.
+    """Compute the results of all analyzers.
 
     Args:
-        analyzers: by name.
-        models_of: by analyzer, the model with the sites that it read, or those that were compared.
-        tally: counts of the data, and its digest.
-        sums: of the main pass, by analyzer, those over pools of rows apart.
-        first: of the first pass, by analyzer.
+        analyzers: the analyzers, by name.
+        models_of: by analyzer, the model or the compared models, with the sites that the analyzer read.
+        tally: counts and digest of the data.
+        sums: sums of the main pass by analyzer; sums over pools of rows are kept apart.
+        first: sums of the first pass, by analyzer.
         data_options: how the data was read, for the provenance.
-        blocks: of the main pass, for intervals; None for none.
+        blocks: blocks of the main pass, for intervals; None without intervals.
 
     Raises:
-        LayersimError: no token was counted, or an analyzer refuses its sums.
+        LayersimError: no token was counted, or the sums do not suffice for an analyzer.
     """
     refuse_empty(tally)
     own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
@@ -319,7 +321,7 @@ def make_report(
 
 
 def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
-    """The fields of a provenance that describe models, those of several models joined."""
+    """The fields of a provenance that describe models, joined for several models."""
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
     values = {field: [getattr(model, name) for model in models] for field, name in attributes.items()}
     # Of models without changes nothing is said.
@@ -343,7 +345,7 @@ def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], se
 
 @cache
 def _installed() -> Mapping[str, str]:
-    """The versions of the packages that a result records; they are read from files, once."""
+    """Versions of the packages that a result records; read from files once."""
     versions = {}
     for package in PACKAGES:
         try:

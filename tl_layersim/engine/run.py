@@ -1,4 +1,4 @@
-"""The engine of analyses: runs kernels on the batches of one part of the data, and adds what they return.
+"""Runs kernels on the batches of one part of the data, and adds their outputs.
 
 Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`.
 """
@@ -50,11 +50,11 @@ class Analysis:
 
     Attributes:
         sources: the models: one, or several to compare.
-        batches: the data; batches hold whole pools of rows.
-        analyzers: by name.
+        batches: the data; each batch holds whole pools of rows.
+        analyzers: the analyzers, by name.
         plan: the sites that each analyzer reads.
         opened_with: options with which the models were opened, for the record.
-        intervals: keep the sums of blocks of the data, for confidence intervals.
+        intervals: whether to keep the sums of blocks of the data, for confidence intervals.
     """
 
     sources: Sequence[Source]
@@ -72,12 +72,12 @@ class Analysis:
 
     @property
     def is_remote(self) -> bool:
-        """Whether a model is on a server."""
+        """Whether a model runs on a server."""
         return any(isinstance(source, OnServer) for source in self.sources)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How data and models were opened."""
+        """The options with which data and models were opened."""
         intervals = {"intervals": True} if self.intervals else {}
         return self.batches.record() | dict(self.opened_with) | self.plan.record() | intervals
 
@@ -88,12 +88,12 @@ class Analysis:
 
     @property
     def models(self) -> dict[str, list[Model]]:
-        """The models by analyzer, with the sites that it reads; a forward pass may tell more of them."""
+        """The models with the sites that each analyzer reads, by analyzer; a forward pass may complete the description."""
         return self.plan.models_by_analyzer([source.model for source in self.sources], self.sources)
 
     @cached_property
     def first_kernels(self) -> dict[str, Kernel]:
-        """The kernels of the first pass, by analyzer; empty if no analyzer needs one."""
+        """Kernels of the first pass, by analyzer; empty if no analyzer needs a first pass."""
         return {
             name: kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
             for name, analyzer in self.analyzers.items()
@@ -102,11 +102,11 @@ class Analysis:
 
     @property
     def first_needs_model(self) -> bool:
-        """Whether the first pass runs the model; counting tokens or labels does not."""
+        """Whether the first pass runs the model. It does not if it only counts tokens or labels."""
         return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
 
     def identity(self, argument: str | None) -> dict[str, Any]:
-        """Models, analyzers, data options and version, which must be equal for a call that continues this run.
+        """Models, analyzers, data options and version: a call continues this run only if they are equal.
 
         Args:
             argument: see `Model.identity`.
@@ -124,7 +124,7 @@ class Analysis:
         }
 
     def check(self) -> None:
-        """Refuse models and options that an analyzer cannot work with, and print the cost of expensive analyzers."""
+        """Raise an error if an analyzer cannot use a model or the options, and print the cost of expensive analyzers."""
         models = self.models
         for name, analyzer in self.analyzers.items():
             analyzer.check_sites(*models[name])
@@ -146,7 +146,7 @@ class Analysis:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which the models run without dropout, and with what the analyzers need of them."""
+        """Context in which the models run without dropout, and with the features that the analyzers need."""
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))
@@ -155,15 +155,15 @@ class Analysis:
 
 @dataclass(frozen=True)
 class DataPart:
-    """The batches and the passes of one call: all, unless it is one of several ranks or shards.
+    """The batches and the passes of one call: all of them, or those of one rank or shard.
 
     Attributes:
-        deal: the batches of this rank.
-        number: of the shard.
-        of: number of shards, to which the batches with a counted position are divided in order.
-        counts: of all data; None where it was not counted before.
-        stage: "first" to end after the first pass; "main".
-        first: sums of a first pass over all data; None to make that pass.
+        deal: the batches that this rank measures.
+        number: index of the shard.
+        of: number of shards. The batches with a counted position are divided among them in order.
+        counts: counts of all data; None if the data was not counted before.
+        stage: "first" to end after the first pass; else "main".
+        first: sums of a first pass over all data; None to run the first pass here.
     """
 
     deal: Deal = ALONE
@@ -175,20 +175,20 @@ class DataPart:
 
     @property
     def within(self) -> range | None:
-        """Numbers of the batches with a counted position; None for all that this rank is dealt."""
+        """Range of this part among the batches with a counted position; None for all batches of this rank."""
         return None if self.counts is None else self.counts.within(self.number, self.of)
 
 
 class Step(NamedTuple):
-    """A batch that was read but whose sums have not arrived, and the counts that it adds to the tally.
+    """A batch that was read, with its counts for the tally, while its sums are still to come.
 
     Attributes:
-        measured: whether the model of this process runs on it.
-        batches: number of batches read up to and including it.
-        rows: number of its rows.
-        tokens: number of the counted positions of each of its leaves; one number for a batch on which no model runs.
-        digest: SHA-256 of all rows up to and including its own.
-        leaf: rows of a leaf.
+        measured: whether this process runs the model on the batch.
+        batches: number of batches read so far, this one included.
+        rows: number of rows in the batch.
+        tokens: number of counted positions in each leaf; a single number for a batch on which no model runs.
+        digest: SHA-256 of all rows read so far, the batch's own included.
+        leaf: number of rows in a leaf.
     """
 
     measured: bool
@@ -201,12 +201,12 @@ class Step(NamedTuple):
 
 @dataclass
 class PassState:
-    """Progress of a pass: sums and counts of the complete batches, and the batches that were read and have no sums yet.
+    """Progress of a pass: sums and counts of complete batches, and the batches that still wait for their sums.
 
     Attributes:
-        tally: of the batches that are complete.
-        names: of the kernels.
-        waiting: the batches that wait, in the order of the data.
+        tally: tally of the complete batches.
+        names: names of the kernels.
+        waiting: the waiting batches, in the order of the data.
     """
 
     tally: Tally
@@ -214,7 +214,7 @@ class PassState:
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
-        """Add the sums of all leaves of the next batches to the tally, and count these batches."""
+        """Add the sums of the next batches, leaf by leaf, to the tally, and count these batches."""
         steps = self.take(sum(part.count for part in parts))
         leaves = iter([(step.leaf, tokens) for step in steps if step.measured for tokens in step.tokens])
         tree, known = self.tally.tree, sums_so_far(self.tally.tree)
@@ -230,12 +230,12 @@ class PassState:
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Count the last batches of the data, on which no model of this process runs."""
+        """Count the last batches of the data, on which this process runs no model."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove and return the first batches that wait, up to so many rows of those on which a model runs."""
+        """Remove and return the first waiting batches, with at most so many rows on which a model runs."""
         taken: list[Step] = []
         while rows > 0 and self.waiting:
             taken.append(self.waiting.popleft())
@@ -257,19 +257,19 @@ def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
 
 @dataclass
 class DataPass:
-    """One pass of kernels over the data, which continues from a checkpoint and writes one.
+    """One pass of kernels over the data, which can continue from a checkpoint and writes one.
 
     Attributes:
         analysis: models, data and analyzers.
-        part: the batches that are measured.
+        part: the batches to measure.
         label: "first" or "main".
-        kernels: of the analyzers.
-        file: keeps the tallies.
-        tallies: of all passes of the run, by label; `run` adds this pass's.
-        total: number of counted tokens in the data, None where it is not known.
-        rows: number of rows in the measured batches, None where it is not known.
+        kernels: the kernels, by analyzer.
+        file: the file that keeps the tallies.
+        tallies: tallies of all passes of the run, by label; `run` adds the tally of this pass.
+        total: number of counted tokens in the data; None if not known.
+        rows: number of rows in the measured batches; None if not known.
         first: sums of the first pass over all data, by analyzer.
-        state: sums so far, and the batches that wait for theirs.
+        state: sums so far, and the batches that wait for their sums.
     """
 
     analysis: Analysis
@@ -296,10 +296,10 @@ class DataPass:
         self._added_at = time.monotonic()
 
     def run(self) -> None:
-        """Run the pass to the end of the data, and put its tally into `tallies`.
+        """Run the pass to the end of the data, and add its tally to `tallies`.
 
         Raises:
-            LayersimError: activations are not finite, or the data differs from that of the checkpoint.
+            LayersimError: activations are not finite, or the data differs from the data of the checkpoint.
         """
         if self.label == FIRST and self.state.tally.done:
             # The main pass reads the same data, and the digests of both are compared afterwards.
@@ -324,7 +324,7 @@ class DataPass:
         self.file.save(*self._snapshot())
 
     def read(self) -> Iterator[Batch]:
-        """The batches on which a model has to run, without those that a checkpoint holds already.
+        """Yields the batches on which a model has to run, without those that a checkpoint holds already.
 
         Each batch that is read is checked and joins `state.waiting`.
         """
@@ -368,7 +368,7 @@ class DataPass:
             raise _other_data(f"{number} batches, where {held.batches} had been read")
 
     def _settle(self, batch: Batch) -> None:
-        """Find out from the first batch with a counted position what is not known of the sites before a forward pass."""
+        """Run the first batch with a counted position, if some facts on the sites are known only after a forward pass."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)
@@ -377,12 +377,12 @@ class DataPass:
             self.analysis.plan.check_sites(self.analyzers, self.sources)
 
     def _check_lens(self, batch: Batch) -> None:
-        """Refuse a lens that differs from the model's logits; a model without a head may be measured too."""
+        """Raise an error if the lens differs from the model's logits. A model without a head can be measured too."""
         if (source := self.sources[0]).model.head is not None:
             check_lens(source, batch)
 
     def _check_memory(self, sums: Mapping[str, Sums], leaf: int) -> None:
-        """Refuse or warn of sums that do not fit into memory, by those of the first batches, of leaves of so many rows."""
+        """Raise an error or warn if the sums do not fit into memory, judged by the sums of the first batches."""
         rows = rows_in_data(self.analysis.batches.data)
         leaves = TYPICAL_LEAVES if rows is None else -(-rows // leaf)
         refuse_sums_over_limits(sums, self.analyzers, leaves, self.first_block is not None)
@@ -403,7 +403,7 @@ class DataPass:
         )
 
     def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
-        """Partial sums of the remaining batches, in the order of the data."""
+        """Yields partial sums of the remaining batches, in the order of the data."""
         sources, batches = self.sources, self.read()
         if len(sources) == 1:
             return sums_of_batches(sources[0], batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
@@ -414,7 +414,7 @@ class DataPass:
         return ([PartialSums(batch.leaf, *own) for own in run_batch(run, batch, self.kernels)] for batch in batches)
 
     def _side_by_side(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """One forward pass of each model, and kernels that take the activations of all."""
+        """Run each model forward once, and run kernels on the activations of all models."""
         views = [source.collect(batch) for source in self.sources]
         with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
             return reduce(kernels, *views)
@@ -439,7 +439,7 @@ class DataPass:
         return tallies_snapshot({**self.tallies, self.label: self.state.tally})
 
     def _summed(self) -> str:
-        """The first words of the note on where an interrupted run was saved."""
+        """First words of the note that says where an interrupted run was saved."""
         return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
 
 
@@ -449,12 +449,12 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
     Args:
         analysis: models, data and analyzers.
         part: the batches and the passes.
-        file: keeps the tallies.
-        tallies: by pass, from the file; those of the passes join them.
+        file: the file that keeps the tallies.
+        tallies: tallies by pass, from the file; the tallies of these passes are added.
         blocking: False to leave the main pass to the caller.
 
     Returns:
-        The last pass: complete, or not begun where `blocking` is False.
+        The last pass: complete, or not begun if `blocking` is False.
 
     Raises:
         LayersimError: activations are not finite, or two passes read different rows.
@@ -499,8 +499,8 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
 
     Args:
         analysis: models, data and analyzers.
-        passes: number of passes with the model.
-        sizes: of the batches.
+        passes: number of passes that run the model.
+        sizes: sizes of the batches.
     """
     if len(analysis.sources) > 1:
         # Printed also where stderr is no terminal, unlike progress bars.
@@ -517,7 +517,7 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-    """Kernels that read tokens and labels alone."""
+    """The kernels that read only tokens and labels."""
     return [], reduce(kernels, tokens_alone(batch))[1]
 
 
@@ -526,20 +526,20 @@ def _other_data(given: str) -> LayersimError:
 
 
 def sums_so_far(tree: SumTree) -> dict[str, Sums]:
-    """Sums of each analyzer that has any, to which further ones are added."""
+    """Sums of the analyzers that have any, to which further sums are added."""
     return {name: sums for node in tree.nodes for name, sums in node.sums.items() if sums}
 
 
 def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, Sums]) -> dict[str, Sums]:
-    """What kernels returned for the next batches, as sums by analyzer.
+    """Kernel outputs for the next batches, converted to sums by analyzer.
 
     Args:
-        names: of the analyzers.
-        out: by analyzer.
-        before: sums of other batches, to which these will be added; empty for the first.
+        names: names of the analyzers.
+        out: outputs of the kernels, by analyzer.
+        before: sums of other batches, to which these will be added; empty for the first batches.
 
     Raises:
-        LayersimError: a kernel returned something that cannot be added; its analyzer is named.
+        LayersimError: a kernel's output cannot be added; the message names its analyzer.
     """
     sums = {}
     for name in names:

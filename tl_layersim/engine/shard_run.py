@@ -1,4 +1,4 @@
-"""The run of one shard: measures its own batches, and writes their sums to a file or hands them back."""
+"""The run of one shard: measures its own batches, and writes their sums to a file or returns them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from .submitted_runs import model_notes, recipe_of, sites_notes
 
 
 def run_shard(analysis: Analysis, shard: Shard) -> Path:
-    """Measure one shard of the data and write its sums to a file, which is the shard's checkpoint too.
+    """Measure one shard of the data, and write its sums to a file that is also the shard's checkpoint.
 
     Args:
         analysis: model, data and analyzers.
-        shard: which one, and its file.
+        shard: index and file of the shard.
 
     Returns:
         Path of the file.
 
     Raises:
-        LayersimError: an analyzer refuses the model or the data, or a file belongs to another run.
+        LayersimError: an analyzer cannot use the model or the data, or a file belongs to another run.
         OSError: the file cannot be written.
     """
     refuse_one_shot(analysis.batches)
@@ -66,7 +66,7 @@ def run_shard(analysis: Analysis, shard: Shard) -> Path:
         names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
         tqdm.write(
             f"{shard.save_to} holds the first stage of shard {shard.number} of {shard.of}, the first pass over the data for "
-            f"{names}. When all shards have theirs, pass the files to second calls: "
+            f"{names}. When all shards have a first stage, call again with the files of all: "
             "analyze(..., shard=(i, n), first=[files of the first stage], save_to=another path).",
             file=sys.stderr,
         )
@@ -79,13 +79,13 @@ class ShardRun:
 
     Attributes:
         analysis: model, data and analyzers.
-        identity: of the run.
-        number: of the shard.
-        of: number of shards.
-        first: sums of the first stage, None without them.
-        path: of the file; None to keep the sums in memory.
-        counts: of all data; None until it was read.
-        tallies: by pass.
+        identity: the identity of the run, see `Analysis.identity`.
+        number: index of the shard.
+        of: number of shards of the run.
+        first: sums of the first stage; None without them.
+        path: path of the file; None to keep the sums in memory.
+        counts: counts of all data; None until all data was read.
+        tallies: tallies by pass, "first" or "main".
     """
 
     analysis: Analysis
@@ -99,7 +99,7 @@ class ShardRun:
 
     @property
     def stage(self) -> str:
-        """Label of the pass whose sums the shard returns. A first pass without the model is a part of each shard."""
+        """Name of the pass whose sums the shard returns. A first pass without the model is a part of each shard."""
         return FIRST if self.analysis.first_needs_model and self.first is None else MAIN
 
     @cached_property
@@ -113,11 +113,11 @@ class ShardRun:
         """Run the shard from where its file ends, and write the file.
 
         Args:
-            counts: of all data.
-            tallies: by pass, from the file.
+            counts: counts of all data, see `DataCounts`.
+            tallies: tallies by pass, as read from the file.
 
         Raises:
-            LayersimError: the data is not that of the first stage, or changed since it was counted.
+            LayersimError: the data differs from the data of the first stage, or has changed since it was counted.
         """
         if self.first is not None and self.first.counts != counts:
             raise _other_data("`first` holds the first stage of other data", self.first.counts, counts)
@@ -133,7 +133,7 @@ class ShardRun:
         return self.file.part(tallies)
 
     def _described(self) -> Snapshot:
-        """What the file holds beside the tallies."""
+        """The description that the file holds beside the tallies."""
         first: Mapping[str, Sums] = {} if self.first is None else self.first.sums
         if self.stage == MAIN and FIRST in self.tallies:
             first = self.tallies[FIRST].sums(self.analysis.first_kernels)

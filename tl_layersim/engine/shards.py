@@ -1,4 +1,4 @@
-"""Shards, contiguous parts of the data that separate processes measure: their arguments, their counts and their files."""
+"""Shards, contiguous parts of the data that separate processes measure: their arguments, counts and files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PLAIN = ("batches", "sequences", "tokens", "digest", "seconds", "done")
 def open_checkpoint(
     path: str | os.PathLike[str] | None, identity: Mapping[str, Any], deal: Deal = ALONE
 ) -> tuple[ResumableFile, dict[str, Tally]]:
-    """Open the checkpoint file of an analysis on this rank, and read its tallies by pass; none where no file exists yet.
+    """Open the checkpoint file of an analysis on this rank, and read its tallies by pass; empty if there is no file yet.
 
     Args:
-        path: of the file, None for none; a rank above 0 appends its number.
-        identity: model, analyzers and data settings. A file of another run is refused.
-        deal: which batches this process takes.
+        path: path of the file, None for none; a rank above 0 appends its index.
+        identity: model, analyzers and data settings. A file of another run raises an error.
+        deal: the batches that this process takes.
 
     Raises:
         LayersimError: no file can be written at `path`, or the file there is damaged or of another run.
@@ -102,16 +102,16 @@ FIRST, MAIN = "first", "main"
 
 @dataclass(frozen=True)
 class DataCounts:
-    """Counts of all data, equal in all shards of a run.
+    """Counts of all data, the same in all shards of a run.
 
     Attributes:
         batches: number of batches.
-        measured: number of those with a counted position, which the shards divide among them.
+        measured: number of batches with a counted position, which are divided among the shards.
         sequences: number of rows.
         tokens: number of counted positions.
-        digest: SHA-256 of the rows.
+        digest: SHA-256 of all rows.
         rows: number of rows in the measured batches.
-        capacity: rows of each batch but the last.
+        capacity: number of rows in each batch but the last.
     """
 
     batches: int
@@ -123,11 +123,11 @@ class DataCounts:
     capacity: int
 
     def within(self, number: int, of: int) -> range:
-        """Numbers of the batches of a shard, among those with a counted position.
+        """Range of a shard among the batches with a counted position.
 
         Args:
-            number: of the shard.
-            of: number of shards.
+            number: index of the shard.
+            of: number of shards of the run.
 
         Examples:
             >>> counts = DataCounts(8, 7, 14, 70, "", 14, 2)
@@ -139,17 +139,17 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What the file of a shard holds, beside the tensors of its sums.
+    """Contents of a shard's file, except for the tensors of its sums.
 
     Attributes:
-        path: of the file, or another name of the part for messages.
-        number: of the shard, from 0.
-        of: number of shards.
-        stage: "first" for the sums of a first pass, from which the main pass continues; "main" for those of a report.
-        identity: model, analyzers, options and version, as plain data; equal in all shards of a run.
-        counts: of all data; None where the data was not read to its end yet.
-        tallies: by pass; the main pass, or the first pass where `stage` is "first".
-        first: sums of the first pass over all data, by analyzer; empty where no analyzer needs one or `stage` is "first".
+        path: path of the file; for messages, any name of the part.
+        number: index of the shard, from 0.
+        of: number of shards of the run.
+        stage: "first" for the sums of a first pass, which the main pass continues from; "main" for the sums of a report.
+        identity: model, analyzers, options and version as plain data; the same in all shards of a run.
+        counts: counts of all data; None until the data was read to its end.
+        tallies: tallies by pass: the main pass, or the first pass if `stage` is "first".
+        first: sums of the first pass over all data, by analyzer; empty if no analyzer needs one or `stage` is "first".
         notes: description of the model, the analyzers and the settings, from which the report is made.
     """
 
@@ -170,26 +170,26 @@ class ShardPart:
 
     @property
     def tally(self) -> Tally:
-        """Of the pass whose sums it holds."""
+        """Tally of the pass whose sums the file holds."""
         return self.tallies[self.stage]
 
     def save(self, path: Path) -> None:
-        """Write the part to a file, as that of a shard.
+        """Write the part to the file of a shard.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         (names, held), (notes, tensors) = first_notes(self.first), tallies_snapshot(self.tallies)
         ResumableFile(path, SHARD_FILE).save({**self.notes, **names, **notes}, {**held, **tensors})
 
 
 class ShardFile(ResumableFile):
-    """The file of a shard, which is its checkpoint too.
+    """The file of a shard, which is also its checkpoint.
 
     Args:
-        path: of the file; None for a shard whose sums stay in memory.
-        identity: of the run and the shard.
-        describe: gives what the file holds beside the tallies, at the moment of writing.
+        path: path of the file; None to keep the sums of the shard in memory.
+        identity: identity of the run and the shard.
+        describe: function that returns the description that the file holds beside the tallies, at the moment of writing.
     """
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any], describe: Callable[[], Snapshot]) -> None:
@@ -202,7 +202,7 @@ class ShardFile(ResumableFile):
         return super().write({**more, **notes}, {**held, **tensors})
 
     def resume_part(self) -> ShardPart | None:
-        """Read the state of the shard; None where no file exists yet."""
+        """Read the state of the shard; None if there is no file yet."""
         path = str(self.path)
         return self.resume(lambda notes, tensors: part_of(path, notes, tensors))
 
@@ -210,7 +210,7 @@ class ShardFile(ResumableFile):
         """The state of the shard as its file would hold it.
 
         Args:
-            tallies: by pass.
+            tallies: tallies by pass, "first" or "main".
         """
         (more, held), (notes, tensors) = self._describe(), tallies_snapshot(tallies)
         return part_of(str(self.path or "memory"), {**more, **notes, "identity": self.identity}, {**held, **tensors})
@@ -220,17 +220,17 @@ def read_part(path: str | os.PathLike[str]) -> ShardPart:
     """Read the file of a shard.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        FileNotFoundError: no such file exists.
-        LayersimError: the file is damaged, or holds something else.
+        FileNotFoundError: there is no such file.
+        LayersimError: the file is damaged, or is not the file of a shard.
     """
     return ResumableFile(path, SHARD_FILE).read(lambda notes, tensors: part_of(str(path), notes, tensors))
 
 
 def part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ShardPart:
-    """What a file holds, from its notes and tensors; malformed ones may raise any exception."""
+    """The part in a file, from its notes and tensors; malformed ones may raise any exception."""
     identity = dict(notes["identity"])
     number, of = identity.pop("shard")
     stage = identity.pop("stage")
@@ -254,13 +254,13 @@ def part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def first_notes(first: Mapping[str, Sums]) -> Snapshot:
-    """The sums of the first pass over all data, as a file holds them."""
+    """The sums of the first pass over all data, in the form that a file holds."""
     tensors = {f"all first/{name}/{key}": tensor for name, own in first.items() for key, tensor in own.fields.items()}
     return {"first": list(first)}, tensors
 
 
 def digest_of(first: Mapping[str, Sums]) -> str:
-    """SHA-256 of the sums of a first pass; "" without one."""
+    """SHA-256 of the sums of a first pass; "" without a first pass."""
     if not first:
         return ""
     whole = hashlib.sha256()
@@ -275,13 +275,13 @@ FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[s
 
 @dataclass(frozen=True)
 class Shard:
-    """One of several shards of a run, and the file of its sums.
+    """One of several shards of a run, and the file for its sums.
 
     Attributes:
-        number: of the shard, from 0.
-        of: number of shards.
-        save_to: path of its file.
-        first: files of the first stage; None where they were not given.
+        number: index of the shard, from 0.
+        of: number of shards of the run.
+        save_to: path of the shard's file.
+        first: files of the first stage; None if not given.
     """
 
     number: int
@@ -300,11 +300,11 @@ def chosen_shard(
     """The shard that the arguments of `analyze` name; None for a run over all data.
 
     Args:
-        shard: its number and the number of shards.
-        save_to: path of its file.
+        shard: index of the shard and number of shards.
+        save_to: path of the shard's file.
         first: files of the first stage.
-        checkpoint: which a shard does not have.
-        blocking: which a shard is.
+        checkpoint: the option `checkpoint`, which a shard does not take.
+        blocking: the option `blocking`, which is True for a shard.
 
     Raises:
         LayersimError: the arguments contradict each other, or no file can be written at `save_to`.
@@ -317,12 +317,10 @@ def chosen_shard(
     number, of = shard
     if not 0 <= number < of:
         raise LayersimError(
-            f"`shard` is ({number}, {of}); it must be the number of a shard, from 0, and the number of shards, above it."
+            f"`shard` is ({number}, {of}); it must be the index of a shard, from 0, and the number of shards, which is larger."
         )
     if save_to is None:
-        raise LayersimError(
-            f"`shard` is ({number}, {of}), and `save_to` is missing: the path of the file with the sums of this shard."
-        )
+        raise LayersimError(f"`shard` is ({number}, {of}); it needs `save_to`, the path of a file for the sums of this shard.")
     if checkpoint is not None:
         raise LayersimError("`checkpoint` cannot be combined with `shard`: the file of a shard, `save_to`, is its checkpoint.")
     if not blocking:
@@ -337,14 +335,14 @@ def chosen_shard(
 
 
 def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
-    """The paths of files: those in a folder, those that a pattern matches, or those that were given.
+    """Paths of files: the files in a folder, the files that match a pattern, or the given paths.
 
     Args:
         files: a folder, a pattern or a path; or several paths.
-        argument: that holds them, for messages.
+        argument: name of the argument that holds them, for messages.
 
     Raises:
-        LayersimError: there is none.
+        LayersimError: there is no file.
     """
     if isinstance(files, (str, os.PathLike)):
         path = Path(files)
@@ -357,12 +355,12 @@ def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
     else:
         found = [Path(file) for file in files]
     if not found:
-        raise LayersimError(f"`{argument}` is {brief(files)}, where there is no file.")
+        raise LayersimError(f"`{argument}` is {brief(files)}; no such file exists.")
     return tuple(found)
 
 
 def refuse_one_shot(batches: Batches) -> None:
-    """Refuse data that can be read only once: a shard reads it all to count its batches, and then runs on its own.
+    """Raise an error for data that can be read only once. A shard reads it twice: to count its batches, and to run.
 
     Args:
         batches: the data.

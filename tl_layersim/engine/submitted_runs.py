@@ -47,15 +47,15 @@ class Job:
 
     Attributes:
         id: name of the job on the server.
-        batches: data of the request; empty once its sums have arrived.
-        steps: counts of the tally after each of its batches.
-        parts: sums that were returned.
-        state: last state that the server reported; ERROR also for a reply that cannot be read.
+        batches: batches of the request; empty once its sums have arrived.
+        steps: counts of the tally after each batch.
+        parts: sums that the server returned.
+        state: last state that the server reported; also ERROR if a reply cannot be read.
         failure: reason of the failure.
-        halve: whether the job exceeded the server's time limit.
-        final: an error that another attempt would not change.
+        halve: whether the job exceeded the server's time limit, and is to be sent again as two jobs.
+        final: whether another attempt would fail with the same error.
         attempts: number of times that the request was sent.
-        silent_since: time since which the server does not know the job.
+        silent_since: time since which the server no longer knows the job.
     """
 
     id: str
@@ -72,14 +72,14 @@ class Job:
 
 @dataclass(frozen=True)
 class SubmittedAnalysis:
-    """The model, analyzers and settings of a non-blocking run, from which its report is made.
+    """Model, analyzers and settings of a non-blocking run, which its report is made from.
 
     Attributes:
         model: description of the model.
         sites: names of all sites that the requests read.
         models: by analyzer, the model with the sites that the analyzer reads.
-        analyzers: by name.
-        kernels: of the analyzers, of views of all sites.
+        analyzers: the analyzers, by name.
+        kernels: kernels of the analyzers, as kernels of views of all sites.
         first: sums of the first pass, by analyzer.
         settings: how data and model were opened.
         record: when and where the jobs were sent, and the traffic so far.
@@ -126,7 +126,7 @@ def model_notes(model: Model) -> dict[str, Any]:
 
 
 def model_of(notes: Mapping[str, Any]) -> Model:
-    """The description of a model from the plain data that `model_notes` made of it."""
+    """The description of a model, from the plain data of `model_notes`."""
     plain = dict(notes)
     head = plain.pop("head")
     if head is not None:
@@ -141,13 +141,13 @@ def model_of(notes: Mapping[str, Any]) -> Model:
 
 
 def sites_notes(models: Mapping[str, Model]) -> dict[str, Any]:
-    """The sites that each analyzer reads as plain data, see `models_read`."""
+    """The sites that each analyzer reads, as plain data; see `models_read`."""
     return {name: {"layers": own.layers, "stream": own.stream, "widths": own.widths} for name, own in models.items()}
 
 
 @dataclass
 class _Header:
-    """Entries of a saved run's file header, beside the model."""
+    """File header of a saved run, without the model."""
 
     server: str
     model_key: str
@@ -160,7 +160,7 @@ class _Header:
 
 @dataclass
 class _Recipe:
-    """Entries of the file header for each analyzer."""
+    """File header of a saved run: the entries for each analyzer."""
 
     options: dict[str, Any]
     code: str
@@ -168,7 +168,7 @@ class _Recipe:
 
 @dataclass
 class _Record:
-    """Entries of the file header on the run before it was saved."""
+    """File header of a saved run: the entries on what happened before it was saved."""
 
     sent: float
     place: dict[str, Any]
@@ -178,11 +178,11 @@ class _Record:
 
 
 def models_read(header: Mapping[str, Any], model: Model) -> dict[str, Model]:
-    """By analyzer, the model with the sites that the analyzer reads.
+    """The model with the sites that each analyzer reads, by analyzer.
 
     Args:
-        header: of the file. Files of 0.1 name no sites: their analyzers read the residual layers.
-        model: with the residual layers.
+        header: header of the file. Files of version 0.1 name no sites; their analyzers read the residual layers.
+        model: the model with the residual layers.
     """
     models = dict.fromkeys(header["analyzers"], model)
     for name, own in header.get("read", {}).items():
@@ -212,7 +212,7 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def facts_of(batch: Batch) -> dict[str, Any]:
-    """What the file header stores of a batch, beside its tensors."""
+    """The facts on a batch that the file header stores, beside its tensors."""
     return {
         "first": batch.first,
         "origins": batch.origins,
@@ -227,7 +227,7 @@ def facts_of(batch: Batch) -> dict[str, Any]:
 
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """The batch of these facts and tensors."""
+    """A batch, from its facts and tensors."""
     more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
     held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
     return Batch(**{**facts, **more}, **held, inputs=_below("input/", tensors))
@@ -238,7 +238,7 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
-    """Class, options and code digest of an analyzer, as a file stores them."""
+    """Class, options and code digest of an analyzer, in the form that a file stores."""
     cls = type(analyzer)
     where = f"{cls.__module__}.{cls.__qualname__}"
     return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
@@ -247,27 +247,27 @@ def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
 def restored_analyzers(
     recipes: Mapping[str, Any], analyzers: AnalyzersArgument | None, call: str = "lsim.load_run(path, analyzers=[...])"
 ) -> dict[str, Analyzer]:
-    """The analyzers of a run, by name: those that were given, or those that the file describes.
+    """The analyzers of a run by name, as given by the user or as described in the file.
 
     Args:
-        recipes: by name, as the file stores them.
-        analyzers: as they were given to `analyze`; None to restore those of this package.
-        call: what passes the analyzers, for messages.
+        recipes: descriptions of the analyzers by name, in the form that a file stores.
+        analyzers: the analyzers as they were given to `analyze`; None to restore the analyzers of this package.
+        call: the call that passes the analyzers, for messages.
 
     Raises:
-        LayersimError: the analyzers given differ from those of the run, or cannot be restored.
+        LayersimError: the given analyzers differ from the analyzers of the run, or cannot be restored.
     """
     if analyzers is None:
         return {name: _restored(name, recipe, call) for name, recipe in recipes.items()}
     chosen = choose_analyzers(analyzers)
     given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != recipes:
-        raise LayersimError(f"`analyzers` are {str(given)[:300]}; those of the saved run are {str(recipes)[:300]}.")
+        raise LayersimError(f"`analyzers` are {str(given)[:300]}; the analyzers of the saved run are {str(recipes)[:300]}.")
     return chosen
 
 
 def _restored(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
-    """An analyzer from the options in a file. Only installed analyzers are restored: no class is imported by a file's name."""
+    """An analyzer from the options in a file. Only installed analyzers are restored; a file cannot import a class."""
     installed = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in find_analyzers().values()}
     cls = installed.get(recipe["class"])
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
@@ -303,7 +303,7 @@ class RemoteRun:
 
     Attributes:
         server: address of the server.
-        analyzers: by name.
+        analyzers: the analyzers, by name.
 
     Examples:
         >>> run = lsim.analyze(lsim.open_model(model, remote=True), texts, [lsim.CKA()], blocking=False)  # doctest: +SKIP
@@ -326,20 +326,20 @@ class RemoteRun:
         return Counter(job.state for job in self._jobs)
 
     def status(self) -> dict[str, int]:
-        """The number of jobs in each state of the server: QUEUED, RUNNING, COMPLETED, ERROR ... Fetches completed jobs."""
+        """Number of jobs in each state: QUEUED, RUNNING, COMPLETED, ERROR ... Fetches the sums of completed jobs."""
         for job in self._jobs:
             if job.state not in ("COMPLETED", "ERROR"):
                 self._poll(job)
         return dict(self._count())
 
     def result(self, timeout: float | None = None) -> Report:
-        """Wait for all jobs, and assemble the report of their sums.
+        """Wait for all jobs, and compute the report from their sums.
 
         A job that was too long for the server, or that the server has lost, is sent again (as two jobs, if it was too long)
         where the model is loaded: in the process that sent it, or after `load_run(path, model=...)`.
 
         Args:
-            timeout: seconds to wait at most; None for no limit.
+            timeout: largest number of seconds to wait; None for no limit.
 
         Raises:
             TimeoutError: the time is over; sums that have arrived are kept.
@@ -408,7 +408,7 @@ class RemoteRun:
         return Path(path)
 
     def _poll(self, job: Job) -> None:
-        """Take the state of a job from the server, and its sums if it is complete."""
+        """Ask the server for the state of a job, and for its sums if it is complete."""
         reply, now = self._ndif.poll(job.id), time.monotonic()
         if not reply.reached:
             self._unreached = self._unreached or (now, reply.failure)
@@ -444,7 +444,7 @@ class RemoteRun:
             raise self._ndif.failures.given_up(TransientFailure(self._unreached[1]), 1)
 
     def _send_again(self, job: Job) -> None:
-        """Send a failed job once more, as two jobs if it was too long."""
+        """Send a failed job again, as two jobs if it took too long."""
         if job.final is not None:
             raise job.final
         single = job.halve and len(job.batches) == 1
@@ -494,7 +494,7 @@ class RemoteRun:
         )
 
     def _traffic(self) -> dict[str, int]:
-        """Numbers of requests and bytes, those of earlier processes included."""
+        """Number of requests and bytes, including earlier processes."""
         ndif, before = self._ndif, self._analysis.record["before"]
         now = {"requests": ndif.requests, "bytes_sent": ndif.sent, "bytes_received": ndif.received}
         return {name: before[name] + value for name, value in now.items()}
@@ -547,9 +547,9 @@ def load_run(
 
     Args:
         path: the file.
-        model: the nnsight model, which is needed only to send a failed job again; it is opened as in the run.
-        analyzers: as they were given to `analyze`; needed where they are not those of this package or hold tensors.
-        remote: the server's address with a login, where it needs one: files keep no login.
+        model: the nnsight model, needed only to send a failed job again; opened as in the run.
+        analyzers: the analyzers as they were given to `analyze`; needed if they are the user's own or hold tensors.
+        remote: the server's address with a login, if it needs one; files keep no login.
 
     Raises:
         LayersimError: the file holds no run, or the analyzers, the model or the server are not those of the run.

@@ -1,4 +1,4 @@
-"""Results of untrained twins beside those of trained models, as `baseline="untrained"` asks for them."""
+"""Results of untrained twins (same architecture, fresh weights) beside a trained model's, for `baseline="untrained"`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SEEDS = 3
 
 
 def with_untrained(found: Any, run: Callable[[int], Any]) -> Any:
-    """A result or a report with those of untrained twins, which `plot`, `to_frame` and `print` show beside it.
+    """Add results of untrained twins to a result or a report; `plot`, `to_frame` and `print` show them beside it.
 
     Args:
-        found: of the trained models.
-        run: measures untrained twins of a seed on the same data, and returns what `found` is.
+        found: result or report of the trained models.
+        run: function of a seed that measures untrained twins on the same data, and returns a result or report like `found`.
     """
     twins = [run(seed) for seed in range(SEEDS)]
     if isinstance(found, Report):
@@ -32,23 +32,23 @@ def with_untrained(found: Any, run: Callable[[int], Any]) -> Any:
 
 
 def twin_of(opened: OpenedModel, seed: int) -> OpenedModel:
-    """The same architecture with fresh weights, opened as the trained model is.
+    """An untrained twin: the same architecture with fresh weights, opened as the trained model is.
 
     Args:
         opened: the trained model.
-        seed: of the weights.
+        seed: random seed of the weights.
     """
     return replace(opened, model=untrained(opened.model, seed), verify=None)
 
 
 def refuse_no_twin(models: Collection[OpenedModel], data: Data, blocking: bool = True, shard: Any = None) -> None:
-    """Refuse runs in which no untrained model can be measured.
+    """Raise an error for a run in which no untrained model can be measured.
 
     Args:
-        models: the trained ones.
-        data: of the run.
-        blocking: whether the run waits.
-        shard: of the data, None for all.
+        models: the trained models.
+        data: the data of the run.
+        blocking: the option `blocking` of the run.
+        shard: the option `shard`; None for all data.
 
     Raises:
         LayersimError: names the argument.
@@ -70,11 +70,11 @@ def refuse_no_twin(models: Collection[OpenedModel], data: Data, blocking: bool =
 
 
 def seeds_of(seed: int, models: int) -> range:
-    """Seeds of the weights of several models, none of which another seed gives.
+    """Seeds for the weights of several models; different values of `seed` share none.
 
     Args:
-        seed: of the twins.
-        models: their number.
+        seed: seed of the twins.
+        models: number of models.
 
     Examples:
         >>> [list(seeds_of(seed, 2)) for seed in range(3)]

@@ -1,6 +1,6 @@
-"""Coupling of Jacobians: the singular vectors of each, every Jacobian in the singular bases of the others, and the null.
+"""Coupling of Jacobians: each Jacobian in the singular bases of the others, and a null from random bases.
 
-All of it is serialised by value and runs on NDIF servers too.
+This module is serialised by value and runs on NDIF servers too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ DRAWS = 8
 
 @dataclass(frozen=True)
 class Connections:
-    """The Jacobians whose coupling is computed: for each sample the same number, in the same blocks.
+    """The Jacobians to couple: every sample has the same number of them, in the same blocks.
 
     Attributes:
         row: `sample`, the row of the batch that holds each sample.
-        block: `connection`, index of the block of each.
+        block: `connection`, index of the block.
         t_in: `sample connection`, the token that is varied.
         t_out: `sample connection`, the token whose change is measured; not before `t_in`.
     """
@@ -37,14 +37,14 @@ class Connections:
 
 @dataclass(frozen=True)
 class CouplingOptions:
-    """How Jacobians are decomposed and compared.
+    """Options for decomposing and comparing Jacobians.
 
     Attributes:
-        ks: numbers of singular vectors; the largest is computed, the others take the first of these.
+        ks: numbers of singular vectors. The largest number is computed; smaller ones use the leading vectors.
         method: "dense", "krylov" or "finite-difference".
-        diagonal: "signed" for A - diag A; "positive" for |A| - diag A, where negative entries of the diagonal count twice.
-        memory_mb: megabytes for products with many directions at once, and for kept Jacobians.
-        seed: of random vectors.
+        diagonal: "signed" for A - diag A; "positive" for |A| - diag A, in which negative diagonal entries count twice.
+        memory_mb: megabytes for products with many directions at once and for stored Jacobians.
+        seed: seed of random vectors.
     """
 
     ks: tuple[int, ...]
@@ -59,17 +59,17 @@ class Coupled:
     """Result of `couple`, on the device of the activations.
 
     Attributes:
-        off: `k sample connection connection`, m(A^{ab}) = |A - diag A|_F of Jacobian a in the basis of b; float64.
+        off: `k sample connection connection`, |A - diag A|_F of Jacobian a in the singular basis of b; float64.
         norm: `k sample connection connection`, |A^{ab}|_F.
-        null_off: as `off` with random orthonormal vectors in place of b's singular vectors, mean over draws; 0 for a = b.
-        null_miscoupling: as `null_off`, each draw divided by its own |A|_F.
-        defined: `k sample connection connection`, whether a is above rounding error and b has k singular values that are.
+        null_off: `off` with random orthonormal vectors in place of b's singular vectors, mean over draws; 0 for a = b.
+        null_miscoupling: `null_off`, but each draw is divided by its own |A|_F.
+        defined: `k sample connection connection`, whether a, and k singular values of b, exceed rounding error.
         singular_values: `sample connection k`.
-        residual: `sample connection`, of `krylov`, see `singular_vectors.Top`.
-        step_error: `sample connection`, of finite differences, see `Jacobian`.
+        residual: `sample connection`, residual of `krylov`, see `singular_vectors.Top`.
+        step_error: `sample connection`, error of finite differences, see `Jacobian`.
         whole_rows: `connection`, whether the block was replayed on whole rows.
         failures: `connection`, failed checks of the replay as bits, see `Jacobian.failures`.
-        matrices: `sample connection connection k k`, A itself for the largest k; None unless requested.
+        matrices: `sample connection connection k k`, A for the largest k; None unless requested.
     """
 
     off: Tensor
@@ -86,7 +86,7 @@ class Coupled:
 
 
 def pick_method(d_model: int, connections: int, k: int) -> str:
-    """The faster of the two exact methods, "dense" or "krylov", as measured by benchmarks/bench_coupling.py.
+    """Choose the faster exact method, "dense" or "krylov", by the timings of benchmarks/bench_coupling.py.
 
     Krylov needs 0.1 to 0.3 d_model products for its singular vectors and `(connections + DRAWS) * k` for the other bases.
     Dense needs d_model products and a full singular value decomposition.
@@ -104,7 +104,7 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOp
 
     A = U' J V with the k top singular vectors U, V of another connection's Jacobian (Aubry et al. 2025, equations 9 and 10).
     The blocks are replayed twice: first for singular vectors, then for products of each Jacobian with all right singular
-    vectors. Jacobians are kept in between where they fit into half of the memory.
+    vectors. Jacobians are kept in between if they fit into half of the memory.
 
     Args:
         calls: the calls of all blocks of the model in one forward pass.
@@ -175,7 +175,7 @@ class _Spectra:
         whole_rows: as in `Coupled`.
         failures: as in `Coupled`.
         chunks: row, sample and connection of the Jacobians that are computed together.
-        dense: of each chunk, the whole Jacobians where they are kept, else None.
+        dense: for each chunk, the dense Jacobians if they are kept; else None.
     """
 
     u: Tensor
@@ -230,9 +230,9 @@ def jacobian_of(
         calls: the calls of all blocks.
         which: samples and connections.
         options: how the Jacobians are decomposed.
-        row: of each Jacobian, its row of the batch.
-        sample: of each Jacobian, the index of its sample.
-        connection: of each Jacobian, the index of its connection; all in one block.
+        row: for each Jacobian, its row of the batch.
+        sample: for each Jacobian, the index of its sample.
+        connection: for each Jacobian, the index of its connection; all are in one block.
     """
     call = calls[which.block[int(connection[0])]]
     here = call.hidden.device
@@ -241,7 +241,7 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Row, sample and connection of all Jacobians, block by block, in chunks.
+    """Split all Jacobians into chunks, block by block; each chunk gives row, sample and connection indices.
 
     Args:
         which: samples and connections.
@@ -261,17 +261,16 @@ def chunks_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Te
 
 
 def random_frames(connections: int, d: int, k: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal vectors in random directions, for the null of the coupling.
+    """Random orthonormal vectors for the null of the coupling.
 
-    With them in place of singular vectors, A has the distribution that it has for a Jacobian of the same spectrum with random
-    singular vectors. All samples share the same frames, so a result does not depend on the batches. A larger k adds vectors
-    to those of a smaller k.
+    In these bases, A is distributed as for a Jacobian with the same spectrum and random singular vectors. All samples share the
+    same frames, so a result does not depend on the batches. A larger k adds vectors to the frames of a smaller k.
 
     Args:
         connections: number of Jacobians for each sample.
         d: d_model.
-        k: vectors in a frame.
-        seed: of the draws.
+        k: number of vectors in a frame.
+        seed: seed of the draws.
         like: a tensor with the dtype and device of the result.
 
     Returns:
@@ -291,7 +290,7 @@ def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
 
     Args:
         a: `... k k`.
-        diagonal: "signed", or "positive" for |A| - diag A in the first norm.
+        diagonal: "signed", or "positive" to use |A| - diag A in the first norm.
     """
     a = a.double()
     rest = (a.abs() if diagonal == "positive" else a) - torch.diag_embed(a.diagonal(dim1=-2, dim2=-1))
@@ -299,22 +298,22 @@ def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
 
 
 def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-    """The rounding error of singular values, from the subtraction of the skip connection, `sample connection`.
+    """Rounding error of singular values, `sample connection`, caused by subtracting the skip connection.
 
-    Singular vectors of smaller values are arbitrary, and so is a coupling in their basis.
+    Singular vectors of smaller singular values are arbitrary, and so is a coupling in their basis.
 
     Args:
         s: `sample connection k`, singular values in descending order.
-        step_error: `sample connection`, of finite differences.
+        step_error: `sample connection`, error of finite differences.
         d: d_model.
-        dtype: that the Jacobians were computed in.
+        dtype: dtype of the Jacobians' computation.
     """
     relative = torch.maximum(step_error, torch.full_like(step_error, 8 * d**0.5 * torch.finfo(dtype).eps))
     return (relative * (1.0 + s[..., 0].double())).to(s.dtype)
 
 
 def miscoupling(off: Tensor, norm: Tensor) -> Tensor:
-    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 where A is 0 (Aubry et al. 2025, equation 14).
+    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 if A is 0 (Aubry et al. 2025, equation 14).
 
     Args:
         off: |A - diag A|_F.

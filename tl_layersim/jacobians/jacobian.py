@@ -1,6 +1,6 @@
-"""Jacobians of one block, without its skip connection, as linear maps of many samples at once.
+"""Jacobians of one block without its skip connection, as linear maps for many samples at once.
 
-All of it is serialised by value and runs on NDIF servers too.
+This module is serialised by value and runs on NDIF servers too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ def computing_dtype(call: BlockCall) -> torch.dtype:
     """The dtype in which the Jacobians of a block are computed.
 
     Args:
-        call: of the block.
+        call: recorded call of the block.
 
     Returns:
-        float64 if the model is, float32 otherwise; the model's own dtype where its weights are in another process.
+        float64 if the model is, otherwise float32; the model's own dtype if its weights are in another process.
     """
     own = call.hidden.dtype
     return own if own == torch.float64 or is_remote(call) else torch.float32
 
 
 class Jacobian:
-    """Context manager: the Jacobian of one block without its skip connection, for each sample, as a linear map.
+    """A context manager: for each sample, the Jacobian of one block without its skip connection, as a linear map.
 
     J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for each sample; 0 for t_in > t_out of a causal model. On entry the
     block is replayed and its output compared with the forward pass.
@@ -42,13 +42,13 @@ class Jacobian:
         t_out: `sample`, the token whose change is measured.
         memory_mb: megabytes for products with many directions at once.
         differences: whether to take finite differences of the block's output, for blocks that cannot be differentiated.
-        single_tokens: whether the block may be replayed on the samples' tokens alone; tests and benchmarks switch this off.
+        single_tokens: whether the block may be replayed on single tokens; tests and benchmarks set this to False.
 
     Attributes:
-        dtype: of all computations, see `computing_dtype`.
+        dtype: dtype of all computations, see `computing_dtype`.
         whole_rows: whether the block is replayed on whole rows, because it cannot be replayed on single tokens.
         differs: whether the replayed block's output differs from its output in the forward pass.
-        no_skip: whether the block does not add its input to its output, so that block minus input is not a residual branch.
+        no_skip: whether the block has no skip connection, so that output minus input is not a residual branch.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Jacobian:
         self.widened.__exit__()
 
     def _check_replay(self) -> None:
-        """Compare the replayed block with the forward pass, and check that it adds its input to its output."""
+        """Compare the replayed block with the forward pass, and check that it has a skip connection."""
         for part in self.parts:
             at = self.row[part.which], self.t_out[part.which]
             before = self.call.hidden[at].to(self.dtype)
@@ -107,7 +107,7 @@ class Jacobian:
             self.differs = self.differs or not reproduces(part.value(), given, self.call.hidden.dtype)
 
     def _token_products(self) -> list[TokenProducts | RowProducts]:
-        """Products by single-token replay; empty where the block cannot be replayed on single tokens."""
+        """Products by single-token replay; empty if the block does not allow it."""
         same = self.t_in == self.t_out
         parts: list[TokenProducts | RowProducts] = []
         for which in (same.nonzero()[:, 0], (~same).nonzero()[:, 0]):
@@ -127,11 +127,11 @@ class Jacobian:
 
     @property
     def failures(self) -> int:
-        """The failed checks as bits: 1 for `differs`, 2 for `no_skip`."""
+        """Failed checks as bits: 1 for `differs`, 2 for `no_skip`."""
         return int(self.differs) + 2 * int(self.no_skip)
 
     def _row_products(self) -> list[TokenProducts | RowProducts]:
-        """Products on whole rows, in groups that hold at most one sample of each row."""
+        """Products on whole rows, in groups with at most one sample per row."""
         parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):
@@ -147,7 +147,7 @@ class Jacobian:
 
     @property
     def step_error(self) -> Tensor:
-        """Relative change, `sample`, of a finite-difference product when the step is doubled; 0 with gradients."""
+        """Relative change, `sample`, of a finite-difference product if the step is doubled; 0 with gradients."""
         error = torch.zeros(len(self.row), dtype=torch.float64)
         for part in self.parts:
             if isinstance(part, RowProducts):
@@ -188,6 +188,6 @@ class Jacobian:
         return out - self.skip * directions
 
     def dense(self) -> Tensor:
-        """The whole matrix J, `sample d_model d_model`: output by input."""
+        """The dense matrix J, `sample d_model d_model`: output by input."""
         eye = torch.eye(self.d_model, dtype=self.dtype, device=self.row.device).expand(len(self.row), -1, -1)
         return self.forward(eye) if self.differences else self.transposed(eye).mT

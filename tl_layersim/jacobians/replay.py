@@ -1,6 +1,6 @@
-"""Replay of a block: attention that can be differentiated twice, and checks of the output of a replayed block.
+"""Replay of a block: attention with second derivatives, and checks of the replayed output.
 
-All functions are serialised by value and run on NDIF servers too: torch and the standard library alone.
+All functions are serialised by value and run on NDIF servers too, so they use only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IDENTITY_NODES = ("Alias", "Clone", "Index", "IndexPut", "Reshape", "ReshapeAlia
 
 
 def lengthening(x: Tensor) -> Tensor:
-    """The factor that lengthens each residual: `LENGTHENING`, or less where the dtype would overflow.
+    """The factor by which each residual is scaled up: `LENGTHENING`, or less if the dtype would overflow.
 
     Args:
         x: `sample d_model`, residuals.
@@ -39,11 +39,11 @@ def lengthening(x: Tensor) -> Tensor:
 
 
 def adds_input(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x plus something: in the autograd graph, sums, reshapes and copies alone lead from x to y.
+    """Whether y is x plus another term: in the autograd graph, only sums, reshapes and copies lead from x to y.
 
     Args:
-        x: a leaf of the graph.
-        y: computed from it.
+        x: a leaf of the autograd graph.
+        y: a tensor computed from x.
     """
     waiting, seen = [y.grad_fn], set[Any]()
     while waiting:
@@ -61,17 +61,17 @@ def adds_input(x: Tensor, y: Tensor) -> bool:
 
 
 def plain_attention() -> Any:
-    """A context in which attention is computed by matrix products and a softmax, which have second and batched derivatives."""
+    """A context manager: attention is computed by matmuls and a softmax, which have second and batched derivatives."""
     return attention.sdpa_kernel([attention.SDPBackend.MATH])
 
 
 def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the residuals a and b of every sample are equal up to the rounding of a dtype.
+    """Whether the residuals a and b are equal up to the rounding of a dtype, in every sample.
 
     Args:
         a: `sample d_model`, output of the replayed block.
         b: `sample d_model`, output in the model's forward pass.
-        dtype: of the model's activations.
+        dtype: dtype of the model's activations.
     """
     allowed = REPLAY_TOLERANCE.get(dtype, 8 * torch.finfo(dtype).eps)
     return bool((norms(a - b) <= allowed * norms(b)).all())
@@ -81,7 +81,7 @@ def is_remote(call: BlockCall) -> bool:
     """Whether the block's weights are in another process, where their dtype cannot be changed.
 
     Args:
-        call: of the block.
+        call: recorded call of the block.
     """
     module = getattr(call.block, "_module", call.block)
     if not isinstance(module, torch.nn.Module) or any(hasattr(part, "_hf_hook") for part in module.modules()):

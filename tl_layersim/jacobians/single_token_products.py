@@ -1,6 +1,6 @@
-"""Products with Jacobians by single-token replay: the block runs on the samples' tokens alone, one copy for each direction.
+"""Products with Jacobians by single-token replay: the block runs only on the samples' tokens, one copy per direction.
 
-All of it is serialised by value and runs on NDIF servers too.
+This module is serialised by value and runs on NDIF servers too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MOST_COPIES = 128
 
 
 class TokenReplayMismatch(Exception):
-    """The single-token replay of this block differs from its output in the full sequence, or fails."""
+    """Raised if single-token replay of a block fails, or differs from the block's output in the full sequence."""
 
 
 class TokenProducts:
-    """Products with the Jacobians of samples by single-token replay, with one copy of the token for each direction.
+    """Products with Jacobians by single-token replay, with one copy of the token per direction.
 
     Args:
         few: the block as a function of these tokens.
         which: indices of the samples.
-        given: `sample d_model`, the block's output at the tokens that are read, computed on the full sequence.
+        given: `sample d_model`, the block's output in the full sequence at the tokens that are read.
         memory: bytes for one product.
     """
 
@@ -43,7 +43,7 @@ class TokenProducts:
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
-        """`n` copies of the tokens and the block's output for them, with their autograd graph; cached by `n`.
+        """`n` copies of the tokens and the block's output for them, with the autograd graph; cached by `n`.
 
         Args:
             n: number of copies.
@@ -76,9 +76,9 @@ class TokenProducts:
             raise TokenReplayMismatch
 
     def lengthened_difference(self) -> Tensor:
-        """Output for the lengthened token at twice its length minus the output at its length, `sample d_model`.
+        """Output for the scaled-up token doubled, minus the output for the scaled-up token, `sample d_model`.
 
-        An unchanged copy of the token runs beside the two and is checked.
+        An unchanged copy of the token runs along and is checked.
 
         Raises:
             TokenReplayMismatch: the output of the unchanged copy differs from the block's output in the full sequence.
@@ -94,11 +94,11 @@ class TokenProducts:
         return self.given
 
     def adds_input(self) -> bool:
-        """Whether the block adds its input to another tensor, as a skip connection does."""
+        """Whether the block has a skip connection."""
         return adds_input(*self.graph(1))
 
     def transposed(self, u: Tensor) -> Tensor:
-        """Products J'u of the block with its skip connection.
+        """Products J'u with the block's Jacobian, skip connection included.
 
         Args:
             u: `sample d_model n`, n directions for each sample.
@@ -106,7 +106,7 @@ class TokenProducts:
         return self._in_chunks(u, self._transposed)
 
     def forward(self, v: Tensor) -> Tensor:
-        """Products J v of the block with its skip connection.
+        """Products J v with the block's Jacobian, skip connection included.
 
         Args:
             v: `sample d_model n`, n directions for each sample.
@@ -114,7 +114,7 @@ class TokenProducts:
         return self._in_chunks(v, self._forward)
 
     def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a product to equal chunks of `sample d_model n` directions; zeros fill up the last chunk."""
+        """Apply a product to directions `sample d_model n` in equal chunks; the last chunk is padded with zeros."""
         m = directions.shape[-1]
         n = -(-m // -(-m // self.copies))
         chunks = [directions[..., start : start + n] for start in range(0, m, n)]
@@ -128,7 +128,7 @@ class TokenProducts:
         return image
 
     def _forward(self, v: Tensor) -> Tensor:
-        """J v as the derivative of J'u by u in direction v, which needs no forward-mode differentiation."""
+        """J v by double backward: the derivative of J'u with respect to u, applied to v."""
         x, y = self.graph(v.shape[1])
         with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(y, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Top singular vectors of Jacobians: by full singular value decomposition, or by block Golub-Kahan-Lanczos.
+"""Top singular vectors of Jacobians, by full SVD or block Golub-Kahan-Lanczos.
 
-All of it is serialised by value and runs on NDIF servers too.
+This module is serialised by value and runs on NDIF servers too.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Top:
 
 
 def top_of(dense: Tensor, k: int) -> Top:
-    """Top singular triplets by full singular value decomposition.
+    """Top singular triplets by full SVD.
 
     Args:
-        dense: `sample d_model d_model`, whole Jacobians.
+        dense: `sample d_model d_model`, dense Jacobians.
         k: number of triplets.
     """
     u, s, vh = torch.linalg.svd(dense)
@@ -56,7 +56,7 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
     Args:
         jacobian: products with J and J'.
         k: number of triplets.
-        seed: of the random block.
+        seed: seed of the random block.
     """
     samples, d = len(jacobian.row), jacobian.d_model
     width = min(k + OVERSAMPLING, d)
@@ -83,12 +83,12 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
 
 
 def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
-    """Orthonormalise the part of `block` that is orthogonal to `basis`; random directions replace linearly dependent columns.
+    """Orthonormalise `block` against `basis`; random directions replace linearly dependent columns.
 
     Args:
         block: `sample d_model n`.
         basis: orthonormal blocks.
-        generator: of the random directions.
+        generator: generator of the random directions.
     """
 
     def without(x: Tensor) -> Tensor:

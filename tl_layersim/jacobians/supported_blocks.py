@@ -1,4 +1,4 @@
-"""Validation for Jacobians: models whose blocks cannot be differentiated or have no skip connection are refused."""
+"""Checks that the blocks of a model can be differentiated and have a skip connection."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TOO_COARSE = 0.1
 
 
 def refuse_post_norm(model: Model) -> None:
-    """Refuse a model whose blocks end in a layer norm, and so do not add to the residual stream.
+    """Raise an error if the blocks of a model are post-norm, and so do not add to the residual stream.
 
     Args:
-        model: to be analyzed.
+        model: the model.
 
     Raises:
-        LayersimError: its blocks are post-norm.
+        LayersimError: the blocks are post-norm.
     """
     if "post-norm" in model.basis:
         raise LayersimError(
@@ -29,16 +29,16 @@ def refuse_post_norm(model: Model) -> None:
 
 
 def need_calls(model: Model, what: str, differences: bool) -> None:
-    """Refuse a model whose blocks cannot be differentiated, or have no residual branch.
+    """Raise an error if the blocks of a model cannot be differentiated, or have no residual branch.
 
     Args:
-        model: to be analyzed.
+        model: the model.
         what: the analyzer or function, for the message.
-        differences: whether finite differences are taken, which need no gradients.
+        differences: whether finite differences are used, which need no gradients.
 
     Raises:
-        LayersimError: blocks end in a norm, cannot be replayed, or are on a server that allows no gradients; or the model has
-            edits of nnsight.
+        LayersimError: the blocks are post-norm, cannot be replayed, or are on a server without gradients; or the model has
+            nnsight edits.
     """
     refuse_post_norm(model)
     refuse_edits(model.changes, what)
@@ -54,13 +54,13 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Refuse Jacobians of blocks whose replay differs, that lack a skip connection, or whose finite differences are too coarse.
+    """Raise an error if a block's replay differs, it lacks a skip connection, or its finite differences are too coarse.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.
-        no_skip: `layer`, number of replays that do not add the input to the output.
-        step_error: `layer`, of finite differences.
-        layers: residual layers, the input of block 0 first.
+        no_skip: `layer`, number of replays without a skip connection.
+        step_error: `layer`, error of finite differences.
+        layers: residual layers, starting with the input of block 0.
 
     Raises:
         LayersimError: names the blocks.

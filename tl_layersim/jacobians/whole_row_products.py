@@ -1,6 +1,6 @@
-"""Products with Jacobians on whole rows of tokens: by gradients or by finite differences.
+"""Products with Jacobians by running the block on whole rows, with gradients or finite differences.
 
-All of it is serialised by value and runs on NDIF servers too.
+This module is serialised by value and runs on NDIF servers too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ CPU_MEMORY = 3e8
 
 
 class RowProducts:
-    """Products with the Jacobians of samples, one sample of each row, by running the block on whole rows.
+    """Products with Jacobians by running the block on whole rows, with one sample per row.
 
-    Every block allows this; `TokenProducts` does the same with less work where the block allows it.
+    Every block allows this. `TokenProducts` does the same with less work if the block allows it.
 
     Args:
         call: the block with its own arguments.
@@ -33,7 +33,7 @@ class RowProducts:
         t_out: `sample`, the token whose change is measured.
         which: indices of the samples.
         memory: bytes for one product.
-        differences: whether to take finite differences; only products with J are then available.
+        differences: whether to use finite differences, which give only products with J.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RowProducts:
         self.batched = differences and self._can_be_batched()
 
     def _can_be_batched(self) -> bool:
-        """Whether the block gives equal outputs for copies of its batch; blocks whose arguments have a row per head do not."""
+        """Whether the block gives equal outputs for copies of its batch. Blocks with arguments of one row per head do not."""
         try:
             twice = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2)(self.x.repeat(2, 1))
         except (IndexError, RuntimeError, TypeError, ValueError):
@@ -79,7 +79,7 @@ class RowProducts:
         return self.y.detach()
 
     def adds_input(self) -> bool:
-        """Whether the block's own operations add its input to something; unknown, and so False, without gradients."""
+        """Whether the block has a skip connection; False without gradients, because it is then unknown."""
         return not self.differences and adds_input(self.x, self.y)
 
     def transposed(self, u: Tensor) -> Tensor:
@@ -115,7 +115,8 @@ class RowProducts:
         return image
 
     def _by_differences(self, v: Tensor) -> Tensor:
-        """J v by central differences, `n sample d_model`; the first direction also with twice the step, for `step_error`."""
+        """J v by central differences, `n sample d_model`. The first direction is repeated with twice the step, for
+        `step_error`."""
         length = self.x.norm(dim=-1)[None, :, None]
         relative = STEP if self.call.hidden.dtype in (torch.float32, torch.float64) else HALF_PRECISION_STEP
         size = relative * length / v.norm(dim=-1, keepdim=True).clamp(min=1e-30)
@@ -129,7 +130,7 @@ class RowProducts:
         return image
 
     def _difference(self, step: Tensor) -> Tensor:
-        """(block(x + step) - block(x - step)) / 2 for each of `n sample d_model` steps."""
+        """Central difference (block(x + step) - block(x - step)) / 2 for each of `n sample d_model` steps."""
         if not self.batched:
             return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))

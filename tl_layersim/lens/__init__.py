@@ -1,4 +1,4 @@
-"""The logit lens at every layer: its statistics, what a model should predict, and heads of layers below the last."""
+"""The logit lens at every layer: its statistics, the targets, and heads for layers below the last."""
 
 import lazy_loader
 

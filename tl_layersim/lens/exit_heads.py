@@ -1,4 +1,4 @@
-"""ExitHeads: a linear head for each layer below the last, as multi-exit training makes them; their file, and their checks."""
+"""ExitHeads: one linear head for each layer below the last, as multi-exit training makes them, with files and checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..sources.model import Model
 
 
 class ExitHeads:
-    """Heads of the layers of a multi-exit model: a linear head for each layer below the last, which keeps the model's own.
+    """Heads of a multi-exit model: one linear head for each layer below the last. The last layer keeps the model's own head.
 
     `LogitLens`, `Saturation`, `ExitCurve`, `EarlyExit` and `evaluate_layers` take them as `heads=`.
     `finetune_aligned(objective="multi-head")` trains them, and its result has them as `heads`.
@@ -30,12 +30,13 @@ class ExitHeads:
     scaling are the model's.
 
     Args:
-        weight: `layer vocabulary d_model`, the first block's first; `vocabulary` is the number of classes of a classifier.
+        weight: `layer vocabulary d_model`, starting with the first block; for a classifier, `vocabulary` is its number of
+            classes.
         bias: `layer vocabulary`; None for heads without a bias.
-        norm: "final" for heads that read the output of the model's final norm, "none" for heads that read the residual itself.
-        layers: names of the layers; default `blocks.0.hook_resid_post`, `blocks.1.hook_resid_post`, ...
-        weights_hash: of the model that was trained with the heads (`provenance.weights_hash`); other weights are then refused.
-            Default: any model with such layers.
+        norm: "final" if the heads read the output of the model's final norm, "none" if they read the residual itself.
+        layers: names of the layers; the default is `blocks.0.hook_resid_post`, `blocks.1.hook_resid_post`, ...
+        weights_hash: `provenance.weights_hash` of the model that was trained with the heads; any other model then raises an
+            error. Default: any model with such layers.
 
     Raises:
         LayersimError: the shapes do not fit together, or the weights are not finite floating-point numbers.
@@ -103,7 +104,7 @@ class ExitHeads:
 
     @property
     def plain(self) -> LayerHeads:
-        """The heads as kernels carry them, also to a server."""
+        """The heads in the form that kernels use, also on servers."""
         return LayerHeads(self.weight, self.bias, self.digest)
 
     def to(self, to: torch.device | torch.dtype | str) -> ExitHeads:
@@ -122,7 +123,7 @@ class ExitHeads:
         """Write the heads to one safetensors file, without pickle.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         header = {"norm": self.norm, "layers": self.layers, "weights_hash": self.weights_hash}
         return write_file(path, "heads", header, {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias}))
@@ -133,11 +134,11 @@ class ExitHeads:
         """Read heads that `save` wrote, or `heads.safetensors` in the folder that `AlignedTraining(save_to=)` names.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            LayersimError: the file is malformed, of another kind, or does not say how the heads were trained.
+            LayersimError: the file is malformed, of another kind, or does not record the norm of the heads.
         """
         header, tensors = read_file(path, ("heads",))
         with reading(path, "a whole file of heads", "copy the file again, or train again"):
@@ -155,14 +156,14 @@ class ExitHeads:
             )
 
     def check(self, model: Model, linear: torch.nn.Linear | None = None) -> None:
-        """Refuse a model to whose layers the heads do not belong.
+        """Raise an error if the heads do not belong to a model.
 
         Args:
             model: the description of the model.
-            linear: the last part of its head, where that is a linear layer in this process.
+            linear: the last part of the model's head, if it is a linear layer in this process.
 
         Raises:
-            LayersimError: the model has other layers, a head of another size, or other weights.
+            LayersimError: the model's layers, head size or weights differ from those of the heads.
         """
         below = model.layers[1:-1]
         if self.layers != below:
@@ -190,11 +191,11 @@ class ExitHeads:
 
 
 def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
-    """Heads as a user passes them: the heads themselves, or their file.
+    """Convert the argument `heads` to `ExitHeads`, and read their file if it is a path.
 
     Args:
         heads: `ExitHeads`, the path of a file, or None.
-        norm: with which the layers are read; "" for that of the heads.
+        norm: norm with which the layers are read; "" for the norm of the heads.
 
     Raises:
         LayersimError: the file does not exist or cannot be read, or the heads were trained with another norm.
@@ -208,5 +209,5 @@ def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
 
 
 def plain_heads(heads: Any) -> LayerHeads | None:
-    """What a kernel carries of heads that `as_heads` returned."""
+    """The heads that `as_heads` returned, in the form that kernels use; None stays None."""
     return heads.plain if isinstance(heads, ExitHeads) else None

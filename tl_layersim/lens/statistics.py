@@ -1,7 +1,7 @@
-"""Statistics of the logit lens at every layer: logits are computed in chunks and reduced to a few numbers a token.
+"""Statistics of the logit lens at every layer. Logits are computed in chunks and reduced to a few numbers per token.
 
-Plain functions of torch, which are shipped with the kernels that call them. `torch.nn.functional.cross_entropy` sums a float32
-vocabulary in float32, which biases it: by -6e-5 nats for 152,000 ids.
+These are plain torch functions, which are shipped with the kernels that call them. `torch.nn.functional.cross_entropy` sums a
+float32 vocabulary in float32, which biases it: by -6e-5 nats for 152,000 ids.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ LEAST = {torch.float64: -700.0, torch.float32: -80.0}
 
 
 def on_float64_device(x: Tensor) -> Tensor:
-    """Move a tensor on an Apple GPU, which has no float64, to the CPU; other tensors stay where they are."""
+    """Move a tensor from an Apple GPU, which has no float64, to the CPU; other tensors stay where they are."""
     return x.cpu() if x.device.type == "mps" else x
 
 
 def block_size(z: Tensor) -> int:
-    """Number of logits that are widened to float64 at once."""
+    """Number of logits that are converted to float64 at once."""
     return CPU_BLOCK if z.device.type == "cpu" else DEVICE_BLOCK
 
 
 def need_classes(outputs: int) -> None:
-    """Refuse the softmax over a single output: it is 1 whatever the output is, so every layer would agree with the last.
+    """Raise an error for a single output, whose softmax is always 1, so that every layer would agree with the last.
 
     Args:
-        outputs: number of logits at a position.
+        outputs: number of logits per position.
 
     Raises:
-        LayersimError: there is one.
+        LayersimError: there is one output.
     """
     if outputs == 1:
         raise LayersimError(
@@ -48,7 +48,7 @@ def need_classes(outputs: int) -> None:
 
 
 def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy -ln softmax(z)[target] in nats, `row`, float64, of logits `row vocabulary` in any dtype; without gradients.
+    """Cross-entropy -ln softmax(z)[target] in nats, float64, of logits in any dtype; without gradients.
 
     Args:
         z: logits.
@@ -69,18 +69,18 @@ def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy`, and the gradient by z of its sum over rows, weighted by `weight`; both without an autograd graph.
+    """`cross_entropy`, and the gradient with respect to z of its weighted sum over rows; both without an autograd graph.
 
-    Exponentials are computed in the dtype of z, which is much faster on a GPU, and summed in float64. The cross-entropy differs
-    from that of float64 by about 1e-7.
+    Exponentials are computed in the dtype of z, which is much faster on a GPU, and summed in float64. The result differs from a
+    float64 computation by about 1e-7.
 
     Args:
-        z: float32 or float64 logits `row vocabulary`; overwritten if it needs no gradient.
+        z: float32 or float64 logits `row vocabulary`; overwritten unless they need a gradient.
         target: `row`, ids from 0 to vocabulary - 1.
         weight: `row`, weight of each row.
 
     Returns:
-        `row`, float64 (float32 on Apple GPUs); and `row vocabulary`, in z's dtype.
+        Cross-entropy `row`, float64 (float32 on Apple GPUs); and gradient `row vocabulary`, in z's dtype.
 
     Raises:
         LayersimError: there is one class.
@@ -103,7 +103,7 @@ def _shifted(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def confidence(z: Tensor, margin: bool = False) -> Tensor:
-    """Confidence, `row`, float64: the largest probability under softmax(z); minus the second largest for `margin`.
+    """Confidence `row`, float64: the largest softmax probability, or its margin over the second largest.
 
     Args:
         z: logits `row vocabulary`, in any dtype.
@@ -126,7 +126,7 @@ RANKED = 10
 
 
 def read_positions(view: View) -> Tensor | None:
-    """Indices of the tokens that the head reads, of the last token of each row if it reads rows; None for all tokens."""
+    """Indices of the tokens that the head reads (the last of each row if it reads rows); None for all tokens."""
     if view.unembed is None or view.unembed.reads == "every":
         return None
     if view.unembed.reads == "first":
@@ -135,9 +135,9 @@ def read_positions(view: View) -> Tensor | None:
 
 
 def read_vectors(view: View, x: Tensor) -> Tensor:
-    """Of residuals `layer token d_model`, those that the head reads, `layer sample width`, before the final norm.
+    """Select the residuals that the head reads, `layer sample width`, before the final norm.
 
-    Where the head reads rows, a sample is the pooled vector of a row.
+    If the head reads rows, a sample is the pooled vector of a row.
     """
     if view.unembed is not None and view.unembed.pool is not None:
         return torch.stack([view.unembed.pool(*padded_rows(view, layer)) for layer in x])
@@ -146,12 +146,12 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
 
 
 def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
-    """Vectors from which `Unembed` computes logits, `layer sample width`, and whether it is to apply the final norm to them.
+    """The input of `Unembed`, `layer sample width`, and whether `Unembed` must still apply the final norm.
 
     Args:
-        view: of one batch.
+        view: the view of one batch.
         x: `layer token d_model`, outputs of blocks.
-        normed: whether the final norm is to be applied below the last of these layers too, which matters to heads of rows.
+        normed: whether the final norm is applied below the last layer too. It matters for heads that read rows.
     """
     unembed = view.unembed
     if unembed is None or unembed.pool is None:
@@ -164,15 +164,15 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
 def logits_of_layers(
     unembed: Unembed, x: Tensor, needs_norm: bool, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
 ) -> Tensor:
-    """Logits `sample layer vocabulary` of what `head_input` returns; the last layer always has its norm, as in the model.
+    """Logits `sample layer vocabulary` of the output of `head_input`. The last layer always has its final norm.
 
     Args:
-        unembed: the model's own.
+        unembed: the model's logit lens.
         x: `layer sample width`, outputs of all blocks.
-        needs_norm: whether the norm is still to be applied.
-        normed: whether it is applied below the last layer too.
-        heads: of the layers below the last.
-        spare: memory `(sample layer) vocabulary` for the logits, None to allocate it.
+        needs_norm: whether the final norm must still be applied.
+        normed: whether the final norm is applied below the last layer too.
+        heads: heads of the layers below the last; None for the model's own.
+        spare: memory `(sample layer) vocabulary` for the logits; None to allocate it.
     """
     x = x.transpose(0, 1)
     if needs_norm and not normed:
@@ -191,24 +191,24 @@ def read_lens(
 ) -> dict[str, Tensor]:
     """Statistics of the logit lens at every layer and token, each `layer token`.
 
-    The result is kept in `view.memo`, and all analyzers of a run use it.
+    The result is kept in `view.memo` for all analyzers of a run.
 
     Args:
-        view: with the model's unembedding.
-        target: `token`, the target at each position or row that the head reads, NO_LABEL where there is none.
-        normed: whether the final norm is applied at every layer; at the last layer it always is.
+        view: a view with the model's logit lens.
+        target: `token`, the target at each position or row that the head reads, NO_LABEL if there is none.
+        normed: whether the final norm is applied at every layer; the last layer always has it.
         memory_mb: memory for the logits of one chunk of tokens.
-        ranked: number of ranks that are distinguished.
-        key: names the target in `view.memo`.
-        heads: of the layers below the last; None for the model's own at every layer.
+        ranked: largest rank that is computed.
+        key: key of the target in `view.memo`.
+        heads: heads of the layers below the last; None for the model's own at every layer.
 
     Returns:
-        `best`, the id with the largest logit (the lowest id among equals), and `best_prob`; `target_log_prob`; `before`,
-        the number of ids with a higher rank than the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this
-        layer), in nats. All are computed in float64 from the logits in the model's own dtype.
+        `best`, the id with the largest logit (the lowest id among equals), and `best_prob`; `target_log_prob`; `before`, the
+        number of ids ranked above the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this layer), in nats. All
+        are computed in float64 from the logits in the model's own dtype.
 
     Raises:
-        LayersimError: the head has one output, or the targets are none of its ids.
+        LayersimError: the head has one output, or a target is not one of its ids.
     """
     key = f"{_key_of(normed, heads)} target={key}"
     if key in view.memo and view.memo[key]["ranked"] >= ranked:
@@ -243,10 +243,10 @@ def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tenso
     Logits of one token at all layers are held at once.
 
     Args:
-        view: with the model's unembedding.
+        view: a view with the model's logit lens.
         normed: see `read_lens`.
         best: `layer token`, the most likely id, the lowest among equals; as `read_lens` returns it.
-        count: number of ids, at most those of the vocabulary.
+        count: number of ids, at most the vocabulary size.
     """
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
@@ -293,7 +293,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maxima of groups of logits, `token layer group`; and three moments of the logits minus the largest of their row.
+    """Maxima of groups of logits, `token layer group`; and three moments of the logits minus their row maximum.
 
     The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
     layer's distribution.
@@ -345,13 +345,13 @@ def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
 
 
 def _members(groups: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Ids of the members of groups `... group`, and whether each is below the vocabulary size; both `... (group member)`."""
+    """Ids in some groups, and whether each is below the vocabulary size; both `... (group member)`."""
     ids = (groups[..., None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=groups.device)).flatten(-2)
     return ids.clamp(max=vocabulary - 1), ids < vocabulary
 
 
 def top_id(z: Tensor, groups: Tensor) -> Tensor:
-    """The id with the largest logit, and the lowest id among equals: argmax takes the first group, then the first member."""
+    """The id with the largest logit, the lowest id among equals: argmax takes the first group, then its first member."""
     vocabulary, rows = z.shape[-1], groups.flatten(0, -2)
     flat, best = z.reshape(-1, vocabulary), rows.argmax(-1)
     whole = vocabulary // GROUP_SIZE
@@ -370,7 +370,7 @@ def top_id(z: Tensor, groups: Tensor) -> Tensor:
 
 
 def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
-    """Number of ids with a higher rank than the target, at most `ranked`. Among equal logits the lower id ranks higher."""
+    """Number of ids ranked above the target, at most `ranked`. Among equal logits the lower id ranks first."""
     if groups.shape[-1] <= ranked:
         # Nearly all groups would be searched.
         count = _all_before(z.flatten(0, 1), target_id.flatten(), target_logit.flatten())
@@ -393,7 +393,7 @@ def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, 
 
 
 def _all_before(z: Tensor, target_id: Tensor, target_logit: Tensor) -> Tensor:
-    """Number of ids with a higher rank than the target in each row of z, found by reading whole rows."""
+    """Number of ids ranked above the target in each row of z, by reading whole rows."""
     count = torch.empty_like(target_id)
     # The target's logit is one of z, so that the comparison in its dtype is exact.
     target_logit = target_logit.to(z.dtype)[:, None]
@@ -410,22 +410,22 @@ def _all_before(z: Tensor, target_id: Tensor, target_logit: Tensor) -> Tensor:
 
 
 def bad_logits(lens: dict[str, Tensor]) -> Tensor:
-    """Number of positions with logits that are not finite, `layer`."""
+    """Number of positions with non-finite logits, `layer`."""
     return (~(lens["best_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """The first part of the keys in `view.memo`, which says how the layers are read."""
+    """Prefix of keys in `view.memo`: how the layers are read."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 
 def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
-    """Saturation layers, `token`: index of the block from which on the top-1 prediction equals the last layer's.
+    """Saturation layers, `token`: index of the first block from which on the top-1 prediction equals the last layer's.
 
     Layers are read from the last one down, and only at tokens that have agreed so far.
 
     Returns:
-        The saturation layers, and `layer`, the number of positions with logits that are not finite, among those computed.
+        The saturation layers, and `layer`, the number of positions whose computed logits are not finite.
 
     Raises:
         LayersimError: the head has one output.
@@ -453,7 +453,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
 def _top_ids(
     view: View, x: Tensor, normed: bool, memory_mb: float, heads: LayerHeads | None = None, layer: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The top-1 prediction at each row of x, `token d_model`; and the number of rows whose largest logit is not finite."""
+    """The top-1 prediction for each row of x, and the number of rows whose largest logit is not finite."""
     assert view.unembed is not None
     out, bad = torch.empty(len(x), dtype=torch.int64, device=x.device), torch.tensor(0, device=x.device)
     start, step, spare = 0, 1, None
@@ -470,7 +470,7 @@ def _top_ids(
 
 
 def _room(unembed: Unembed, z: Tensor, memory_mb: float, left: int) -> tuple[int, Tensor | None]:
-    """Number of tokens per chunk that fits into `memory_mb`, and a buffer for their logits, from the first chunk's logits z."""
+    """Number of tokens per chunk that fit into `memory_mb`, and a buffer for their logits, by the size of the first chunk's."""
     step = min(max(1, int(memory_mb * 2**20 / (z[0].numel() * z.element_size()))), max(left, 1))
     rows = step * z[0].numel() // z.shape[-1]
     return step, z.new_empty(rows, z.shape[-1]) if unembed.linear is not None else None

@@ -18,10 +18,10 @@ from ..sources.model import Model
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
-    """The targets of a batch: `batch pos`, or `batch` of a classifier; NO_LABEL where there is none.
+    """The targets of a batch, `batch pos`, or `batch` for a classifier; NO_LABEL if a target is missing.
 
     Raises:
-        LayersimError: a row is one sample, the mean of its positions.
+        LayersimError: the data has positions="mean".
     """
     if batch.pooled:
         raise LayersimError("`positions` is 'mean', but each target belongs to one position. Use positions='all'.")
@@ -35,21 +35,21 @@ def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
 
 
 def gives_classes(model: Model) -> bool:
-    """Whether the model's head gives classes of rows or positions, not tokens."""
+    """Whether the model's head predicts classes of rows or positions, not tokens."""
     return model.head is not None and model.head.classifies
 
 
 def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
-    """Labels in the form of `as_labels`; by default the labels that the models' heads are made to predict.
+    """The argument `labels` after `as_labels`; the default depends on the models' heads.
 
     Args:
-        labels: as the user passed them; None for the next token, or for the data's labels of classifiers and of rows without
-            tokens, which have no next token.
+        labels: the argument as the user passed it; None for the next token, or for labels from the data if the models are
+            classifiers or the rows have no tokens.
         models: the description of each model, and its module.
-        data: as the user passed them.
+        data: the argument as the user passed it.
 
     Raises:
-        LayersimError: the models have heads of different kinds, or a masked language model has no labels.
+        LayersimError: the models mix classifiers and language models, or a masked language model has no labels.
     """
     kinds = {gives_classes(model) for model, _ in models}
     if len(kinds) > 1:
@@ -72,15 +72,15 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
 
 
 def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
-    """Refuse a batch whose labels are missing, or are evidently not the targets of its positions.
+    """Raise an error if a batch has no labels, or its labels are evidently not targets.
 
     Args:
-        labels: as `as_labels` gives them.
+        labels: output of `as_labels`.
         batch: the next batch of the model.
-        model: the model, where labels are targets of its head.
+        model: the model if labels are targets of its head; else None.
 
     Raises:
-        LayersimError: labels are missing, are the tokens themselves, or are classes of rows.
+        LayersimError: labels are missing, equal the tokens themselves, or are one class per row for a head of tokens.
     """
     if isinstance(labels, Tensor):
         row, column = batch.sources
@@ -126,7 +126,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
 
 
 def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
-    """Refuse next tokens as targets of a head in rows that have no tokens."""
+    """Raise an error if the targets are next tokens and the rows have no tokens."""
     if labels == "next_token" and model is not None and not batch.has_tokens:
         objects = "labels='none', or detection_by_layer(model, data)"
         instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
@@ -136,7 +136,7 @@ def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> No
 
 
 def _refuse_mixed_rows(labels: Tensor, batch: Batch) -> None:
-    """Refuse labels `batch pos` that differ within a row that is one sample."""
+    """Raise an error if labels `batch pos` differ within a row that counts as one sample."""
     # NaN, a score that is missing, differs from itself.
     rows = (row[kept] for row, kept in zip(labels.cpu(), batch.counted, strict=True))
     if any(not torch.equal(row.nan_to_num(torch.inf), row[:1].nan_to_num(torch.inf).expand_as(row)) for row in rows):

@@ -1,4 +1,4 @@
-"""Many models, checkpoints and runs: all pairs, sweeps, groups, differences, relations, and figures of tables."""
+"""Many models, checkpoints or runs: all pairs, sweeps, groups, differences, relations to scores, and figures of tables."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""`compare_grid`: all pairs of many models, each of which runs once a batch."""
+"""`compare_grid`: all pairs of many models, with one forward pass of each model per batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ IDENTITY = ("analyzer", "code")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AllPairs(Analyzer):
-    """An analyzer of two models, applied to all pairs of many models, each with itself included.
+    """Applies an analyzer of two models to all pairs of many models, and to each model with itself.
 
     Its kernel takes the views of all models, its sums are those of all pairs, and its result is a `ModelGrid`. Where the
     measure has cross-model statistics, they are computed once for each model and batch.
@@ -67,8 +67,8 @@ class AllPairs(Analyzer):
     Attributes:
         measure: the analyzer of two models.
         models: names of the models.
-        groups: the group of each model, or none.
-        distance: the number of a pair, from the result of that pair; None for the result's own `distance`.
+        groups: the group of each model; empty for none.
+        distance: function that computes the distance of a pair from its result; None for the result's own `distance`.
     """
 
     measure: Analyzer
@@ -90,13 +90,13 @@ class AllPairs(Analyzer):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The pairs that are summed: each once where the measure is symmetric, else in both orders."""
+        """The pairs to sum: each pair once if the measure is symmetric, else in both orders."""
         numbers = range(len(self.models))
         return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
 
     @property
     def seed(self) -> int | None:
-        """The seed of the measure."""
+        """Random seed of the measure."""
         return getattr(self.measure, "seed", None)
 
     @property
@@ -125,7 +125,7 @@ class AllPairs(Analyzer):
             sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
             raise LayersimError(
                 f"The models have different numbers of sites ({sites}), and their distance compares equal layers. Pass "
-                "`distance`, or as many sites of each model in `at`."
+                "`distance`, or the same number of sites of each model in `at`."
             )
 
     def check(self, *models: Model) -> None:
@@ -205,7 +205,7 @@ class AllPairs(Analyzer):
 
 
 def _result_class(analyzer: Analyzer) -> Any:
-    """The class of an analyzer's result, from the annotation of `compute`; None where it is not known."""
+    """The class of an analyzer's result, from the annotation of `compute`; None if not known."""
     try:
         return get_type_hints(type(analyzer).compute).get("return")
     except NameError:
@@ -217,11 +217,11 @@ def _without_identity(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def all_pairs_kernel(*views: View, kernels: Mapping[tuple[int, int], Kernel]) -> dict[str, Tensor]:
-    """The outputs of kernels of two views, for pairs of many views; each name begins with the numbers of the pair.
+    """Outputs of kernels of two views for pairs of many views; each name begins with the indices of the pair.
 
     Args:
-        *views: of the same tokens, one for each model.
-        kernels: by pair of views.
+        *views: the view of each model on the same tokens.
+        kernels: the kernels, by pair of views.
     """
     outputs = {(a, b): kernel(views[a], views[b]) for (a, b), kernel in kernels.items()}
     return _named_by_pair(outputs)
@@ -234,14 +234,14 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """The sums over a pool for pairs of many models, see `all_pairs_kernel`.
+    """Sums over a pool for pairs of many models, see `all_pairs_kernel`.
 
     Args:
         sides: samples of each model.
-        widths: of the sites of each.
+        widths: widths of the sites of each model.
         *about: samples and draws, see `PoolKernel`.
-        pairs: numbers of the models.
-        sums: see `PoolKernel`.
+        pairs: indices of the models of each pair.
+        sums: function that sums over a pool, see `PoolKernel`.
     """
     return _named_by_pair({(a, b): sums([sides[a], sides[b]], [widths[a], widths[b]], *about) for a, b in pairs})
 
@@ -250,9 +250,9 @@ def join_all_pairs(*statistics: Any, pairs: list[tuple[int, int]], join: Callabl
     """Join the prepared statistics of many models pair by pair.
 
     Args:
-        *statistics: of one batch, one for each model.
-        pairs: numbers of the models that are joined.
-        join: see `Exchange`.
+        *statistics: statistics of one batch, one entry for each model.
+        pairs: indices of the models of each pair.
+        join: function that joins two statistics, see `Exchange`.
     """
     return _named_by_pair({(a, b): join(statistics[a], statistics[b]) for a, b in pairs})
 
@@ -262,11 +262,11 @@ def _named_by_pair(outputs: Mapping[tuple[int, int], Mapping[str, Tensor]]) -> d
 
 
 def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
-    """The sums of one pair among those of all pairs.
+    """Select the sums of one pair from the sums of all pairs.
 
     Args:
-        sums: of all pairs, or none.
-        pair: numbers of the two models.
+        sums: sums of all pairs; may be empty.
+        pair: indices of the two models.
     """
     start = f"{pair[0]} {pair[1]}/"
     return Sums({name.removeprefix(start): value for name, value in sums.fields.items() if name.startswith(start)})
@@ -274,7 +274,7 @@ def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
 
 @contextmanager
 def _warned_once(models: tuple[str, ...]) -> Iterator[None]:
-    """A context in which warnings about the results of pairs are collected; the first is issued, with their number."""
+    """Context that collects warnings about the results of pairs, and issues the first one with the number of the others."""
     with recorded_warnings(issued=False) as own:
         yield
     if own:
@@ -305,7 +305,7 @@ def compare_grid(
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> ModelGrid | Report:
-    r"""Compare all pairs of some models on the same tokens: do they fall into groups?
+    r"""Compare all pairs of several models on the same tokens: do they fall into groups?
 
     Each model runs once a batch, however many it is compared with, and every pair has the result that `compare` gives. For CKA
     of minibatches, the centred Gram matrices of each model are computed once a batch and joined for all pairs; beside the
@@ -319,23 +319,23 @@ def compare_grid(
     over models of equal depth. Models of different depths, and analyzers without a distance, need `distance`.
 
     Args:
-        models: a mapping from names to models, kinds as in `analyze`; statistics return from servers as in `compare`.
+        models: a mapping from names to models, kinds as in `analyze`; servers return statistics as in `compare`.
         data: as in `analyze`, tokenised once, by the tokenizer of the first model that has one. One rule of positions holds for
             all models.
-        analyzer: an analyzer that compares two models, such as `CKA()`, or its name; or several: a list, or a mapping from
-            names as in `analyze`.
+        analyzer: an analyzer that compares models, such as `CKA()`, or its name; or several: a list, or a mapping from names as
+            in `analyze`.
         groups: a mapping from names of models to groups, or a list of groups in the order of the models, for
             `compare_groups` and the figures of the result.
-        distance: the number of a pair, from the result that `compare` gives; 0 for equal models.
+        distance: function that computes the distance of a pair from the result of `compare`; 0 for equal models.
         at: the sites to read in all models, see `analyze`.
         per_head: see `analyze`.
         intervals: see `analyze`.
-        baseline: see `compare`; distances of untrained twins of all models are those of the results' `untrained`.
+        baseline: see `compare`; distances between untrained twins of all models are in the results' `untrained`.
         checkpoint: see `analyze`.
 
     Returns:
-        A `ModelGrid`: distances `row_model column_model`, `grid["a", "b"]` for the result of a pair, heat map; for
-        `compare_groups` and `dendrogram`. For a list or a mapping of analyzers a `Report` with the grid of each.
+        A `ModelGrid`: distances `row_model column_model`, `grid["a", "b"]` for the result of a pair, and a heat map; input of
+        `compare_groups` and `dendrogram`. For a list or a mapping of analyzers, a `Report` with the grid of each.
 
     Raises:
         LayersimError: there are fewer than two models, they have different tokenizers or depths, or the analyzer does not
@@ -387,6 +387,6 @@ def compare_grid(
 
 
 def _tokens_of_all(models: list[Model], given: bool) -> Model:
-    """A description of the inputs that all models accept; the first model with a tokenizer reads the data."""
+    """Description of the inputs that all models accept; the first model with a tokenizer reads the data."""
     with_own = sorted(models, key=lambda model: model.tokenizer is None)
     return reduce(lambda a, b: shared_tokens(a, b, given=given), with_own)

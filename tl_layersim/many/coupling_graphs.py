@@ -1,4 +1,4 @@
-"""The graph of coupled blocks of one model, for figures that are compared between models."""
+"""`plot_adjacency`: the graph of the coupled blocks of one model, for figures that are compared between models."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def plot_adjacency(
     width: Literal["column", "text"] | None = None,
     title: str = "Coupling of blocks",
 ) -> Figure:
-    """A figure of blocks on a circle; the edge between two blocks is darker the more they are coupled beyond chance.
+    """Draw blocks on a circle; the edge between two blocks is darker the more they are coupled beyond chance.
 
     The strength of an edge is the mean of both directions, from 0 at the null to 1 at full coupling.
 
     Args:
-        result: of `BlockCoupling` with `normalize=True`.
-        strongest: strength of an edge that is darkest, for figures that are compared; by default the strongest edge here.
+        result: result of `BlockCoupling` with `normalize=True`.
+        strongest: coupling at which an edge is darkest, for figures that are compared. Default: the strongest edge of this
+            figure.
         width: as in `Result.plot`.
-        title: of the figure; "" for none.
+        title: title of the figure; "" for none.
 
     Returns:
         A plotly figure.
@@ -57,7 +58,7 @@ def plot_adjacency(
 
 
 def _strength(result: BlockCouplingResult) -> Tensor:
-    """Coupling of each two blocks beyond chance, `layer layer`, mean of both directions, 0 to 1."""
+    """Coupling of every two blocks beyond chance, `layer layer`: mean of both directions, 0 to 1."""
     beyond = (result.null - result.values) / result.null.clamp(min=1e-9)
     # A block has no edge to itself.
     return ((beyond + beyond.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)

@@ -1,4 +1,4 @@
-"""`difference`: how two runs differ, with an interval and a p-value for every field of every result, as labelled tables."""
+"""`difference`: how two runs differ, with an interval and a p-value for every field of every result."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ def difference(
 
     Args:
         first: a report or a result of a run with `intervals=True`.
-        second: the same of another run. Analyzers of only one of two reports are left out, with a warning.
-        what: takes a result, as it was measured, and returns a number or a tensor, such as `lambda result: result.distance()`.
-            None for all fields.
-        relative_depth: compare models with other layers at relative depths, where the first site has depth 0 and the last one
-            depth 1. Sites count as evenly spaced. The model with more sites is interpolated linearly at the depths of the other
-            one. Without it, results of other sites are refused. On the diagonal of a similarity matrix, interpolated values
-            are below 1 between two sites, so that differences there mean nothing.
-        level: of the intervals.
-        adjust: how p-values are corrected for their number: "holm" bounds the probability of any false finding (Holm 1979);
-            "fdr_bh" the expected fraction of false findings among all (Benjamini and Hochberg 1995).
+        second: a report or a result of another run. Analyzers that only one of two reports has are left out, with a warning.
+        what: function of a result, as it was measured, that returns a number or a tensor, such as
+            `lambda result: result.distance()`. None for all fields.
+        relative_depth: compare models with different layers at relative depths: the first site has depth 0, the last one depth
+            1, and sites are evenly spaced between. The model with more sites is interpolated linearly at the depths of the
+            other one. Without it, results at different sites raise an error. On the diagonal of a similarity matrix,
+            interpolated values are below 1 between two sites, so that differences there mean nothing.
+        level: confidence level of the intervals.
+        adjust: correction of p-values for their number: "holm" bounds the probability of any false finding (Holm 1979);
+            "fdr_bh" bounds the expected fraction of false findings (Benjamini and Hochberg 1995).
         adjust_over: the tests that are corrected together: of each "field", or of all fields of the "call". The two halves of
             a symmetric matrix count once. Headline numbers are corrected over all headline numbers of the call.
 
     Returns:
-        Of two results an `xarray.Dataset` with a variable for each field that both have with the same labels, over the axes of
-        the field and `statistic`: "first", "second", "difference", the ends "low" and "high" of its interval, its standard
+        For two results, an `xarray.Dataset` with a variable for each field that both have with the same labels, over the axes
+        of the field and `statistic`: "first", "second", "difference", the ends "low" and "high" of its interval, its standard
         error "se", "p_value" and "p_adjusted". The variable `headline` has the headline numbers, `quantity statistic`.
-        Attributes name both models, and say whether the runs are paired. Of two reports an `xarray.DataTree` of these; with
-        `what` an `xarray.DataArray`.
+        Attributes name both models, and say whether the runs are paired. For two reports, an `xarray.DataTree` of such
+        datasets; with `what`, an `xarray.DataArray`.
 
     Raises:
         LayersimError: the results are of different classes or sites, or a run kept no blocks.
@@ -153,7 +153,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
         warn(f"Only one of the two reports has {', '.join(map(repr, alone))}, left out of the difference.")
     if other := [name for name in names if type(first[name]) is not type(second[name])]:
         kinds = " and ".join(with_article(type(report[other[0]]).__name__) for report in (first, second))
-        raise LayersimError(f"`first` and `second` hold results of other classes under {other[0]!r}: {kinds}.")
+        raise LayersimError(f"`first` and `second` hold results of different classes under {other[0]!r}: {kinds}.")
     # An analyzer that is not defined without one of the blocks has no intervals, which its run said.
     known = [name for name in names if first[name].has_intervals and second[name].has_intervals]
     if known and len(known) < len(names):
@@ -163,7 +163,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
 
 
 def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
-    """Whether two results were measured on the same data in the same blocks; refuses those that cannot be compared."""
+    """Whether two results were measured on the same data in the same blocks; raises an error if they cannot be compared."""
     for result in (first, second):
         refuse_no_blocks(result)
     for axis in () if relative_depth else ("row", "column"):
@@ -178,34 +178,34 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
     paired = same and len(first.replicates) == len(second.replicates)
     if not paired and len({(record.data, record.tokens) for record in records}) == 1:
         warn(
-            "Both runs used the same data, but in other blocks, so the difference is not paired and its interval wider than it "
-            f"needs to be. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same batch_size= to both."
+            "Both runs used the same data, but in other blocks, so the difference is not paired and its interval is wider than "
+            f"necessary. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same batch_size= to both."
         )
     return paired
 
 
 def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
-    """Warn of options in which two runs differ, except those that follow from the model or the data."""
+    """Warn of options in which two runs differ, unless they follow from the model or the data."""
     other: dict[str, str] = {}
     for one, two in ([result.provenance.options for result in pair] for pair in pairs):
         names = [name for name in {**one, **two} if name not in OF_MODEL_OR_DATA and one.get(name) != two.get(name)]
         other |= {name: f"{name} ({one.get(name)!r} and {two.get(name)!r})" for name in names}
     if other:
-        warn(f"The two runs differ in their options, which is part of the difference: {', '.join(other.values())}.")
+        warn(f"The two runs differ in their options, so the difference includes their effect: {', '.join(other.values())}.")
 
 
 def _statistics(
     first: Any, second: Any, function: Callable[[Any], Any], paired: bool, level: float, out_of: str = ""
 ) -> Tensor:
-    """The `STATISTICS` of a number or tensor of two results along a last axis; p-values are not adjusted.
+    """Compute `STATISTICS` of a number or tensor of two results, along a last axis; p-values are not adjusted.
 
     Args:
-        first: result with its replicates.
-        second: the same of the other run.
-        function: takes a result and returns a number or a tensor, of one shape for both.
-        paired: whether block j of one run has the data of block j of the other.
-        level: of the intervals.
-        out_of: for counts, the attribute whose sum they are counted out of.
+        first: result of the first run, with its replicates.
+        second: result of the second run, with its replicates.
+        function: function of a result that returns a number or a tensor, of the same shape for both results.
+        paired: whether block j of one run has the same data as block j of the other.
+        level: confidence level of the intervals.
+        out_of: for counts, the attribute whose sum is the total.
     """
     (a, without_a), (b, without_b) = (with_and_without_blocks(result, function, out_of) for result in (first, second))
     if paired:
@@ -226,7 +226,7 @@ def _statistics(
 def _variables(
     first: Result, second: Result, what: Callable[[Any], Any] | None, paired: bool, relative_depth: bool, level: float
 ) -> dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Statistics, labels and words of each field that two results have with the same labels, and of their headline numbers.
+    """Statistics, labels and words of each field that two results share with the same labels, and of their headline numbers.
 
     With `what`, those of its values alone.
     """
@@ -260,12 +260,12 @@ def _headline(heads: dict[int, dict[str, float]], name: str, result: Result) -> 
 
 
 def _grid(first: Result, second: Result, axis: str) -> int:
-    """Number of sites of the model with fewer of them."""
+    """Number of sites of the model with fewer sites."""
     return min(len(sites_along(first, axis)), len(sites_along(second, axis)))
 
 
 def _read(first: Result, second: Result, result: Result, field: str, relative_depth: bool) -> Tensor:
-    """A field of a result or of a replicate, at relative depths where they are asked for."""
+    """A field of a result or a replicate, at relative depths if asked for."""
     is_first = result is first or any(result is one for one in first.replicates)
     values = aligned(result, first if is_first else second, field)
     for dim, axis in enumerate(result.tensor_fields()[field] if relative_depth else ()):
@@ -275,7 +275,7 @@ def _read(first: Result, second: Result, result: Result, field: str, relative_de
 
 
 def _shown_labels(names: tuple[Any, ...]) -> str:
-    """Labels in a message: all of a few, else their number, the first and the last."""
+    """Labels for a message: all if there are few, else their number, the first and the last."""
     if len(names) < 4:
         return ", ".join(map(str, names)) or "none"
     return f"{len(names)} from {names[0]} to {names[-1]}"

@@ -1,4 +1,4 @@
-"""Exponential fits: does a quantity grow exponentially with depth, or along a line?"""
+"""`exponential_fit`: does a quantity grow exponentially with depth, or linearly?"""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MOST_RATE, ROUNDING = 100.0, 1e-6
 
 
 class LeastSquares(NamedTuple):
-    """A fit of y = a exp(b x) by least squares.
+    """A least-squares fit of y = a exp(b x).
 
     Attributes:
-        params: a and b.
-        covariance: of both.
+        params: the parameters a and b.
+        covariance: covariance of a and b.
         rsquared: fraction of the variance of y that the curve explains.
     """
 
@@ -41,7 +41,7 @@ class LeastSquares(NamedTuple):
 
 @typed
 def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slice(None)) -> Any:
-    r"""Fit $y = a e^{b l}$ to a quantity over depth, such as the norm of the residual stream, and a line beside it.
+    r"""Fit an exponential $y = a e^{b l}$ and a line to a quantity over depth, such as the norm of the residual stream.
 
     Both fits minimise the sum of squared errors of y itself, so that their R² are comparable. Sites with large values therefore
     weigh most. The line through the logarithms, which weighs all sites alike, is only the start of the search; how equal the
@@ -49,20 +49,20 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
     independent errors of equal size, and sites of one model are not independent.
 
     Args:
-        given: a result, such as that of `Trajectory`, or a variable of a labelled table of `to_xarray` or `stack`. Each label
-            of a further axis, such as quantiles, prompts or training steps, has a fit.
+        given: a result, such as the result of `Trajectory`, or a variable of a labelled table of `to_xarray` or `stack`. Each
+            label of a further axis, such as quantiles, prompts or training steps, has its own fit.
         field: name of a field of the result over sites; None for `values`.
-        sites: the sites that are fitted, such as `slice(1, -1)` without the embedding and the last block. They keep their
-            number l among the measured ones, which by default is 0 for the input of block 0 and 1 for the output of block 0.
-            Sites at which the quantity is not defined, or that a run of a table lacks, are left out.
+        sites: the sites to fit, such as `slice(1, -1)` without the embedding and the last block. They keep their index l among
+            the measured sites; by default l is 0 for the input of block 0 and 1 for the output of block 0. Sites at which the
+            quantity is not defined, or that a run of a table lacks, are left out.
 
     Returns:
         An `xarray.Dataset` over the further axes, with `amplitude` (a, the fitted quantity at l = 0) and `rate` (b; exp(b) is
         the factor of growth from site to site), their standard errors `amplitude_se` and `rate_se`, and `r_squared`, the
-        fraction of the variance that the exponential explains; `intercept`, `slope` and `linear_r_squared` of the line; and
-        the `values` that were fitted, over sites with the coordinate `depth`, l. Numbers of fewer than three defined sites are
-        NaN. Of a result with untrained models, all of them have the axis `weights`: "trained" and "untrained", the mean over
-        untrained models. `lsim.plot` draws it.
+        fraction of the variance that the exponential explains; `intercept`, `slope` and `linear_r_squared` of the line; and the
+        fitted `values`, over sites with the coordinate `depth`, l. NaN with fewer than three defined sites. For a result with
+        untrained models, all of them have the axis `weights`: "trained" and "untrained", the mean over untrained models.
+        `lsim.plot` draws it.
 
     Raises:
         LayersimError: the field is not over one axis of sites, or fewer than three sites are chosen.
@@ -129,8 +129,8 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     """Fit y = a exp(b x) by least squares in y.
 
     Args:
-        x: `point`.
-        y: `point`, at least three.
+        x: `point`, depths.
+        y: `point`, values; at least three.
 
     Raises:
         RuntimeError: the search does not converge from any start.
@@ -178,7 +178,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
-    """The numbers of `FITTED`, at the sites where the quantity is defined; NaN for fewer than three, or without an optimum."""
+    """Compute `FITTED` from the sites with a defined quantity; NaN for fewer than three sites, or without an optimum."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
     if len(y) < 3 or not y.any():

@@ -29,37 +29,39 @@ AT_ONCE = 4096
 def compare_groups(
     table: Any, groups: Any = None, *, field: str = "values", relabelings: PositiveInt = 100_000, seed: int = 0
 ) -> xarray.Dataset:
-    """Distances between models of one group and between models of two groups, with a permutation test of their difference.
+    """Compare distances within groups of models with distances between groups, with a permutation test of the difference.
 
     Distances of a pair that differ by direction, such as stitching penalties, count in both directions. The distances of one
     model are not independent of each other, so the standard deviations describe spread and are no standard errors. The test
     relabels whole models and allows for that.
 
     Args:
-        table: a `ModelGrid`, a `StitchGrid`, or distances `model model ...` as an xarray.DataArray or a pandas.DataFrame; of
-            similarities, their negative. Each entry of further axes, such as sites or stitch points, is compared by itself.
+        table: a `ModelGrid`, a `StitchGrid`, or distances `model model ...` as an xarray.DataArray or a pandas.DataFrame; for
+            similarities, pass their negative. Each entry of further axes, such as sites or stitch points, is compared on its
+            own.
         groups: a mapping from names of models to groups, or a list in the order of the models. Default: the groups of the grid.
-        field: of a grid: `"by_site"` of a `ModelGrid` shows where the groups part, `"accuracy_penalty"` of a `StitchGrid` the
-            accuracy that is lost.
-        relabelings: the largest number of relabelings. All are evaluated if there are at most so many: two groups of ten
-            models have 92,378. Else so many random ones are drawn.
-        seed: of random relabelings.
+        field: the field of a grid to compare: `"by_site"` of a `ModelGrid` shows at which sites groups differ,
+            `"accuracy_penalty"` of a `StitchGrid` the accuracy that is lost.
+        relabelings: largest number of relabelings. If there are no more than this, all are evaluated: two groups of ten models
+            have 92,378. Else this many are drawn at random.
+        seed: random seed of the relabelings.
 
     Returns:
         A Dataset, float64. Over `comparison` ("within groups", "between groups", then each group of two or more models, then
         each two groups, in both directions if distances have one) and further axes of the table:
 
         - `mean`, and `sd` over pairs of different models, divided by their number less 1; `count`, the number of pairs.
-        - `difference`: the mean between groups minus that within groups.
-        - `p_value`: the fraction of relabelings, with the sizes of the groups kept, whose difference is at least as large; of
-          `"by_site"`, which holds similarities such as CKA, at least as small. Those of several sites are not adjusted for
-          their number. Relabelings that only exchange the names of groups count once. Of random relabelings, the given labels
-          count as one more: (1 + number as large) / (1 + number drawn). NaN where a distance is not defined.
-        - `smallest_p`: the smallest p-value that so many models, or so many random relabelings, can give.
+        - `difference`: the mean distance between groups minus the mean distance within groups.
+        - `p_value`: the fraction of relabelings, with the sizes of the groups kept, whose difference is at least as large (for
+          `"by_site"`, which holds similarities such as CKA, at least as small). Relabelings that only exchange the names of
+          groups count once. With random relabelings, it is (1 + number as large) / (1 + number drawn), because the given
+          labels count as one more. P-values of several sites are not adjusted for their number. NaN if a distance is not
+          defined.
+        - `smallest_p`: the smallest possible p-value with this number of models or of random relabelings.
         - `mean_low`, `mean_high`, `difference_low`, `difference_high`: 95 % intervals, if the grid was measured with
-          `intervals=True`. The p-value is of all data.
+          `intervals=True`. The p-value is computed from all data.
 
-        The attribute `relabelings` is their number, and `exact` is 1 if these are all.
+        The attribute `relabelings` is the number of relabelings; `exact` is 1 if these are all.
 
     Raises:
         LayersimError: groups do not fit the models, or the table has no further axes and a distance is not defined.
@@ -120,7 +122,7 @@ def compare_groups(
 
 @typed
 def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
-    """Draw the hierarchical clustering of models: average linkage on the mean distance of both directions.
+    """Draw the hierarchical clustering of models, by average linkage on the mean distance of both directions.
 
     A direction below 0, such as the penalty of a stitch that gains, is taken as 0 before the mean: else penalties of +0.01 and
     -0.01 would make two models equal. Links within one group have the colour of the group.
@@ -157,7 +159,7 @@ def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
 
 
 def _known_groups(table: Any, groups: Any) -> Any:
-    """The given groups, else those of a grid; None if there are none."""
+    """The given groups, or else the groups of a grid; None if there are none."""
     return getattr(table, "groups", ()) or None if groups is None and isinstance(table, Result) else groups
 
 
@@ -166,11 +168,11 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
 
     Args:
         table: a grid, a DataArray or a DataFrame.
-        field: of a grid.
+        field: the field of a grid.
 
     Raises:
-        LayersimError: the first two axes do not name the same models, or there are no further axes and a distance of two
-            models is not a finite number.
+        LayersimError: the first two axes do not name the same models; or there are no further axes, and a distance between two
+            models is not finite.
     """
     import numpy as np
     import xarray
@@ -195,8 +197,8 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
     if undefined and array.ndim == 2:
         pairs = ", ".join(f"{sides[0][a]} and {sides[0][b]}" for a, b in undefined[:3])
         raise LayersimError(
-            f"The distance is not a finite number for {pairs}. Leave these models out, or sites at which the measure is not "
-            "defined, such as the embedding."
+            f"The distance is not a finite number for {pairs}. Leave out these models, or the sites at which the measure is "
+            "not defined, such as the embedding."
         )
     return array, sides[0]
 
@@ -229,7 +231,7 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
 
 
 def have_directions(values: Tensor) -> bool:
-    """Whether values of pairs of different models depend on the order of the two by more than rounding.
+    """Whether values of pairs of different models depend on the order of the two models by more than rounding.
 
     Args:
         values: `model model` or `model model site`.
@@ -242,13 +244,13 @@ def have_directions(values: Tensor) -> bool:
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
-    """The two groups of each comparison, and rows and columns of its pairs of different models, `2 pair`.
+    """The two groups of each comparison, and the rows and columns of its pairs of different models, `2 pair`.
 
     The first two comparisons, within groups and between groups, are of all groups: "" stands for these.
 
     Args:
         labels: the group of each model.
-        directed: whether both orders of a pair are listed.
+        directed: whether both orders of a pair count as pairs.
     """
     names, listed = list(dict.fromkeys(labels)), permutations if directed else combinations
     pairs = torch.tensor(list(listed(range(len(labels)), 2))).T
@@ -276,13 +278,14 @@ class Permutations(NamedTuple):
 
 
 def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: int) -> Permutations:
-    """Test whether distances between groups exceed those within groups by more than for other labels of the models.
+    """Test whether distances between groups exceed distances within groups more than for permuted labels of the models.
 
     Args:
         distances: `model model`, float64; the diagonal is not used.
         labels: the group of each model.
-        most: all relabelings are evaluated if there are at most so many, else so many random ones.
-        seed: of random relabelings.
+        most: largest number of relabelings. If there are no more than this, all are evaluated; else this many are drawn at
+            random.
+        seed: random seed of the relabelings.
 
     Examples:
         Of the 3 ways to divide four models into pairs, one separates the groups.
@@ -326,14 +329,14 @@ def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
 
 
 def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
-    """All divisions of models into groups of these sizes, each once, as rows of labels, some at a time."""
+    """Yields all divisions of models into groups of these sizes, each once, as rows of labels, in chunks."""
     rows = _divisions(tuple(range(sum(sizes))), tuple(sizes))
     while chunk := list(islice(rows, AT_ONCE)):
         yield torch.tensor(chunk)
 
 
 def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) -> Iterator[list[int]]:
-    """Labels of the models for every division into groups of the sizes; the first model's group is drawn first."""
+    """Labels of the models for every division into groups of these sizes; the first model's group is drawn first."""
     if not sizes:
         yield []
         return
@@ -349,7 +352,7 @@ def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) 
 
 
 def _random_relabelings(labels: Tensor, number: int, seed: int) -> Iterator[Tensor]:
-    """Random permutations of the labels, as rows, some at a time."""
+    """Yields random permutations of the labels, as rows, in chunks."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, AT_ONCE):
         order = torch.rand(min(AT_ONCE, number - start), len(labels), generator=generator).argsort(1)

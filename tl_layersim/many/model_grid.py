@@ -1,4 +1,4 @@
-"""The result of comparing many models: a distance for each pair, and the results of all pairs."""
+"""`ModelGrid`: the distance of each pair of many models, and the results of all pairs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from ..core.wording import headed
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModelGrid(Result):
-    """Distances between models, and for each pair the result that `compare` gives: `grid["a", "b"]`.
+    """Distances between models, and for each pair the result of `compare`: `grid["a", "b"]`.
 
     `tl_layersim.compare_groups` and `tl_layersim.dendrogram` take it.
 
     Attributes:
-        values: `row_model column_model`, float64; of CKA the distance of `CKAResult.distance`. It may depend on the order of
-            the two models. NaN where it is not defined.
-        by_site: `row_model column_model site`, values of equal sites of each two models, such as CKA(H_l, H'_l). No sites if
-            the models have different numbers of them. For intervals see `grid["a", "b"].interval()`.
+        values: `row_model column_model`, float64; for CKA, `CKAResult.distance`. It may depend on the order of the two models.
+            NaN if it is not defined.
+        by_site: `row_model column_model site`, values of equal sites of every two models, such as CKA(H_l, H'_l). Empty if the
+            models have different numbers of sites. For intervals see `grid["a", "b"].interval()`.
         models: names of the models.
         groups: the group of each model; empty without groups.
-        sites: names of the sites, as the first model has them.
+        sites: names of the sites in the first model.
         quantity: the distance in words, with its unit.
-        results: of the pairs, by the numbers of the two models: "0 1". Of a symmetric measure each pair is held once.
+        results: results of the pairs by the indices of the two models, as "0 1". For a symmetric measure each pair appears
+            once.
     """
 
     file_kind: ClassVar[str] = "model_grid"
@@ -59,12 +60,12 @@ class ModelGrid(Result):
 
     @property
     def row_models(self) -> tuple[str, ...]:
-        """Names of the models."""
+        """Names of the models of the rows."""
         return self.models
 
     @property
     def column_models(self) -> tuple[str, ...]:
-        """Names of the models."""
+        """Names of the models of the columns."""
         return self.models
 
     def declared(self, field: str = "values") -> Declaration:
@@ -92,13 +93,13 @@ class ModelGrid(Result):
         return headed(title, [f"  {line}" for line in headline_lines(self)])
 
     def __getitem__(self, pair: tuple[str, str]) -> Any:
-        """The result of comparing two models, as `compare` returns it.
+        """Result of comparing two models, as `compare` returns it.
 
         Args:
             pair: names of the models that give the rows and the columns.
 
         Raises:
-            LayersimError: a name is not one of the models'.
+            LayersimError: a name is not a name of one of the models.
         """
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(name in self.models for name in pair):
             raise LayersimError(f"{pair!r} is no pair of models; index the grid by two of {', '.join(map(repr, self.models))}.")
@@ -106,12 +107,12 @@ class ModelGrid(Result):
 
 
 def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:
-    """The result of a pair of models, transposed where only the other order is held.
+    """The result of a pair of models, transposed if only the other order is available.
 
     Args:
-        results: by the numbers of the two models.
-        row: number of the model of the rows.
-        column: number of the model of the columns.
+        results: results by the indices of the two models.
+        row: index of the model of the rows.
+        column: index of the model of the columns.
     """
     held = results.get(f"{row} {column}")
     return results[f"{column} {row}"].transposed() if held is None else held

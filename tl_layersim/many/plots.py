@@ -1,4 +1,4 @@
-"""`plot`: a figure of one field of a labelled table, such as of many runs."""
+"""`plot`: a figure of one field of a labelled table, such as a table of many runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plot(
     width: Literal["column", "text"] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """A figure of a labelled table: lines with bands, a heat map, or matrices side by side.
+    """Draw a labelled table: lines with bands, a heat map, or matrices side by side.
 
     A field over one dimension is a line; over two, a line for each label of one over the other; over two dimensions of layers,
     a matrix; over runs and two dimensions of layers, a matrix for each run, with one colour scale. Select a label of each
@@ -40,13 +40,13 @@ def plot(
     first, the middle and the last.
 
     Args:
-        table: of one analyzer, from `stack` or `to_xarray`; or one variable of it, which has no intervals. The tables of
+        table: table of one analyzer, from `stack` or `to_xarray`; or a variable of it, which has no intervals. The tables of
             `difference` and `exponential_fit` have figures of their own.
-        field: name of a variable of the table; None for its first, which is the `values` of a result.
-        over: the horizontal dimension of lines; or the horizontal and the vertical dimension of a heat map. None takes numbers
-            such as training steps, else layers, for lines.
+        field: name of a variable of the table; None for the first one, `values` of a result.
+        over: the horizontal dimension of lines; or the horizontal and the vertical dimension of a heat map. None takes, for
+            lines, numbers such as training steps if there are any, else layers.
         width: "column" (3.25 in) or "text" (6.75 in) for the size and the letters of a paper; None for the screen.
-        title: of the figure; by default the quantity in words, "" for none.
+        title: title of the figure; by default the quantity in words, "" for none.
 
     Returns:
         A plotly figure.
@@ -73,14 +73,16 @@ def plot(
 
 
 def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> Figure:
-    """The figure before `width` and `title`."""
+    """The figure before `width` and `title` are applied."""
     import xarray
 
     from ..reporting.many_runs import line_plot, map_of_two, matrices
 
     if isinstance(table, xarray.DataTree):
         if table.children:
-            raise LayersimError(f"`table` is of a report; it must be one of its nodes: {', '.join(map(repr, table.children))}.")
+            raise LayersimError(
+                f"`table` is the table of a report; pass one of its nodes: {', '.join(map(repr, table.children))}."
+            )
         table = table.to_dataset()
     if isinstance(table, xarray.DataArray):
         field = str(table.name or "value")
@@ -120,7 +122,7 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
     if len(dims) not in (1, 2):
         raise LayersimError(
             f"`field` is {field!r} over {', '.join(dims) or 'no dimension'}; a figure has one or two dimensions, or a matrix "
-            "for each run. Select a label of each further one, as in table.sel(quantile=0.5)."
+            "for each run. Select a label of each further dimension, as in table.sel(quantile=0.5)."
         )
     if not chosen or len(set(chosen) & set(dims)) < len(chosen):
         raise LayersimError(f"`over` is {over!r}; it must be one or two of the dimensions of {field!r}: {', '.join(dims)}.")

@@ -1,4 +1,4 @@
-"""How numbers of models relate to a score over models, checkpoints or prompts: regression and correlation."""
+"""`relate`: regression and correlation of a score with numbers of models, over models, checkpoints or prompts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Relation:
-    """Regression of scores on one predictor or several by least squares. `relate` makes it.
+    """Least-squares regression of scores on one predictor or several, as `relate` returns it.
 
     Attributes:
-        predictors: `point predictor`, a table whose index holds the names of the points.
-        scores: `point`, a Series with the same index, whose name is the score in words.
-        fit: of a line, statsmodels' `RegressionResults`, with `fit.summary()`, `fit.f_pvalue` and so on; of an exponential,
+        predictors: `point predictor`, a table whose index has the names of the points.
+        scores: `point`, a Series with the same index; its name is the score in words.
+        fit: for a line, statsmodels' `RegressionResults`, with `fit.summary()`, `fit.f_pvalue` and so on; for an exponential,
             `params` a and b of score = a exp(b value), their `covariance` and `rsquared`.
         shape: "line" or "exponential".
-        confidence: level of the intervals and of the band.
-        coefficients: what `to_frame` returns.
+        confidence: confidence level of the intervals and of the band.
+        coefficients: the table that `to_frame` returns.
     """
 
     predictors: pandas.DataFrame
@@ -41,7 +41,7 @@ class Relation:
 
     @property
     def intercept(self) -> float:
-        """The fitted score where all predictors are 0."""
+        """The fitted score if all predictors are 0."""
         return float(self.fit.params[0])
 
     @property
@@ -54,7 +54,7 @@ class Relation:
         return f"Relation({self.scores.name}, {self.shape}, {len(self.scores)} points, R2 = {self.r_squared:.3g})\n{table}"
 
     def to_frame(self) -> pandas.DataFrame:
-        """A table with a line for each predictor.
+        """A table with a row for each predictor.
 
         Columns: `coefficient`, of an exponential the rate; its standard error `se`; the ends `low` and `high` of its interval;
         `p_value`, two-sided, under normal errors; `partial`, the correlation of predictor and score given the other predictors,
@@ -69,10 +69,10 @@ class Relation:
         """The fit over one predictor, at the mean of the others, with the confidence interval of the mean score.
 
         Args:
-            predictor: its name; None for the first.
+            predictor: name of the predictor; None for the first.
 
         Returns:
-            50 lines with columns `value`, `fit`, `low` and `high`.
+            50 rows with columns `value`, `fit`, `low` and `high`.
         """
         import pandas
         from scipy.stats import t
@@ -97,13 +97,13 @@ class Relation:
 
     @typed
     def plot(self, predictor: str | None = None) -> plotly.graph_objects.Figure:
-        """The scores over one predictor, the fit, and its confidence band (Aubry et al. 2025, figures 1 a and 8).
+        """Draw the scores over one predictor, with the fit and its confidence band (Aubry et al. 2025, figures 1 a and 8).
 
         Of several predictors, each score is moved along the fit to where the other predictors have their means, so that
         the slope of the points is the coefficient and their scatter that of the residuals.
 
         Args:
-            predictor: its name; None for the first.
+            predictor: name of the predictor; None for the first.
         """
         from ..reporting.comparisons import regression
 
@@ -114,16 +114,16 @@ class Relation:
 def relate(
     values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
 ) -> Relation:
-    """Regress a score on numbers of each model, and correlate them: accuracy on coupling, difficulty on a prompt's value.
+    """Regress a score on numbers of each model and correlate them: accuracy on coupling, or difficulty on a prompt's value.
 
     Args:
         values: numbers by model: a mapping, a pandas Series, or a variable of a labelled table over one axis, such as
             `mean_coupling` of `BlockCoupling` over models; one number for each prompt as a sequence or a tensor; or a pandas
             DataFrame with a column for each of several predictors. The names of Series and columns are those of the axes in
             figures.
-        scores: by the same names or in the same order.
+        scores: the scores, by the same names or in the same order.
         shape: "line", or "exponential" for score = a exp(b value), fitted by least squares of the score to one predictor.
-        confidence: level of the intervals and of the band.
+        confidence: confidence level of the intervals and of the band.
 
     Raises:
         LayersimError: there are fewer than two points more than predictors, names differ, all values or all scores are the
@@ -161,7 +161,7 @@ def relate(
     count, size = table.shape
     if count < size + 2 or size == 0:
         raise LayersimError(
-            f"`values` holds {count} points of {size} predictors; a regression needs two points or more beyond its predictors."
+            f"`values` holds {count} points of {size} predictors; a regression needs at least two points more than predictors."
         )
     if shape == "exponential" and size > 1:
         raise LayersimError(f"`shape` is 'exponential', which takes one predictor; `values` has {size}.")
@@ -206,7 +206,7 @@ def relate(
 
 
 def _series(given: Any, default: str) -> pandas.Series[float]:
-    """Numbers by name or position, whose name is what they are in words."""
+    """Numbers by name or position; the name of the Series is the quantity in words."""
     import pandas
 
     words = getattr(given, "attrs", {})

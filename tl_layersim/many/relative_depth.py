@@ -1,4 +1,4 @@
-"""Fields of two models at common relative depths, where the models have other layers."""
+"""Fields of two models at common relative depths, for models with different layers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ SITE_AXES = ("row", "column", "residual", *BLOCK_AXES)
 
 
 def sites_along(result: Result, axis: str) -> tuple[str, ...]:
-    """All sites of the model that an axis of sites belongs to, those that the axis leaves out included.
+    """All sites of the model that an axis of sites belongs to, including sites that the axis leaves out.
 
     Args:
-        result: any.
+        result: any result.
         axis: one of `SITE_AXES`.
     """
     return result.coordinates("column" if axis == "column" else "row")
 
 
 def depths(sites: int, axis: str) -> tuple[float, ...]:
-    """Relative depths of the entries along an axis of sites, between 0 and 1.
+    """Relative depths of the entries of an axis of sites, from 0 to 1.
 
     Args:
         sites: number of sites of the model.
-        axis: an axis of blocks starts after the first one.
+        axis: name of the axis; an axis of blocks starts after the first site.
 
     Examples:
         >>> depths(3, "residual"), depths(3, "layer")
@@ -41,11 +41,11 @@ def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Ten
     """Values along an axis of sites, interpolated linearly at the relative depths of a model with fewer sites.
 
     Args:
-        values: with the axis at `dim`.
-        dim: number of the axis.
+        values: values with the axis at `dim`.
+        dim: index of the axis.
         sites: number of sites of the model.
-        grid: number of sites of the other model, at most as many.
-        axis: an axis of blocks starts after the first site.
+        grid: number of sites of the other model, at most `sites`.
+        axis: name of the axis; an axis of blocks starts after the first site.
 
     Raises:
         LayersimError: the other model has a single site, whose relative depth is not defined.

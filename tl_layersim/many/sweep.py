@@ -1,4 +1,4 @@
-"""`sweep`: one analysis of many models or checkpoints, which are loaded, measured and freed in turn, in a folder."""
+"""`sweep`: the same analysis of many models or checkpoints, each loaded, measured and freed in turn."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CHECKED_ROWS = 1000
 
 
 class SweepFolder:
-    """Reports of finished models as files in a folder; without a path, nothing is kept.
+    """Folder with the reports of finished models as files; without a path, nothing is kept.
 
     Args:
-        path: of the folder, which is made where it does not exist; None for none.
-        analyzers: by name.
-        data: of the call.
+        path: path of the folder, which is made if it does not exist; None for none.
+        analyzers: the analyzers, by name.
+        data: the data of the call.
         options: further keywords of the call.
 
     Raises:
@@ -82,29 +82,29 @@ class SweepFolder:
             record.write({}, {})
 
     def report(self, key: int | float | str) -> Report | None:
-        """The report of a model that was measured before; None for another model.
+        """The saved report of a model; None if the model was not measured before.
 
         Args:
-            key: of the model.
+            key: key of the model.
         """
         if self.path is None or not (path := self._file(key)).exists():
             return None
         return Report.load(path)
 
     def partial(self, key: int | float | str) -> Path | None:
-        """The checkpoint file of the analysis of one model.
+        """The checkpoint file for the analysis of one model.
 
         Args:
-            key: of the model.
+            key: key of the model.
         """
         return None if self.path is None else self._file(key).with_suffix(".partial")
 
     def keep(self, key: int | float | str, report: Report) -> None:
-        """Write the report of a model, and remove the checkpoint file of its analysis.
+        """Write the report of a model, and remove its checkpoint file.
 
         Args:
-            key: of the model.
-            report: of the model.
+            key: key of the model.
+            report: report of the model.
         """
         partial = self.partial(key)
         if partial is None:
@@ -122,10 +122,10 @@ class SweepFolder:
 
 
 def data_digest(data: Any) -> str:
-    """SHA-256 of the first rows of some data and of its length, 12 hex digits.
+    """SHA-256 of the first rows and the length of some data, 12 hex digits.
 
     Args:
-        data: as `analyze` takes it.
+        data: data as `analyze` takes it.
     """
     digest = hashlib.sha256()
     whole = isinstance(data, str | Mapping | torch.Tensor | np.ndarray)
@@ -161,7 +161,7 @@ def _add(digest: Any, item: Any) -> None:
 
 
 def _option_text(value: Any) -> Any:
-    """An option of a call as JSON holds it: functions by their code, other objects by their class."""
+    """An option of a call in JSON: functions by their code, other objects by their class."""
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, os.PathLike):
@@ -181,7 +181,7 @@ class SweepError(LayersimError):
     """A model of a sweep could not be measured.
 
     Attributes:
-        reports: of the models before it, by key.
+        reports: reports of the models before it, by key.
     """
 
     reports: dict[Any, Report]
@@ -199,30 +199,31 @@ def sweep(
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> dict[Any, Report]:
-    """Run the same analysis on many models or checkpoints, one after another: a training run, model sizes, fine-tunes.
+    """Run the same analysis on many models or checkpoints in turn: a training run, model sizes or fine-tunes.
 
     A model may be given as a function that loads it. It is loaded when its turn comes and freed before the next one is
     loaded, so that memory holds one model. A model that is given loaded is used as it is.
 
     Args:
-        models: a mapping from training steps, model sizes or names to models, or to functions without arguments that load one,
-            such as `functools.partial(load, step)`. In a loop, write no `lambda: load(step)`: each would load the last step.
-        data: as in `analyze`; it is read once for each model, so that a generator must be made a list.
+        models: a mapping from training steps, model sizes or names to models, or to functions without arguments that load a
+            model, such as `functools.partial(load, step)`. Do not write `lambda: load(step)` in a loop: each function would
+            load the last step.
+        data: as in `analyze`; it is read once for each model, so pass a list, not a generator.
         analyzers: as in `analyze`.
-        at: see `analyze`, as for the next three.
+        at: see `analyze`; the next three options are the same.
         per_head: see `analyze`.
         intervals: see `analyze`.
         baseline: see `analyze`.
-        checkpoint: a folder for the report of each model that was measured, as a file that `load` reads. The same call
-            continues with the next model, within a model from its partial sums. Models may be added. The model behind a key is
-            taken to be the same.
+        checkpoint: a folder that keeps the report of each finished model, in a file that `load` reads. The same call continues
+            with the next model, and within a model from its partial sums. Models may be added. The model behind a key is
+            assumed to be the same.
 
     Returns:
-        The report of each model by its key. `stack` makes one labelled table of them.
+        The report of each model by its key; `stack` makes one labelled table of them.
 
     Raises:
         LayersimError: `models` holds something else, the folder belongs to another sweep, or `data` can be read only once.
-        SweepError: a model could not be loaded or measured; `error.reports` holds the reports of those before it.
+        SweepError: a model could not be loaded or measured; `error.reports` holds the reports of the models before it.
 
     Warns:
         LayersimWarning: two functions load models with the same weights.
@@ -270,7 +271,7 @@ def sweep(
 
 
 def is_loader(model: Any) -> bool:
-    """Whether a value of `models` is a function that loads a model, and not a model, which can be called too.
+    """Whether a value of `models` is a function that loads a model. A model can be called too, but is not a loader.
 
     Args:
         model: the value.
@@ -281,7 +282,7 @@ def is_loader(model: Any) -> bool:
 def _measure_model(
     model: Any, data: Data, analyzers: Mapping[str, Analyzer], partial: Any, options: Mapping[str, Any]
 ) -> Report:
-    """The report of a model. A model that is given as a function is loaded before, and freed after it is measured."""
+    """The report of a model. A function is first called to load the model, which is freed after it is measured."""
     loads = is_loader(model)
     if loads:
         model = model()
@@ -312,7 +313,7 @@ def _failed(key: Any, error: Exception, measured: dict[Any, Report], kept: str) 
 
 
 def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:
-    """Warn of functions that load the same weights, as those of a loop do that share a variable."""
+    """Warn if functions load the same weights, as functions made in a loop do if they share a variable."""
     by_weights = defaultdict(list)
     for key in loaded:
         provenance = next(iter(found[key].values())).provenance

@@ -1,4 +1,4 @@
-"""One prompt: figures of its predictions and paths, and the Jacobians of blocks between its tokens."""
+"""One prompt: figures of its predictions and of its tokens' paths, and Jacobians of blocks between its tokens."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Figures of one prompt: the prediction of each layer after each token, and the path of each token through the layers."""
+"""Figures of one prompt: each layer's prediction after each token, and each token's path through the layers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ RANKS = 5
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PredictionGrid(Result):
-    """First choice (most likely next token) of each block after each token of a prompt, by the logit lens. Tensors are float64.
+    """First choice (most likely next token) of each block after each token of a prompt, by the logit lens. Float64.
 
     Attributes:
-        values: `token layer`, the same as `probability`: probability of the layer's first choice.
+        values: `token layer`, the same as `probability`: probability of the first choice.
         saturation_layer: `token`, index from 0 of the block from which on the first choice is the final one.
         entropy: `token layer`, entropy of the block's distribution, in nats.
         top_probability: `token layer rank`, probabilities of the five most likely next tokens.
@@ -92,7 +92,7 @@ class PredictionGrid(Result):
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
-        """A tidy table; for `probability` also with the word, the token's position and whether the word is final."""
+        """A tidy table; for `probability` it also has the word, the token's position and whether the word is final."""
         table = super().to_frame(field)
         if field in (None, "values", "probability"):
             blocks = self.values.shape[1]
@@ -110,11 +110,11 @@ class PredictionGrid(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TrajectoryPCA(Result):
-    """The paths of a prompt's tokens in the plane of the last layer's first two principal components. Tensors are float64.
+    """Paths of a prompt's tokens in the plane of the last layer's first two principal components. Float64.
 
     Attributes:
         values: `token residual component`, coordinates; the last layer's mean is the origin.
-        explained: `component`, fraction of the last layer's variance along each.
+        explained: `component`, fraction of the last layer's variance along each component.
         tokens: the prompt's tokens as text.
     """
 
@@ -151,7 +151,7 @@ def prediction_grid(
     norm: Literal["final", "none"] = "final",
     lens_memory_mb: PositiveFloat = 128,
 ) -> PredictionGrid:
-    """The first choice (most likely next token) of each block after each token of one prompt, by the logit lens.
+    """First choice (most likely next token) of each block after each token of one prompt, by the logit lens.
 
     Args:
         model: as in `analyze`.
@@ -195,7 +195,7 @@ def prediction_grid(
 
 @typed
 def trajectory_pca(model: Any, prompt: Any) -> TrajectoryPCA:
-    """The paths of one prompt's tokens through the layers, in the plane of the last layer's first two principal components.
+    """Paths of one prompt's tokens through the layers, in the plane of the last layer's first two principal components.
 
     Args:
         model: as in `analyze`.

@@ -31,17 +31,17 @@ POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
 
 
 def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
-    """Refuse labels of Jacobians that figures cannot read, such as those of a malformed file.
+    """Raise an error for labels of Jacobians that figures cannot read, such as labels in a malformed file.
 
     Args:
         field: name of the attribute that holds the labels.
-        labels: of the Jacobians.
-        form: of each label, in words.
-        start: regular expression of what is before the positions.
-        tokens: of the prompt, which the positions count.
+        labels: labels of the Jacobians.
+        form: form of each label, in words.
+        start: regular expression for the part of a label before the positions.
+        tokens: tokens of the prompt, to which the positions refer.
 
     Raises:
-        LayersimError: a label has another form, or a position that the prompt does not have.
+        LayersimError: a label has another form, or a position that does not exist in the prompt.
     """
     for label in labels:
         found = re.fullmatch(start + POSITIONS, label)
@@ -54,14 +54,15 @@ def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: st
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BlockJacobians(Result):
-    """Jacobians of blocks without their skip connection, between tokens of one prompt. Tensors are float64.
+    """Jacobians of blocks without their skip connection, between tokens of one prompt. All tensors are float64.
 
     Attributes:
-        values: `block pair output input`: d (block(X) - X)_{t_out} / d x_{t_in}; in a causal model 0 where t_in > t_out.
+        values: `block pair output input`: d (block(X) - X)_{t_out} / d x_{t_in}; in a causal model 0 if t_in > t_out.
         singular_values: `block pair direction`, all singular values in descending order.
-        step_error: `block`, of finite differences: relative change of a product with twice the step; 0 with gradients.
+        step_error: `block`, error of finite differences: relative change of a product when the step is doubled; 0 with
+            gradients.
         blocks: names of the chosen layers.
-        pairs: "t_in > t_out" of each pair, positions in the prompt.
+        pairs: "t_in > t_out" for each pair of positions in the prompt.
         tokens: the prompt's tokens as text.
     """
 
@@ -91,17 +92,17 @@ class BlockJacobians(Result):
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Labels of the `output` axis: numbers of the residual's dimensions."""
+        """Labels of the `output` axis: indices of the residual's dimensions."""
         return tuple(range(self.values.shape[2]))
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Labels of the `input` axis: numbers of the residual's dimensions."""
+        """Labels of the `input` axis: indices of the residual's dimensions."""
         return tuple(range(self.values.shape[3]))
 
     @property
     def directions(self) -> tuple[int, ...]:
-        """Labels of the `direction` axis: numbers of the singular values, from 1."""
+        """Labels of the `direction` axis: indices of the singular values, from 1."""
         return tuple(range(1, self.singular_values.shape[2] + 1))
 
     def headline(self) -> dict[str, float]:
@@ -111,19 +112,20 @@ class BlockJacobians(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CouplingMatrices(Result):
-    """Coupling of the Jacobians of one prompt's connections. A connection is a block, a varied token and a read token.
+    """Coupling of Jacobians on one prompt. A connection is a block, the token that is varied and the token that is read.
 
     Tensors are float64. Entry (a, b) expresses the Jacobian of connection a in the singular basis of connection b.
 
     Attributes:
-        values: `connection other`, mis-coupling m~ of each matrix; NaN where b has fewer than k singular values above rounding.
+        values: `connection other`, mis-coupling m~ of each matrix; NaN if the other connection has fewer than k singular values
+            above rounding.
         coupling: `connection other`, 1 - values.
-        null: `connection other`, as `values` with random orthonormal vectors in place of the singular vectors of b.
+        null: `connection other`, `values` with random orthonormal vectors in place of the other connection's singular vectors.
         matrices: `connection other left right`, the matrices A = U' J V.
-        singular_values: `connection left`.
-        residual: `connection`, error of krylov's singular vectors, |J'u - s v| / s_1; 0 for the other methods.
-        step_error: `connection`, of finite differences, see `BlockJacobians`.
-        connections: "block: t_in > t_out" of each connection.
+        singular_values: `connection left`, the k largest singular values.
+        residual: `connection`, error of the singular vectors of "krylov", |J'u - s v| / s_1; 0 for the other methods.
+        step_error: `connection`, error of finite differences, see `BlockJacobians`.
+        connections: "block: t_in > t_out" for each connection.
         method: "dense", "krylov" or "finite-difference".
         tokens: the prompt's tokens as text.
     """
@@ -174,12 +176,12 @@ class CouplingMatrices(Result):
 
     @property
     def lefts(self) -> tuple[int, ...]:
-        """Labels of the `left` axis: numbers of the singular vectors, from 1."""
+        """Labels of the `left` axis: indices of the singular vectors, from 1."""
         return tuple(range(1, self.matrices.shape[2] + 1))
 
     @property
     def rights(self) -> tuple[int, ...]:
-        """Labels of the `right` axis: numbers of the singular vectors, from 1."""
+        """Labels of the `right` axis: indices of the singular vectors, from 1."""
         return self.lefts
 
     def headline(self) -> dict[str, float]:
@@ -214,9 +216,9 @@ def block_jacobians(
     Args:
         model: as in `analyze`. A server returns whole Jacobians of 4 d_model^2 bytes each.
         prompt: a `Data`, or a text or token ids `pos`.
-        layers: blocks by number, negative from the end, or by the name of their output. Default: all.
-        positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative numbers from the
-            end.
+        layers: indices of blocks, negative from the end, or names of their outputs. Default: all.
+        positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative indices count from
+            the end.
         method: "dense", or "finite-difference" for blocks that cannot be differentiated.
         memory_mb: megabytes for products with many directions at once.
 
@@ -288,13 +290,13 @@ def coupling_matrices(
     Args:
         model: as in `analyze`.
         prompt: a `Data`, or a text or token ids `pos`.
-        along: "depth" compares the chosen blocks at one token; "self" the effects of tokens on themselves (t > t);
-            "fixed-input" the effects of one token on later tokens (token > t); "fixed-output" the effects of earlier tokens on
-            one token (t > token).
-        layers: blocks by number, negative from the end, or by the name of their output. Default: all for
-            "depth", the middle block otherwise. Several blocks are compared across tokens as well.
-        token: the fixed token; the last by default, the first for "fixed-input". Not for "self".
-        positions: the other tokens; by default all possible tokens. Not for "depth".
+        along: the connections to compare. "depth": the chosen blocks at one token. "self": the effects of tokens on themselves
+            (t > t). "fixed-input": the effects of one token on later tokens (token > t). "fixed-output": the effects of earlier
+            tokens on one token (t > token).
+        layers: indices of blocks, negative from the end, or names of their outputs. Default: all for "depth", else the middle
+            block. Several blocks are also compared across tokens.
+        token: the fixed token. Default: the last, or the first for "fixed-input". Not for "self".
+        positions: the other tokens. Default: all possible tokens. Not for "depth".
         k: number of singular vectors.
         method: as in `BlockCoupling`.
         diagonal: as in `BlockCoupling`.
@@ -363,7 +365,7 @@ def coupling_matrices(
 
 
 def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:
-    """Refuse a model whose blocks have no Jacobian, or one with fewer than k dimensions."""
+    """Raise an error if a model's blocks have no Jacobian, or if it has fewer than k dimensions."""
     need_calls(model, what, differences)
     if k is not None and k > (model.d_model or k):
         raise LayersimError(f"`k` is {k}; it must be at most {model.d_model}, d_model of {model.name}.")
@@ -375,8 +377,8 @@ def jacobians_kernel(
     """Jacobians of blocks on one prompt, `block pair d_model d_model`.
 
     Args:
-        view: of one row of tokens, with the calls of the blocks.
-        blocks: numbers of the blocks.
+        view: view of one row of tokens, with the calls of the blocks.
+        blocks: indices of the blocks.
         pairs: t_in and t_out of each pair.
         method: "dense" or "finite-difference".
         memory_mb: megabytes for products with many directions at once.
@@ -398,10 +400,10 @@ def jacobians_kernel(
 
 
 def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
-    """Couplings of the connections of one prompt.
+    """Coupling of the connections of one prompt.
 
     Args:
-        view: of one row of tokens, with the calls of the blocks.
+        view: view of one row of tokens, with the calls of the blocks.
         where: block, t_in and t_out of each connection.
         options: how the Jacobians are decomposed.
     """
@@ -426,7 +428,7 @@ def connections(where: list[tuple[int, int, int]], device: torch.device) -> Conn
 
     Args:
         where: block, t_in and t_out of each connection.
-        device: of the activations.
+        device: device of the activations.
     """
     ends = torch.tensor([[a, b] for _, a, b in where], device=device)
     row = torch.zeros(1, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""One forward pass of a model over one prompt, and the tokens that a user names in it."""
+"""One forward pass of a model over one prompt, and the tokens of the prompt that a user names."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def pair_of(position: Any, tokens: int) -> tuple[int, int]:
     pair = (-1, -1) if position == "last" else (position, position) if isinstance(position, int) else position
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(type(token) is int for token in pair):
         raise LayersimError(
-            f"`positions` contains {brief(position)}; it must be 'last', or hold numbers of tokens or pairs (t_in, t_out)."
+            f"`positions` contains {brief(position)}; it must be 'last', or hold indices of tokens or pairs (t_in, t_out)."
         )
     return token_of(pair[0], tokens), token_of(pair[1], tokens)
 
 
 def different(chosen: list[Any]) -> list[Any]:
-    """Return the chosen positions; raises if there are none, or one is given twice."""
+    """Return the chosen positions; raise an error if there are none, or if one is given twice."""
     twice = [one for one, times in Counter(chosen).items() if times > 1]
     if twice or not chosen:
         found = f"(t_in, t_out) = {twice[0][-2:]} twice" if twice else "no token"
@@ -78,15 +78,15 @@ CALLER = "A figure of one prompt"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptKernel:
-    """A kernel for one prompt, and what it needs of the model and the prompt.
+    """A kernel for one prompt, and its requirements on the model and the prompt.
 
     Attributes:
-        make: returns the kernel for a number of tokens, or refuses that number.
-        check: refuses a model that the kernel does not fit.
-        options: for the provenance.
-        lens: whether the kernel reads logits, which are then checked against the model's own.
-        calls: whether the kernel calls blocks again, between any tokens of the prompt.
-        least: the fewest tokens that it needs.
+        make: function that returns the kernel for a number of tokens, or raises an error for that number.
+        check: function that raises an error if the kernel cannot run on a model.
+        options: options that the provenance records.
+        lens: whether the kernel reads logits, which are then compared with the model's own.
+        calls: whether the kernel runs blocks again, between any tokens of the prompt.
+        least: smallest number of tokens.
     """
 
     make: Callable[[int], Kernel]
@@ -98,13 +98,13 @@ class PromptKernel:
 
 
 class PromptOutput(NamedTuple):
-    """The tensors of a kernel on one prompt.
+    """Output of a kernel on one prompt.
 
     Attributes:
         tensors: by name, on the CPU.
         tokens: the counted tokens of the prompt as text.
-        word: a token id as text.
-        provenance: of the run.
+        word: function that turns a token id into text.
+        provenance: provenance of the run.
     """
 
     tensors: dict[str, Tensor]
@@ -119,10 +119,10 @@ def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel) -> PromptOu
     Args:
         source: the model.
         prompt: a `Data`, or a text or token ids.
-        kernel: with its needs.
+        kernel: the kernel and its requirements.
 
     Raises:
-        LayersimError: the prompt or the model is refused, or activations are not finite.
+        LayersimError: the prompt or the model does not suit the kernel, or activations are not finite.
     """
     start = time.perf_counter()
     data = Data.of(prompt)
@@ -157,7 +157,7 @@ def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel) -> PromptOu
 
 
 def _single_batch(batches: Batches, least: int) -> Batch:
-    """The prompt as a batch of one row; refused if it has fewer than `least` counted tokens."""
+    """The prompt as a batch of one row; raises an error if it has fewer than `least` counted tokens."""
     rows = list(batches)
     if len(rows) != 1:
         raise LayersimError(

@@ -1,1 +1,1 @@
-"""Models on NDIF servers: requests and their failures, the traces that are shipped, split models, and training of adapters."""
+"""Models on NDIF servers: requests, shipped traces, failures, split models and adapter training."""

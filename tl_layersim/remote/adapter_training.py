@@ -1,7 +1,6 @@
-"""Low-rank adapters in the residual stream of an nnsight model, in this process or on a server: application, steps, losses.
+"""Low-rank adapters in the residual stream of an nnsight model, and their training steps, in this process or on a server.
 
-Functions that run beside the model are shipped, see `nnsight.py`: they refer to local names and to functions that need torch
-alone.
+Functions that run beside the model are shipped as source: they refer to local names and to functions that need torch alone.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ MOST_STEPS = 64
 
 @dataclass(frozen=True)
 class Patch:
-    """Adapters in the form that is sent to a server and applied in a trace.
+    """Adapters as they are sent to a server and applied in a trace.
 
     Attributes:
-        paths: of the blocks, one for each adapter.
-        down: `adapter direction d_model`.
-        up: `adapter d_model direction`.
+        paths: module paths of the blocks, one for each adapter.
+        down: the matrices A, `adapter direction d_model`.
+        up: the matrices B, `adapter d_model direction`.
     """
 
     paths: tuple[str, ...]
@@ -96,21 +95,21 @@ def loss_and_gradient(
 ) -> tuple[Tensor, list[Tensor]]:
     """Cross-entropies of all layers and the gradient of the aligned loss, inside a trace.
 
-    The logits of one chunk of one layer are held at a time: their derivative by the residual is computed at once, and one
-    backward pass through the blocks continues from all of these.
+    Only one chunk of logits of one layer is held at a time. Its gradient with respect to the residual is computed at once, and
+    a single backward pass through the blocks starts from all these gradients.
 
     Args:
-        blocks: of the model.
-        unembed: final norm and head of the model.
-        is_remote: whether the dtype of its weights is known on the server alone.
-        at: numbers of the blocks with an adapter.
+        blocks: blocks of the model.
+        unembed: final norm and head.
+        is_remote: whether only the server knows the dtype of the weights.
+        at: indices of the blocks with an adapter.
         item: see `RemoteDescent.item`.
-        down: `adapter direction d_model`.
-        up: `adapter d_model direction`.
-        weights: of the layers.
+        down: the matrices A, `adapter direction d_model`.
+        up: the matrices B, `adapter d_model direction`.
+        weights: weights of the layers in the aligned loss.
 
     Returns:
-        Losses `layer`, float64, summed over targets; and the derivatives of the aligned loss by `down` and `up`, empty where
+        Losses `layer`, float64, summed over targets; and the gradients of the aligned loss for `down` and `up`, empty if
         neither requires a gradient.
     """
     streams = []
@@ -135,7 +134,8 @@ def loss_and_gradient(
 
 
 def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
-    """Residuals of a layer at the positions with a target, `token d_model`; the normed and pooled vectors of rows.
+    """Residuals of a layer at positions with a target, `token d_model`; for heads that pool rows, the normed and pooled
+    vectors.
 
     Args:
         unembed: final norm and head.
@@ -150,7 +150,7 @@ def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
 
 
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy of what `read_at` returns, float64, and, if `sloped`, its gradient with respect to it."""
+    """Summed cross-entropy, float64, of the residuals from `read_at`; if `sloped`, with its gradient."""
     # The vectors of rows have their norm.
     needs_norm = unembed.pool is None
     with torch.no_grad():
@@ -173,7 +173,7 @@ def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: b
 
 
 def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Parts:
-    """The state after one step of AdamW, whose number `step` counts from 1.
+    """The state after one step of AdamW; `step` counts from 1.
 
     Source:
         Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2; torch's defaults.
@@ -191,7 +191,7 @@ def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Pa
 def step_or_evaluate(
     blocks: list[Any], unembed: Unembed, is_remote: bool, at: list[int], item: Item, state: Parts, weights: list[float]
 ) -> tuple[Tensor, Parts]:
-    """Losses by layer before a step and the state after it, inside a trace; the state is unchanged if the item has no rate."""
+    """Losses by layer before a step, and the state after it, inside a trace. Without a rate the item is an evaluation."""
     learning = item["rate"] is not None
     with torch.set_grad_enabled(learning):
         down, up = (state[name].detach().clone().requires_grad_(learning) for name in ("down", "up"))
@@ -228,7 +228,7 @@ def _session(
     weights: list[float],
     backend: Any,
 ) -> tuple[list[Tensor], Parts]:
-    """Run steps or evaluations in one request: a session with one trace for each, which passes the state to the next trace."""
+    """Run steps or evaluations in one request, a session with a trace for each; a trace passes its state to the next."""
     import nnsight
 
     found: Any = None
@@ -246,13 +246,13 @@ def _session(
 
 
 def open_traced(opened: OpenedModel) -> NNsightSource | None:
-    """The source of an nnsight model or of an `NNsightSource`; None for any other model, which is not opened.
+    """Open the source of an nnsight model; None for any other model.
 
     Args:
-        opened: the model.
+        opened: the model, or an `OpenedModel`.
 
     Raises:
-        LayersimError: as `open_source`.
+        LayersimError: see `open_source`.
     """
     traced = isinstance(opened.model, NNsightSource) or is_nnsight(opened.model)
     source = open_source(opened) if traced else None
@@ -264,9 +264,9 @@ class RemoteDescent:
     """Training steps and evaluations of the adapters of one model, in the process that holds the model.
 
     Args:
-        source: of the model.
-        at: numbers of the blocks with an adapter.
-        weights: of the layers in the aligned loss.
+        source: the source of the model.
+        at: indices of the blocks with an adapter.
+        weights: weights of the layers in the aligned loss.
     """
 
     def __init__(self, source: NNsightSource, at: list[int], weights: list[float]) -> None:
@@ -284,7 +284,7 @@ class RemoteDescent:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context without dropout and without gradients of the weights; the model's previous state is restored at the end."""
+        """A context without dropout and without gradients of the weights; the model's state is restored at the end."""
         learning = [p for p in self.source.module.parameters() if p.requires_grad and not p.is_inference()]
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -306,15 +306,15 @@ class RemoteDescent:
         step: int = 0,
         rate: float | None = None,
     ) -> Item:
-        """The inputs of a step, or of an evaluation where no rate is given.
+        """The inputs of a step, or of an evaluation if no rate is given.
 
         Args:
-            tokens: `batch pos`.
+            tokens: token ids `batch pos`.
             options: further arguments of the model's forward pass.
-            index: flattened `batch pos` positions with a target.
-            targets: of these positions.
-            step: of the optimiser, from 1.
-            rate: its learning rate.
+            index: flat indices of the positions `batch pos` with a target.
+            targets: targets at these positions.
+            step: optimiser step, counted from 1.
+            rate: learning rate of the step.
         """
         options = dict(options) | ({"logits_to_keep": 1} if self._keeps else {})
         ids = {"tokens": tokens, "index": index, "targets": targets}
@@ -323,17 +323,17 @@ class RemoteDescent:
     def run(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run items in order, as many per request as the time allows; the grouping does not change any bit of the results.
+        """Run items in order, as many in a request as time allows. The grouping does not change the results.
 
         Args:
             count: number of items.
-            item_of: makes an item from its number.
-            state: adapters and moments before the first item.
-            start: number of items that were run before.
+            item_of: function from an item's index to the item.
+            state: initial adapters and moments.
+            start: number of completed items.
             say: receives the messages of a server.
 
         Yields:
-            After each request, the summed losses and the number of targets of each item, and the state.
+            Summed losses and number of targets of each item of a request, and the state after it.
         """
         source = self.source
         if not isinstance(source, RemoteSource):

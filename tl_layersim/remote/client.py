@@ -1,4 +1,4 @@
-"""Client of an NDIF server: its jobs, and requests that are repeated after failures."""
+"""`NdifClient`: sends requests to an NDIF server, and repeats them after transient failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SECONDS_PER_LOOK = 1.0
 
 
 class PreparedRequest:
-    """A serialised request, which can be sent several times until its result arrives.
+    """A serialised request. It can be sent again until its result arrives.
 
-    Tracing and serialising belong to the thread of the caller, because nnsight reads frames and changes global state for them.
-    The other thread posts bytes, receives the server's messages, and downloads and decodes the result.
+    The caller's thread traces and serialises, because nnsight reads its frames and changes global state. Another thread sends
+    the bytes, receives messages, and downloads and decodes the result.
 
     Args:
         payload: the serialised trace.
@@ -38,19 +38,19 @@ class PreparedRequest:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the request was sent, and its result or its failure was not taken yet."""
+        """Whether the request was sent, and `wait` has not returned its result yet."""
         return self._backend is not None
 
     @property
     def queue_position(self) -> int:
-        """The highest place in the server's queue that the request had; 1 where no other request waited."""
+        """The request's highest position in the server's queue; 1 if no other request waited."""
         return 1 if self._backend is None else int(self._backend.display.queue_position)
 
     def start(self, backend: Any) -> None:
         """Send the request in another thread.
 
         Args:
-            backend: as `NdifClient.backend` makes it, with the payload.
+            backend: a backend from `NdifClient.backend` that holds the payload.
         """
         self._backend, self._result, self._error = backend, None, None
         self._ended.clear()
@@ -69,7 +69,7 @@ class PreparedRequest:
         """Wait for the result, and return it with the backend that received it.
 
         Raises:
-            Exception: as the other thread met it; the request counts as not sent then.
+            Exception: the exception of the other thread. The request can then be sent again.
         """
         backend = self._backend
         backend.display.show()
@@ -81,7 +81,7 @@ class PreparedRequest:
         return self._result, backend
 
     def abandon(self) -> None:
-        """Close the connection of a request that was sent and whose result is not awaited any more."""
+        """Close the connection of a sent request whose result is not needed any more."""
         if self._backend is not None:
             self._backend.display.abandoned = True
 
@@ -95,12 +95,12 @@ class JobStatus:
     """Status of a non-blocking job.
 
     Attributes:
-        state: the server's name for the state of the job; None where the server does not know the job or is unreachable.
-        result: what the job returned, None before the job has completed.
-        failure: why the job failed, where it may be sent again; "" where it has not failed.
-        halve: whether the job was too long, and its batches belong into two jobs.
+        state: the server's name for the state of the job; None if the server does not know the job or is unreachable.
+        result: result of the job; None before it has completed.
+        failure: reason of a failure after which the job can be sent again; "" without such a failure.
+        halve: whether the job was too long, so that its batches are split into two jobs.
         reached: whether the server responded.
-        final: the error that would be the same for the same job sent again, None where there is none.
+        final: an error that another attempt would raise again; None without such an error.
     """
 
     state: str | None
@@ -113,16 +113,16 @@ class JobStatus:
 
 @dataclass
 class JobDisplay:
-    """Receives the status of one job from nnsight, in place of nnsight's own progress bar, and watches the connection.
+    """Receives the status of a job from nnsight, in place of nnsight's progress bar, and watches the connection.
 
     Attributes:
         report: called with each status message of the server.
-        ping: raises where the server does not respond.
+        ping: raises an error if the server does not respond.
         enabled: whether nnsight calls `refresh` ten times a second.
-        shown: whether messages are reported; False while the results of an earlier request are awaited.
-        abandoned: whether nobody waits for the job any more.
+        shown: whether messages are reported; False while an earlier request is running.
+        abandoned: whether the result of the job is not needed any more.
         seconds: how long the job ran, from status RUNNING to status COMPLETED.
-        queue_position: the highest place in the server's queue that the job had; 1 for the next job to run.
+        queue_position: the job's highest position in the server's queue; 1 for the next job to run.
     """
 
     report: Callable[[Any], None]
@@ -137,13 +137,13 @@ class JobDisplay:
     _last_response: Any = None
 
     def show(self) -> None:
-        """Report the last message, and all further ones."""
+        """Report the last message and all later ones."""
         self.shown = True
         if self._last_response is not None:
             self.report(self._last_response)
 
     def update(self, response: Any) -> None:
-        """Note the time of a status message, and pass the message to `report` where it is shown."""
+        """Record the time of a status message, and pass the message to `report` if messages are shown."""
         self._last_message = time.monotonic()
         self._last_response = response
         if place := re.search(r"position (\d+)", response.description or ""):
@@ -160,10 +160,10 @@ class JobDisplay:
         """Check the connection if no message has arrived for `SILENCE` seconds.
 
         Raises:
-            ConnectionStalled: the server does not respond; or nobody waits for the job any more.
+            ConnectionStalled: the server does not respond, or the result of the job is not needed any more.
         """
         if self.abandoned:
-            raise ConnectionStalled("the job is not waited for any more")
+            raise ConnectionStalled("the result of the job is not needed any more")
         if time.monotonic() - self._last_message < SILENCE:
             return
         try:
@@ -175,7 +175,9 @@ class JobDisplay:
 
 
 def counting_backend() -> Any:
-    """A subclass of nnsight's remote backend that counts bytes. Made in a function, because nnsight is imported when needed."""
+    """A subclass of nnsight's remote backend that counts bytes. A function defines it, because nnsight is imported only when
+    needed.
+    """
     from nnsight.intervention.backends.remote import RemoteBackend
     from nnsight.schema.request import RequestModel
 
@@ -193,7 +195,7 @@ def counting_backend() -> Any:
             return None
 
         def exchange(self) -> Any:
-            """Send the serialised trace and return its result. Touches no trace, so any thread may call it."""
+            """Send the serialised trace and return its result. Any thread may call this method."""
             return self.request(RequestModel(model_key=self.model_key, compress=self.compress, env=self.env), None)
 
         def _serialize(self, tracer: Any) -> bytes:
@@ -240,19 +242,19 @@ def quiet(text: str) -> None:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """TLS context with the certificates that httpx trusts, cached because httpx would otherwise read them at every call."""
+    """TLS context with the certificates that httpx trusts. It is cached, because httpx reads them at every call."""
     import httpx
 
     return httpx.create_ssl_context()
 
 
 class NdifClient:
-    """Client of one model on one server.
+    """Client of one model on one NDIF server.
 
     Args:
         remote: True, or the server's address.
         model_key: the model's name on the server.
-        env: what nnsight sends about the model with each request.
+        env: nnsight's description of the model, which is sent with each request.
     """
 
     def __init__(self, remote: bool | str, model_key: str, env: Mapping[str, Any]) -> None:
@@ -271,27 +273,27 @@ class NdifClient:
 
     @property
     def patience(self) -> float:
-        """Seconds for which a server may be unreachable before a run ends."""
+        """Seconds that a server may be unreachable before a run ends."""
         return sum(WAITS)
 
     def request(self, run: Callable[[Any], T], patient: bool = True) -> T:
-        """Send a request, again after transient failures, and return its result.
+        """Send a request and return its result. After transient failures the request is sent again.
 
-        A request computes sums and changes nothing on the server. The result of a lost attempt is therefore requested again;
-        only results that arrived are counted.
+        Sending again is safe, because a request computes sums and changes nothing on the server. Only results that arrived are
+        counted.
 
         Args:
-            run: opens a trace or a session with the backend that it is given.
-            patient: whether to wait for a server that responded before; False for the first request of all.
+            run: function that opens a trace or a session with the given backend.
+            patient: whether to wait for a server that responded before; False for the very first request.
 
         Raises:
             JobTooLong: the server ended the job.
-            LayersimError: the failure belongs to the request, or is not transient.
+            LayersimError: the failure is not transient.
         """
         return self._repeated(lambda: self._attempt(run), patient)
 
     def _repeated(self, attempt: Callable[[], T], patient: bool = True) -> T:
-        """The result of an attempt, which is repeated after transient failures with growing pauses."""
+        """The result of an attempt. Transient failures are retried with growing pauses."""
         waits = WAITS if patient else WAITS[:2]
         for number in range(len(waits) + 1):
             try:
@@ -327,10 +329,10 @@ class NdifClient:
         self.seconds = backend.display.seconds
 
     def prepare(self, run: Callable[[Any], Any]) -> PreparedRequest:
-        """Trace and serialise a request, without sending it.
+        """Trace and serialise a request without sending it.
 
         Args:
-            run: as in `request`; its traces return nothing.
+            run: see `request`; its traces return nothing.
         """
         backend = self.backend(blocking=True)
         backend.prepares = True
@@ -338,17 +340,17 @@ class NdifClient:
         return PreparedRequest(backend.payload)
 
     def send(self, request: PreparedRequest) -> None:
-        """Send a prepared request, whose result another thread receives until `finish` takes it."""
+        """Send a prepared request; another thread receives the result, and `finish` returns it."""
         backend = self.backend(blocking=True)
         backend.payload, backend.display.shown = request.payload, False
         request.start(backend)
 
     def finish(self, request: PreparedRequest) -> Any:
-        """Wait for a prepared request, which is sent unless it was, and again after transient failures; return its result.
+        """Return the result of a prepared request. It is sent if necessary, and again after transient failures.
 
         Raises:
             JobTooLong: the server ended the job.
-            LayersimError: as `request`.
+            LayersimError: see `request`.
         """
         return self._repeated(lambda: self._finish_attempt(request))
 
@@ -370,7 +372,7 @@ class NdifClient:
         return backend
 
     def _report(self, response: Any) -> None:
-        """Say in the run's progress bar what the server reports of a job."""
+        """Show the server's report on a job in the run's progress bar."""
         status = response.status.value
         if status in ("PROVISIONING", "DEPLOYING") or (status == "QUEUED" and "position 1." not in response.description):
             self.say(redacted(f"{status.lower()}: {response.description}", self.host)[:80])
@@ -381,7 +383,7 @@ class NdifClient:
         """Send a non-blocking request and return the id of its job.
 
         Args:
-            run: as in `request`.
+            run: see `request`.
         """
         job_ids: list[str] = []
 
@@ -435,10 +437,10 @@ class NdifClient:
 
     @cached_property
     def status(self) -> ServerStatus:
-        """The status of the server, requested once.
+        """The status of the server; it is requested once.
 
         Raises:
-            LayersimError: the server does not respond, or with JSON of another form.
+            LayersimError: the server does not respond, or its JSON has another form.
         """
         try:
             self.get("/ping", timeout=10.0)

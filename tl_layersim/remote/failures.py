@@ -1,4 +1,4 @@
-"""Failures of requests to an NDIF server: which are transient, which end the run, and the error that the user sees."""
+"""Failures of requests to an NDIF server: transient ones, too long jobs, and errors that end the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JobTooLong(Exception):
 
 
 class TransientFailure(Exception):
-    """A failure of the network or the server that another attempt may avoid."""
+    """A failure of the network or the server that may not recur."""
 
 
 class ModelNotRunning(TransientFailure):
@@ -31,18 +31,18 @@ class ModelNotRunning(TransientFailure):
 
 
 class ConnectionStalled(Exception):
-    """The server has sent nothing for long and does not respond to /ping."""
+    """The server has sent nothing for a long time and does not respond to /ping."""
 
 
 @dataclass(frozen=True)
 class FailureMap:
-    """Maps a failure that the server or the network reports to a retry, to smaller requests, or to the error that ends the run.
+    """Maps a failure of the server or the network to a retry, to smaller requests, or to the error that ends the run.
 
     Attributes:
-        host: the server's address, which may hold a login.
-        name: the address without the login.
+        host: address of the server, which may hold a login.
+        name: address of the server without the login.
         model_key: the model's name on the server.
-        status: gives the server's status, which is requested only where an error message needs it.
+        status: function that returns the server's status. It is called only for messages that need the status.
     """
 
     host: str
@@ -51,7 +51,7 @@ class FailureMap:
     status: Callable[[], ServerStatus]
 
     def classify(self, error: Exception) -> Exception:
-        """The meaning of a failed request: `TransientFailure`, `JobTooLong`, or the error that ends the run."""
+        """The class of a failure: `TransientFailure`, `JobTooLong`, or the error that ends the run."""
         import httpx
         import pydantic
         import websocket
@@ -83,7 +83,7 @@ class FailureMap:
         return self._failed_on_server(text)
 
     def _refused_by_server(self, text: str, code: int | None) -> LayersimError | None:
-        """The error for a request that was rejected before it ran, because of its API key or its versions."""
+        """The error for a request that the server rejected because of its API key or its package versions."""
         if code in (401, 403) or (code == 400 and "api key" in text.lower()):
             return LayersimError(
                 f"{self.name} rejected the API key ({'a' if _has_key() else 'no'} key was sent): {last_line(text)}. Set "
@@ -138,6 +138,6 @@ def _has_key() -> bool:
 
 
 def last_line(text: str) -> str:
-    """The last line of a traceback or of a server's message, which names the failure."""
+    """The last line of a traceback or of a server's message. It names the failure."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return lines[-1][:300].rstrip(".") if lines else "nothing"

@@ -1,4 +1,4 @@
-"""Opening of a model as a source or a split model, in this process, in nnsight's simulation of a server or on a server."""
+"""`open_model`: set where a model runs; and functions that open a model as a source or as a split model."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def open_model(
     verify: Literal["hf"] | torch.nn.Module | None = None,
     tokens_per_request: PositiveInt | None = None,
 ) -> OpenedModel:
-    """Set where a model runs and which modules are its blocks and its head. Every function takes the result as the model.
+    """Set where a model runs, and which modules are its blocks and its head. Pass the result to any function as the model.
 
     Args:
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
             or any torch module with `layers`.
-        layers: paths of the blocks, for layouts that are not known. Blocks that are known keep their numbers, so that some of
-            them can be chosen; others are numbered in the order given.
-        unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
-            first, if there is one.
-        remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
-            for nnsight's simulation of a server. Only sums return from the server.
+        layers: module paths of the blocks, for unknown layouts, or to choose some blocks. Blocks of known layouts keep their
+            numbers; others are numbered in the given order.
+        unembed: module paths from the final norm (if there is one) to the logits, for unknown layouts.
+        remote: for nnsight models: True for nnsight's default NDIF server, the address of another server, or "local" for
+            nnsight's simulation of a server. Only sums return from the server.
         verify: "hf" compares the residual stream of a TransformerBridge or a HookedTransformer with the `hidden_states` of the
-            Hugging Face model on the first row, site by site, and refuses a model that differs by more than rounding. The
-            checkpoint that the model was booted from is loaded a second time, from its folder or the hub's cache. To load
-            nothing, pass the Hugging Face model itself, untouched by a bridge.
-        tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
-            as run in about 10 s, or in a quarter of the operator's time limit; fewer after the server ended a job for its time.
+            Hugging Face model on the first row at every site, and raises an error if they differ by more than rounding. The
+            checkpoint of the model is loaded a second time, from its folder or the hub's cache. To load nothing, pass the
+            Hugging Face model itself, untouched by a bridge.
+        tokens_per_request: on a server, the maximum number of positions in a request, padding included. Default: the number of
+            forward passes that run in about 10 s, or in a quarter of the operator's time limit. The default is lowered if the
+            server ends a job because of its time limit.
 
     Returns:
         An `OpenedModel`.
 
     Raises:
-        LayersimError: the type of the model is not supported, or does not fit the other arguments.
+        LayersimError: the type of the model is not supported, or the other arguments do not apply to it.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -71,15 +71,15 @@ def open_model(
 
 
 def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> Source:
-    """The source for a model.
+    """Open the source of a model.
 
     Args:
         model: the model, an `OpenedModel`, or a source.
-        either_stack: whether the caller reads encoder-decoders too, whose decoder is read where `layers` names no blocks.
-        at: the sites that the caller reads; modules among them take the place of blocks that are not known.
+        either_stack: whether the caller accepts encoder-decoders. If `layers` names no blocks, their decoder is read.
+        at: the sites that the caller reads. In unknown layouts, modules among them replace the blocks.
 
     Raises:
-        LayersimError: the type of the model is not supported, or does not fit the other arguments.
+        LayersimError: the type of the model is not supported, or the other arguments do not apply to it.
     """
     opened = OpenedModel.of(model)
     model, layers = opened.model, opened.layers
@@ -98,18 +98,18 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
     if not either_stack and layers is None and isinstance(source, HasModule) and encoder_and_decoder(source.module):
         raise LayersimError(
-            f"{source.model.name} is an encoder-decoder ({source.model.source}), of which this function reads one stack. "
-            "Name the blocks of one: open_model(model, layers=[...])."
+            f"{source.model.name} is an encoder-decoder ({source.model.source}); this function reads one stack. Choose it by "
+            "its blocks: open_model(model, layers=[...])."
         )
     verify_on_first_row(source, opened.verify)
     return source
 
 
 def on_server(source: Source) -> RemoteSource:
-    """Check that a source sends requests to an NDIF server, and return it.
+    """Return a source, or raise an error if it does not send requests to an NDIF server.
 
     Raises:
-        LayersimError: its model runs in this process.
+        LayersimError: the model runs in this process.
     """
     if not isinstance(source, RemoteSource):
         raise LayersimError(
@@ -120,13 +120,13 @@ def on_server(source: Source) -> RemoteSource:
 
 
 def open_split_model(model: Any) -> SplitModel:
-    """The split model of a model: `LocalSplitModel` where its modules run in this process, else `RemoteSplitModel`.
+    """Open a model as a split model: `LocalSplitModel` if its modules run in this process, else `RemoteSplitModel`.
 
     Args:
         model: the model, or an `OpenedModel`.
 
     Raises:
-        LayersimError: as `open_source`; or the source cannot run parts of its model.
+        LayersimError: see `open_source`; or the source cannot run a part of its model.
     """
     opened = OpenedModel.of(model)
     source = open_source(opened, either_stack=not opened.remote)

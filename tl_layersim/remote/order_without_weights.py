@@ -1,4 +1,4 @@
-"""Order in which a model on a server reaches hook points, found with the model without weights in this process."""
+"""`order_without_weights`: the order of hook points in a forward pass, found in this process for a model without weights."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 def order_without_weights(
     module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], arguments: Arguments
 ) -> Order:
-    """The order in which a forward pass reaches hook points, and their widths, from a forward pass on the meta device.
+    """The order of hook points in a forward pass, and their widths, from a forward pass on the meta device.
 
-    Where no such pass can run, the order is that in which `lsim.sites` lists the sites, and the widths are empty.
+    If no such pass can run, the order is the order of `lsim.sites`, and the widths are empty.
 
     Args:
         module: the model.
         blocks: module paths of its blocks.
         points: the hook points.
-        arguments: of a forward pass on the data; on the meta device they have no values.
+        arguments: arguments of a forward pass. On the meta device they have no values.
 
     Raises:
-        LayersimError: a module runs more than once in a forward pass, or never; or no forward pass can run here, and a point is
-            not a listed site.
+        LayersimError: a module does not run exactly once in a forward pass; or no forward pass can run here, and a point is not
+            a listed site.
     """
     found = _shown_by(module, points, [partial(_on_device, module, arguments), *_token_passes(module)])
     return (_listed_order(module, blocks, points, found), ()) if isinstance(found, Exception) else found
 
 
 def widths_without_weights(module: torch.nn.Module, points: Sequence[HookPoint]) -> tuple[int, ...]:
-    """The widths of hook points, from a forward pass of token ids; empty where no such pass can run without weights.
+    """The widths of hook points, from a forward pass of token ids on the meta device; empty if no such pass can run.
 
     Args:
         module: the model.
         points: the hook points.
 
     Raises:
-        LayersimError: a module runs more than once in a forward pass, or never.
+        LayersimError: a module does not run exactly once in a forward pass.
     """
     found = _shown_by(module, points, _token_passes(module))
     return () if isinstance(found, Exception) else found[1]
 
 
 def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequence[Callable[[], Any]]) -> Order | Exception:
-    """The order and the widths that the first of these forward passes shows that can run; the last failure if none can."""
+    """The order and the widths from the first forward pass that can run. Raises the last failure if none can."""
     modules = {point.module: module.get_submodule(point.module) for point in points}
     failed = Exception("no forward pass")
     for run in passes:
@@ -76,7 +76,7 @@ def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequ
 
 
 def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
-    """Run the module on arguments that are moved to the device of its weights."""
+    """Run the module on the arguments, moved to the device of its weights."""
     device = device_of(module)
     args, options = arguments
     # Masks are computed from values, which meta tensors do not have. Masks of four axes are in their final form.
@@ -86,7 +86,7 @@ def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
 
 
 def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
-    """Forward passes of token ids, without a mask and with one in its final form: most decoders compute it from values."""
+    """Arguments of forward passes of token ids, without a mask and with a 4D mask, which most decoders take as it is."""
     tokens, mask = torch.zeros(1, PROBE_POSITIONS, dtype=torch.long), torch.zeros(1, 1, PROBE_POSITIONS, PROBE_POSITIONS)
     options: dict[str, Any] = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
     name = "attention_mask"
@@ -98,10 +98,10 @@ def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
 def _listed_order(
     module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
 ) -> tuple[int, ...]:
-    """The hook points in the order of `lsim.sites`, which is the order of computation.
+    """The hook points in the order of `lsim.sites`, the order of computation.
 
     Raises:
-        LayersimError: a point is not a listed site, so that its place in the order is not known.
+        LayersimError: a point is not a listed site, so its place in the order is unknown.
     """
     place: dict[tuple[str, bool], int] = {}
     for site in site_map(module, blocks).sites:

@@ -1,4 +1,4 @@
-"""Requests: how many batches each holds, its bytes, and the next one while a server runs one."""
+"""Requests to a server: number of batches, size in bytes, and preparation of the next request while one runs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MOST_BATCHES = 64
 
 
 class RequestSchedule:
-    """The number of batches per request, limited by positions, or by the measured time of a batch.
+    """Chooses the number of batches per request, from a limit of positions or from the measured time of a batch.
 
     Args:
-        most_tokens: number of positions that a request may hold; None to choose the number of batches by time.
+        most_tokens: maximum number of positions in a request; None to choose the number of batches by time.
 
     Attributes:
-        most_batches: number of batches that a request may hold; it is lowered where the server ends a job for its time.
-        lowered: how often it was lowered.
-        largest_completed: number of batches of the largest request that was completed.
+        most_batches: maximum number of batches in a request; it is lowered if the server ends a job because of its time limit.
+        lowered: number of times that `most_batches` was lowered.
+        largest_completed: number of batches in the largest completed request.
     """
 
     def __init__(self, most_tokens: int | None) -> None:
@@ -44,7 +44,7 @@ class RequestSchedule:
         self._seconds_per_batch: float | None = None
 
     def refuse_larger(self, rows: int, positions: int) -> None:
-        """Refuse a forward pass that exceeds `tokens_per_request`, before anything is sent."""
+        """Raise an error if a forward pass exceeds `tokens_per_request`."""
         if self.most_tokens is not None and positions > self.most_tokens:
             width = positions // rows
             fits = self.most_tokens // width
@@ -61,15 +61,15 @@ class RequestSchedule:
         affordable: Callable[[], int],
         first_block: int | None = None,
     ) -> Iterator[list[Batch]]:
-        """Group batches into requests: all remaining batches, or a power of two of them, at least one.
+        """Group batches into requests: each takes all remaining batches, or 2^k of them.
 
         Args:
-            batches: in order.
-            start: number of rows before these.
-            most_tokens: number of positions that a request may hold; None for any number.
-            affordable: gives the number of batches that a request may take by time.
-            first_block: number of rows in the first block of the data, of which a request carries one or a part of one, or a
-                single batch; None where the run keeps no blocks.
+            batches: the batches, in order.
+            start: number of rows before these batches.
+            most_tokens: maximum number of positions in a request; None for no limit.
+            affordable: function that returns the maximum number of batches by time.
+            first_block: number of rows in the first block of the data; None if the run keeps no blocks. A request holds at most
+                one block, or a single batch.
         """
         ahead: deque[Batch] = deque(itertools.islice(batches, 1))
         rows = max(1, ahead[0].capacity) if ahead else 1
@@ -97,10 +97,10 @@ class RequestSchedule:
             index += taken
 
     def affordable(self, job_limit: float | None) -> int:
-        """The number of batches that the next request may take.
+        """The maximum number of batches in the next request.
 
         Args:
-            job_limit: seconds that the operator allows for a job, None where this is not known.
+            job_limit: the operator's time limit for a job in seconds; None if unknown.
         """
         if self.most_tokens is not None:
             return self.most_batches
@@ -115,7 +115,7 @@ class RequestSchedule:
         self.largest_completed = max(self.largest_completed, count)
 
     def lower(self, most_batches: int) -> None:
-        """Limit later requests to this number of batches, after a job that took too long."""
+        """Limit later requests to this number of batches, after a job took too long."""
         if most_batches < self.most_batches:
             self.most_batches, self.lowered = most_batches, self.lowered + 1
 
@@ -125,10 +125,10 @@ REQUEST_LEVEL, RESULT_LEVEL = 6, 3
 
 
 def packed_request(kernels: Mapping[str, AnyKernel]) -> int:
-    """Bytes of the part of a request that does not grow with its tokens and sites: the source of kernels, and their values.
+    """Size in bytes of the fixed part of a request: the source of the kernels and their values.
 
     Args:
-        kernels: of the pass, by name.
+        kernels: kernels of the data pass, by name.
     """
     import nnsight
     from nnsight.intervention.serialization import dumps
@@ -138,11 +138,11 @@ def packed_request(kernels: Mapping[str, AnyKernel]) -> int:
 
 
 def packed_result(sites: Sequence[str], sums: Mapping[str, Sums]) -> int:
-    """Bytes of the result of a request.
+    """Size in bytes of the result of a request.
 
     Args:
-        sites: that are read.
-        sums: by kernel.
+        sites: the sites that are read.
+        sums: sums by kernel.
     """
     buffer = io.BytesIO()
     counts = [torch.zeros((), dtype=torch.int64) for _ in sites]
@@ -162,7 +162,7 @@ MOST_ON_SERVER = 2
 
 @dataclass
 class PlannedRequest:
-    """Batches of a request, the request once it is prepared, and the error that reading or preparing it raised."""
+    """The batches of a request, the prepared request, and the error of reading or preparing it."""
 
     batches: list[Batch]
     request: PreparedRequest | None = None
@@ -170,16 +170,16 @@ class PlannedRequest:
 
 
 class RequestPipeline:
-    """Runs requests on a server and gives their results in the order of the data.
+    """Runs requests on a server and yields their results in the order of the data.
 
-    The request after the one that runs is prepared meanwhile. It is also sent, unless its size is new, so that two jobs are not
-    lost where one exceeds the server's time limit, or requests of other users wait in the queue.
+    While a request runs, the next one is prepared. It is also sent, unless its size is new (two jobs would be lost if one
+    exceeds the server's time limit) or requests of other users wait in the queue.
 
     Args:
         ndif: the client.
-        schedule: the number of batches that a request may hold.
+        schedule: chooses the number of batches in a request.
         prepare: traces and serialises the request for a group of batches.
-        halve: gives the two groups that replace a group whose job exceeded the server's time limit, or that is too large now.
+        halve: splits a group in two, if its job exceeded the server's time limit or the group is now too large.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ class RequestPipeline:
         self._planned: deque[PlannedRequest] = deque()
 
     def results(self, groups: Iterator[list[Batch]]) -> Generator[tuple[list[Batch], Any], None, None]:
-        """Run groups of batches, and yield each group, or the halves of it, with the result of its request.
+        """Run groups of batches, and yield each group, or its halves, with the result of its request.
 
-        An error in reading or preparing a group is raised after the results of the groups before it.
+        An error in reading or preparing a group is raised after the results of earlier groups.
         """
         try:
             while True:
@@ -219,7 +219,7 @@ class RequestPipeline:
                     planned.request.abandon()
 
     def _fill(self, groups: Iterator[list[Batch]]) -> None:
-        """Send the first request, and prepare or send those after it."""
+        """Send the first request, and prepare or send the next ones."""
         for place in range(MOST_ON_SERVER):
             if place == len(self._planned):
                 self._plan_next(groups)
@@ -246,13 +246,13 @@ class RequestPipeline:
             self._planned.append(PlannedRequest([], failure=error))
 
     def _may_follow(self, planned: PlannedRequest, before: PlannedRequest) -> bool:
-        """Whether a request may wait in the server's queue while the request before it is not complete."""
+        """Whether a request may be sent before the previous one has completed."""
         assert before.request is not None
         known = len(planned.batches) <= self._schedule.largest_completed
         return known and before.request.is_sent and before.request.queue_position == 1
 
     def _split(self, place: int, error: JobTooLong | None) -> None:
-        """Replace a planned request by two."""
+        """Replace a planned request by two smaller ones."""
         halves = self._halve(self._planned[place].batches, error)
         del self._planned[place]
         for half in reversed(halves):

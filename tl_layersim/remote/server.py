@@ -1,4 +1,4 @@
-"""An NDIF server: its address and API key, which no message shows, and its status."""
+"""Address, API key and status of an NDIF server. Messages show neither the key nor a login."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.errors import LayersimError, is_address, shown, without_login, witho
 
 
 def host_of(remote: bool | str) -> str:
-    """The server's address: nnsight's setting NDIF_HOST if `remote` is True, else `remote`. The API key is nnsight's.
+    """The server's address: nnsight's setting NDIF_HOST if `remote` is True, else `remote`.
 
     Raises:
         LayersimError: `remote` is not an address.
@@ -30,7 +30,7 @@ def host_of(remote: bool | str) -> str:
 
 
 class WithoutSecrets(logging.Filter):
-    """Removes logins and signatures from the addresses in log records."""
+    """Log filter that removes logins and signatures from addresses."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = without_secrets(record.getMessage()), None
@@ -45,7 +45,7 @@ def keep_logins_out_of_logs() -> None:
 
 
 def redacted(text: str, host: str = "") -> str:
-    """A server's message without the API key and the login, because some servers repeat what they were sent."""
+    """A server's message without API key and login, which some servers repeat."""
     from nnsight.schema.config import CONFIG
 
     for secret in (CONFIG.API.APIKEY, urlsplit(host).password):
@@ -63,12 +63,12 @@ class ServerStatus:
     """Status of a server and of one model on it, before any request is run.
 
     Attributes:
-        running: names of the models that the server has loaded.
-        loaded: whether this model is among them.
-        dtype: of this model's weights on the server, "" where the server does not report it.
-        job_limit: seconds that a job may take; None where there is no limit or none is reported.
-        versions: of Python and of the packages that matter, on the server.
-        differences: descriptions of versions that differ from those of this process.
+        running: names of the loaded models.
+        loaded: whether this model is loaded.
+        dtype: dtype of this model's weights on the server; "" if the server does not report it.
+        job_limit: time limit for a job in seconds; None if there is no limit or none is reported.
+        versions: versions of Python and of the relevant packages on the server.
+        differences: descriptions of versions that differ from this process.
     """
 
     running: tuple[str, ...]
@@ -112,7 +112,7 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
 
 @cache
 def _local_env() -> dict[str, Any]:
-    """Python and packages of this process; nnsight reads the files of every installed package for it, which takes a second."""
+    """Versions of Python and packages in this process. Cached, because nnsight reads the files of every installed package."""
     from nnsight.ndif import get_local_env
 
     env: dict[str, Any] = get_local_env()

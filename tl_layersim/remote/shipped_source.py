@@ -1,4 +1,4 @@
-"""Source text of shipped functions, fixed at the start of a run.
+"""Source text of shipped functions, read once at the start of a run.
 
 nnsight ships functions as source, which it reads from their files again for each request. Without this module, a file that is
 saved during a run would put two versions of a kernel into one sum.
@@ -23,7 +23,7 @@ READ_LINES = inspect.getsourcelines
 
 
 class ShippedSource:
-    """Text of the files of shipped modules. Each file is read once, and every request of one run ships this text."""
+    """Source text of the files of shipped functions. Each file is read once, and every request of a run ships this text."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, None, list[str], str]] = {}
@@ -32,15 +32,15 @@ class ShippedSource:
 
     @contextmanager
     def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """A context in which `linecache` holds this text; the previous entries are restored at the end.
+        """A context in which `linecache` holds this text; its previous entries are restored at the end.
 
-        `inspect.getsourcelines`, most of the time of serialising, gives the lines that it found for an earlier request.
+        Results of `inspect.getsourcelines`, which takes most of the time of serialising, are cached.
 
         Args:
-            kernels: by name, the functions that are shipped.
+            kernels: functions that are shipped, by name.
 
         Raises:
-            LayersimError: a kernel's file has changed since it was imported, so that other code would be shipped.
+            LayersimError: the file of a kernel has changed since it was imported.
         """
         functions = {name: own_function(k) for name, k in kernels.items()}
         roots = {"tl_layersim", *(function.__module__.split(".")[0] for function in functions.values())}
@@ -67,7 +67,7 @@ class ShippedSource:
                     linecache.cache[path] = entry
 
     def _lines_of(self, thing: Any) -> tuple[list[str], int]:
-        """As `inspect.getsourcelines`, whose result for a function of the shipped files is kept."""
+        """Like `inspect.getsourcelines`, with cached results for functions of the shipped files."""
         if (
             not isinstance(thing, FunctionType)
             or hasattr(thing, "__wrapped__")

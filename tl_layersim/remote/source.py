@@ -1,4 +1,4 @@
-"""Source of a model on an NDIF server: each request contains batches, and returns sums over them."""
+"""`RemoteSource`: source of a model on an NDIF server. A request holds batches and returns sums over them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class RemoteSource(NNsightSource, OnServer):
     """Source of an nnsight model on an NDIF server.
 
     Args:
-        model: the nnsight model, as `TransformersModel('org/name', ...)` makes it without weights.
+        model: an nnsight model without weights, such as `TransformersModel('org/name', ...)`.
         layers: see `NNsightSource`.
         unembed: see `NNsightSource`.
-        remote: True for the server in nnsight's settings, or the address of one.
-        tokens_per_request: number of positions that one request may hold; None to choose it by time.
+        remote: True for nnsight's default server, or the address of a server.
+        tokens_per_request: maximum number of positions in a request; None to choose it by time.
 
     Attributes:
         ndif: the client of the server.
-        offer: what the server allows.
-        schedule: how many batches a request contains.
+        offer: limits and properties that the server reports.
+        schedule: chooses the number of batches in a request.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
     def _ask_offer(self) -> ServerOffer:
-        """The server's offer for this model, from the server's status and from a request with one row."""
+        """The `offer`, from the server's status and from a request with one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
@@ -190,11 +190,11 @@ class RemoteSource(NNsightSource, OnServer):
             self.ndif.say = quiet
 
     def _halved(self, group: list[Batch], error: JobTooLong | None) -> tuple[list[Batch], list[Batch]]:
-        """The two parts of a group for two requests, of which the first holds a power of two of batches.
+        """Split a group of batches for two requests. The first part has 2^k batches.
 
         Args:
-            group: more batches than a request may hold; or those of a job that took too long.
-            error: of the job; None where nothing was sent.
+            group: batches of a job that took too long, or more batches than a request may hold.
+            error: error of the job; None if no job was sent.
 
         Raises:
             LayersimError: the job held one batch.
@@ -207,7 +207,7 @@ class RemoteSource(NNsightSource, OnServer):
             if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
                 # Some servers report their limit only in this message.
                 self.offer = replace(self.offer, job_limit=float(limit[1]))
-            LOG.warning("%s ended a job for its time: %d batches a request at most from now on", self.offer.server, first)
+            LOG.warning("%s ended a job at its time limit; requests now hold at most %d batches", self.offer.server, first)
         return group[:first], group[first:]
 
     def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> str:
@@ -220,7 +220,7 @@ class RemoteSource(NNsightSource, OnServer):
         submit(self.envoy, self.sites, self._steps(), work, self._unembed, kernels, self.calling, joined, backend)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
-        """Warn once for each analyzer that returns large sums."""
+        """Warn once for each analyzer if it returns large sums."""
         for name, one in parts[0].out.items():
             size = sum(value.numel() * value.element_size() for value in one.values())
             if size > LARGE_SUMS and name not in self._warned:
@@ -244,13 +244,13 @@ class RemoteSource(NNsightSource, OnServer):
             )
 
     def _prepare(self, group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool = True) -> PreparedRequest:
-        """A request for the sums over batches, not sent yet."""
+        """Prepare a request for the sums over batches, without sending it."""
         work, shipped = self.pack(group), shippable(kernels)
         with self._frozen.in_place(shipped):
             return self.ndif.prepare(lambda backend: self._submit(work, shipped, joined, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """The content of a request: for each batch its forward passes, and how its rows form leaves and pools."""
+        """The content of a request: the forward passes of each batch, and the leaves and pools of its rows."""
         return [
             {
                 "starts": batch.starts,
@@ -263,7 +263,7 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """For each forward pass with a counted position its number, the arguments of the call, and fields of its positions."""
+        """Index, arguments and position fields of each forward pass that has a counted position."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):
@@ -292,7 +292,7 @@ def _model_key(model: Any, remote: bool | str) -> str:
     """The name of the model on servers.
 
     Raises:
-        LayersimError: the model was loaded from a folder of this machine, which a server cannot read.
+        LayersimError: the model was loaded from a local folder, which a server cannot read.
     """
     name = getattr(model, "repo_id", None)
     try:
@@ -301,7 +301,7 @@ def _model_key(model: Any, remote: bool | str) -> str:
         if not isinstance(name, str) or not (os.path.isdir(name) or os.path.isabs(name)):
             raise
         raise LayersimError(
-            f"`model` was loaded from the folder {name!r}, and a server loads models from the hub by a name such as "
-            f"'org/{os.path.basename(name.rstrip('/')) or 'name'}'; remote={shown(remote)} needs such a name."
+            f"`model` was loaded from the folder {name!r}; remote={shown(remote)} needs a model loaded by its hub name, such "
+            f"as 'org/{os.path.basename(name.rstrip('/')) or 'name'}'."
         ) from error
     return key

@@ -1,6 +1,7 @@
-"""Remote split models: on an NDIF server, or in nnsight's local simulation of one. Each method call is one request.
+"""`RemoteSplitModel`: a split model on an NDIF server or in nnsight's simulation of one. Each method call is one request.
 
-The bodies of traces are shipped: they refer to local names and to functions that need torch and the standard library alone.
+The bodies of traces are shipped as source: they refer to local names and to functions that need torch and the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RemoteSplitModel(SplitModel):
     """A split model that runs inside nnsight's traces.
 
     Args:
-        source: runs the model.
+        source: source that runs the model.
     """
 
     source: NNsightSource
@@ -44,7 +45,7 @@ class RemoteSplitModel(SplitModel):
         return super().moments(batch, layer, moments_of, h.cpu())
 
     def _narrowed(self, x: Tensor) -> Tensor:
-        """The residual in the dtype of the remote model, so that no more bytes than needed are sent."""
+        """The residual in the dtype of the remote model, for a smaller request."""
         dtype = getattr(torch, self.model.dtype.removeprefix("torch."), None)
         return x.detach().cpu().to(dtype if isinstance(dtype, torch.dtype) else x.dtype)
 

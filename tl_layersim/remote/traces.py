@@ -1,4 +1,4 @@
-"""Traces that are shipped to an NDIF server, and the sums that they return.
+"""Traces that are sent to an NDIF server, and the sums that they return.
 
 nnsight ships the bodies of traces and the functions that these call. They refer to local names and to functions that need torch
 and the standard library alone.
@@ -37,22 +37,22 @@ def submit(
     joined: bool,
     backend: Any,
 ) -> None:
-    """Submit one request: a session with one trace for each forward pass, and the pairwise sums of the kernels' results.
+    """Submit one request: a session with a trace for each forward pass, and pairwise sums of the kernels' results.
 
-    Forward passes run to the end of the model, not to the last block: a sandbox fails where a trace is stopped and another one
-    follows. The backend does not wait for the result, which has the local name `found`: counts of rows, each with the sums
-    over these rows (`BatchSums`).
+    Forward passes run to the end of the model, not to the last block, because a sandbox fails if a trace follows a stopped one.
+    The backend does not wait for the result, the local variable `found`: row counts, each with the sums over these rows
+    (`BatchSums`).
 
     Args:
         model: the nnsight model.
-        names: of the sites.
-        steps: what each trace reads, in the order of the forward pass.
-        work: the batches, as `RemoteSource.pack` gives them.
-        unembed: the lens, None where the model has none.
-        kernels: functions of a view, and kernels of pools of rows.
+        names: names of the sites.
+        steps: reads of each trace, in the order of the forward pass.
+        work: the batches, packed by `RemoteSource.pack`.
+        unembed: the lens; None if the model has none.
+        kernels: kernels of single views, and kernels of pools of rows.
         calling: whether views carry block calls.
-        joined: whether the results of leaves are added; else they are returned one by one.
-        backend: carries the request.
+        joined: whether the sums of leaves are added; if False, they are returned separately.
+        backend: backend that sends the request.
     """
     import nnsight
 
@@ -84,10 +84,10 @@ def submit(
 
 
 def known_view(unit: dict[str, Any]) -> View:
-    """What is known of the samples of a batch before its forward passes.
+    """The view of a batch before its forward passes, without activations.
 
     Args:
-        unit: the batch, as `RemoteSource.pack` gives it.
+        unit: the batch, packed by `RemoteSource.pack`.
     """
     sequence = []
     for item in unit["passes"]:
@@ -103,10 +103,10 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
 
     Args:
         stack: changed in place.
-        leaf: rows of a leaf.
-        block: rows of a block of the data, beyond which neighbours are not added; None for no blocks.
-        leaves: outputs of `reduce` for each.
-        joined: whether neighbours are added.
+        leaf: number of rows in a leaf.
+        block: number of rows in a block of the data; sums are not added across blocks. None for no blocks.
+        leaves: outputs of `reduce` for each leaf.
+        joined: whether sums of neighbouring leaves are added.
     """
     for own in leaves:
         if joined:
@@ -123,7 +123,7 @@ def lens_gap_of(
     attended: Tensor,
     backend: Any,
 ) -> Tensor:
-    """One request: `unembed_gap` of one row, `attended` at these positions; the row is run through the whole model."""
+    """Run `unembed_gap` on one row in one request; `attended` is the mask of its positions."""
     import nnsight
 
     args, options = arguments
@@ -140,7 +140,7 @@ def lens_gap_of(
 
 
 def narrowed(value: Any) -> Any:
-    """Whole numbers as int32 where they fit, for a smaller request; anything else unchanged."""
+    """Integers as int32 if they fit, for a smaller request; anything else is unchanged."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64:
         return value
     small = value.to(torch.int32)
@@ -153,7 +153,7 @@ def widened(value: Any) -> Any:
 
 
 def probe(model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], dict[str, Any]], backend: Any) -> dict[str, Any]:
-    """One request with one row: the dtype and the devices of activations, and whether the weights are on the meta device."""
+    """Run one row in one request: dtype and devices of activations, and whether the weights are on the meta device."""
     import nnsight
 
     args, options = arguments
@@ -174,7 +174,7 @@ def probe(model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], di
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
     """The lens with the dtype and the device of the model on the server.
 
-    A model without weights has the dtype of its configuration; the server may have loaded another one.
+    A model without weights has the dtype of its configuration; the server may use another one.
 
     Args:
         unembed: the lens as it was made without weights.
@@ -192,8 +192,7 @@ def on_cpu(reduced: Any) -> Any:
 def add_batch_sums(a: Any, b: Any) -> Any:
     """Add the sums of two groups of batches: integers as int64, floats as float64.
 
-    Where tensors cannot be added, a message takes the place of the sums. Where activations are not finite, only the counts are
-    kept.
+    If tensors cannot be added, a message replaces the sums. If activations are not finite, only the counts are kept.
     """
     counts = [x + y for x, y in zip(a[0], b[0], strict=True)]
     if any(bool(count.any()) for count in counts):
@@ -219,7 +218,7 @@ def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
     """The partial sums in the result of a request.
 
     Raises:
-        LayersimError: what a kernel returned for two batches cannot be added.
+        LayersimError: the sums of a kernel for two batches cannot be added.
     """
     for _, (_, out) in result:
         if isinstance(out, str):

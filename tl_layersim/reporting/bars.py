@@ -1,4 +1,4 @@
-"""Bars with whiskers: counts by block or by name."""
+"""Bar charts with intervals as whiskers: counts by block or by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .style import BLUE, DARK, styled
 
 
 def bars(names: tuple[Any, ...], values: Any, ends: Ends | None, axis: str, titles: tuple[str, str]) -> go.Figure:
-    """A bar for each value, with its interval as a whisker.
+    """Bar chart with intervals as whiskers.
 
     Args:
         names: labels along the axis.
-        values: of the bars.
-        ends: of the intervals; None without intervals.
+        values: heights of the bars.
+        ends: ends of the confidence intervals; None without intervals.
         axis: name of the horizontal axis.
-        titles: of the figure, and of the vertical axis.
+        titles: titles of the figure and of the vertical axis.
     """
     margins = [""] * len(names) if ends is None else hover_texts(ends, ",.4g")
     fig = go.Figure(

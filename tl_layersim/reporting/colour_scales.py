@@ -1,4 +1,4 @@
-"""Colour scales of heatmaps: their limits by field, and texts that are readable on every colour."""
+"""Colour scales of heat maps, with limits for each field, and text colours that are readable on every cell."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MOST_NUMBERS = 12
 
 
 class ColourScale(NamedTuple):
-    """Colours of a heatmap.
+    """The colour scale of a heat map.
 
     Attributes:
-        name: of plotly's scale.
+        name: name of plotly's scale.
         low: value of the first colour.
         high: value of the last colour.
-        note: in words, where values beyond an end have the colour of the end; "" where there are none.
+        note: note on values beyond the ends, which have the colour of the end; "" if there are none.
     """
 
     name: str
@@ -56,12 +56,12 @@ class ColourScale(NamedTuple):
 
 
 def scale_of(result: Result, field: str, values: Any) -> ColourScale:
-    """The colour scale of a field: fixed ends where the field has bounds, ends that fit the values where it has none.
+    """The colour scale of a field: with fixed ends if the field has bounds, else with ends that fit the values.
 
     Args:
-        result: whose field.
-        field: its name, "values" for that of `values_name`.
-        values: those that are drawn.
+        result: the result.
+        field: name of the field; "values" for the field of `values_name`.
+        values: the values in the figure.
     """
     if field.endswith("std") or field == "sd":
         return ColourScale(SPREAD, 0.0, end_above(_largest(values)))
@@ -77,13 +77,13 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
 
 
 def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
-    """The colour scale of values with these bounds.
+    """The colour scale of values whose field has these bounds.
 
-    Similarities that are clearly negative stand about 0, from -1 to 1. Others begin at 0, or at the lowest value.
+    Clearly negative similarities get a scale from -1 to 1. Other scales begin at 0 or at the lowest value.
 
     Args:
-        values: those that are drawn.
-        bounds: that no value exceeds, infinite where there is none.
+        values: the values in the figure.
+        bounds: lowest and highest possible value; infinite if there is none.
 
     Examples:
         >>> scale_within([[0.2, 1.0]], (-1, 1)), scale_within([[-0.5, 1.0]], (-1, 1))
@@ -99,22 +99,22 @@ def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
 
 
 def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
-    """The colour scale from the smallest to the largest value, for values that are all far from the ends of their field.
+    """The colour scale from the smallest to the largest value, for values far from the bounds of their field.
 
     Args:
-        values: those that are drawn.
-        name: of plotly's scale.
+        values: the values in the figure.
+        name: name of plotly's scale.
     """
     low, high = _smallest(values), _largest(values)
     return ColourScale(name, low, high if high > low else low + 1e-9)
 
 
 def off_diagonal_scale(values: Any, scale: ColourScale) -> ColourScale:
-    """The colour scale of what is off a diagonal of ones, where the ones would hide it; else the scale of all values.
+    """The colour scale of the off-diagonal values if a diagonal of ones would hide them; else the scale of all values.
 
     Args:
-        values: `row column`, those that are drawn.
-        scale: of all values.
+        values: the values in the figure, `row column`.
+        scale: colour scale of all values.
 
     Examples:
         >>> off_diagonal_scale(np.eye(30) * 0.9 + 0.1, ColourScale("Viridis", 0.0, 1.0))
@@ -130,17 +130,17 @@ def off_diagonal_scale(values: Any, scale: ColourScale) -> ColourScale:
 
 
 def about_zero(values: Any) -> ColourScale:
-    """The colour scale of differences, with 0 in its middle.
+    """The colour scale of differences, centred at 0.
 
     Args:
-        values: those that are drawn.
+        values: the values in the figure.
     """
     far = end_above(max(_largest(values), -_smallest(values)))
     return ColourScale(DIVERGING, -far, far)
 
 
 def end_above(value: float) -> float:
-    """The smallest round number that is at least a value, at which a scale may end.
+    """The smallest round number at or above a value, for the end of a scale.
 
     Examples:
         >>> end_above(0.113), end_above(17.0), end_above(0.0)
@@ -153,14 +153,14 @@ def end_above(value: float) -> float:
 
 
 def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, Any]:
-    """Settings of a plotly heatmap that write each value into its cell, if there is room for them.
+    """Settings of a plotly heatmap that write each value into its cell if there is room.
 
-    Few decimals, and more where the scale is so narrow that they would be the same in most cells.
+    Narrow scales get more decimals, so that the numbers in different cells differ.
 
     Args:
-        values: `row column`.
-        scale: of the heatmap.
-        fewest: number of decimals.
+        values: the matrix, `row column`.
+        scale: colour scale of the heatmap.
+        fewest: smallest number of decimals.
     """
     if max(np.shape(values)) > MOST_NUMBERS:
         return {}
@@ -177,12 +177,12 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
 
 
 def on_cells(texts: Sequence[Sequence[str]], values: Any, scale: ColourScale) -> list[list[str]]:
-    """Texts as markup, each in black or white, whichever is easier to read on the colour of its cell.
+    """Texts as markup, each in black or white for the higher contrast with its cell.
 
     Args:
         texts: `row column`, markup.
-        values: `row column`, of the cells.
-        scale: of the heatmap.
+        values: values of the cells, `row column`.
+        scale: colour scale of the heatmap.
     """
     colours = text_colours(values, scale)
     return [
@@ -192,11 +192,11 @@ def on_cells(texts: Sequence[Sequence[str]], values: Any, scale: ColourScale) ->
 
 
 def text_colours(values: Any, scale: ColourScale) -> list[list[str]]:
-    """Black or white for the text in each cell, by the contrast of WCAG 2; at least 4.5 on every colour.
+    """Black or white for the text in each cell, by WCAG 2 contrast, which is at least 4.5 on every colour.
 
     Args:
-        values: `row column`.
-        scale: of the heatmap.
+        values: the matrix, `row column`.
+        scale: colour scale of the heatmap.
     """
     array = np.nan_to_num(np.asarray(values, dtype=float), nan=scale.low, posinf=scale.high, neginf=scale.low)
     places = np.clip((array - scale.low) / (scale.high - scale.low), 0.0, 1.0)

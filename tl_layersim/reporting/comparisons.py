@@ -1,4 +1,4 @@
-"""Figures of differences of two results, and of fits with their confidence bands."""
+"""Figures of differences between two results, and of regressions with confidence bands."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ UNDEFINED = "#c8c8c8"
 
 
 def difference_figure(array: xarray.DataArray) -> go.Figure:
-    """The figure of the difference of one field: curves with their intervals as bands, or a heat map.
+    """The figure of a field's difference: curves with intervals as bands, or a heat map.
 
-    A dot in a cell of a heat map says that its adjusted p-value is below 1 minus the level. Cells that no block of the data
-    changes, such as the diagonal of a similarity, are grey.
+    A dot in a heat map marks an adjusted p-value below 1 minus the confidence level. Cells that are equal in all blocks of the
+    data, such as the diagonal of a similarity, are grey.
 
     Args:
-        array: a variable of `difference`, over one axis or two beside `statistic`.
+        array: a variable of `difference`, with one or two axes beside `statistic`.
 
     Raises:
         LayersimError: the array has other axes.
     """
     axes = [str(dim) for dim in array.dims if dim != "statistic"]
     if axes == ["quantity"]:
-        raise LayersimError("Headline numbers have different units and no figure; `.to_pandas()` is their table.")
+        raise LayersimError("Headline numbers have no figure, because their units differ. Use `.to_pandas()`.")
     if len(axes) not in (1, 2):
         raise LayersimError(
             f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select labels."
@@ -105,7 +105,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
 
 
 def _side(axis: str, labels: tuple[Any, ...], place: str) -> HeatMapAxis:
-    """Rows or columns: sites by name, relative depths, or other labels."""
+    """The rows or columns of a heat map: sites by name, relative depths, or other labels."""
     if all(isinstance(label, str) for label in labels):
         return HeatMapAxis(labels, "After block")
     return HeatMapAxis(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])
@@ -116,11 +116,11 @@ MOST_NAMES = 24
 
 
 def regression(found: Relation, predictor: str) -> go.Figure:
-    """Scores over one predictor with the names of the points, the fit through them, and its confidence band.
+    """Scatter plot of scores over one predictor with named points, the regression line and its confidence band.
 
     Args:
-        found: of `relate`.
-        predictor: its name. Scores are moved along the fit to where the others have their means.
+        found: a result of `relate`.
+        predictor: name of the predictor. Scores are adjusted to the means of the other predictors.
     """
     own, others = found.predictors[predictor], found.predictors.drop(columns=predictor)
     y = found.scores - (others - others.mean()) @ found.coefficients["coefficient"].drop(predictor)
@@ -154,19 +154,19 @@ def regression(found: Relation, predictor: str) -> go.Figure:
 
 
 def fit_figure(fit: xarray.Dataset) -> go.Figure:
-    """A quantity over depth, with its exponential and its line; of untrained models the points and the exponential.
+    """A quantity over depth with its exponential and linear fit; for untrained models only points and exponential.
 
-    The equations in the legend take the numbers of the axis.
+    The equations in the legend are in the units of the axis.
 
     Args:
-        fit: of `exponential_fit`, over no axis but `weights`.
+        fit: a result of `exponential_fit` without axes other than `weights`.
 
     Raises:
-        LayersimError: it is over other axes, of which a label has to be selected.
+        LayersimError: the fit has other axes, of which a label must be selected.
     """
     others = [str(dim) for dim in fit["rate"].dims if dim != "weights"]
     if others:
-        raise LayersimError(f"The fits are over {', '.join(others)}; a figure shows one of them. Select a label of each axis.")
+        raise LayersimError(f"The fit has the axes {', '.join(others)}; select one label of each axis for a figure.")
     trained = fit.sel(weights="trained") if "weights" in fit.dims else fit
     [axis] = trained["values"].dims
     sites, depth = tuple(fit[axis].values.tolist()), fit["depth"].values
@@ -206,14 +206,14 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
 
 
 def axis_number(sites: tuple[str, ...], depth: Sequence[float]) -> tuple[str, float, str]:
-    """The number that an equation over depth takes: the block's number where tick labels are numbers, else the depth l.
+    """The variable of equations over depth: the block number if tick labels are numbers, else the depth l.
 
     Args:
         sites: names of the sites.
-        depth: of each site.
+        depth: depth of each site.
 
     Returns:
-        The name of the number, the depth at which it is 0, and a note on the axis, which is empty where labels are enough.
+        Name of the variable, the depth at which it is 0, and a note for the axis title, which may be empty.
 
     Examples:
         >>> axis_number(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"), [0, 1, 2])

@@ -1,4 +1,4 @@
-"""The figure of a result's field, chosen by its axes and by what it declares; and several figures as panels of one."""
+"""`figure`: the figure of a result's field, chosen by its axes and its declaration; `panels`: figures side by side."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
 
 def figure(result: Result, field: str | None = None, width: str | None = None, title: str | None = None) -> go.Figure:
-    """The figure of one field, with its intervals where the result has them, and with model and tokens below its title.
+    """The figure of one field with its intervals, and with model and tokens below the title.
 
     Args:
-        result: whose field.
-        field: its name, or "untrained " and its name; None for that of the first picture.
+        result: the result.
+        field: name of the field, or "untrained " and the name; None for the field of the first picture.
         width: "column" or "text" for the size of a paper; None for the screen.
-        title: None for that of the field, "" for none.
+        title: title of the figure; None for the field's title, "" for none.
 
     Raises:
-        LayersimError: the result has no such field, it was not measured, or it has more than two axes.
+        LayersimError: the result has no such field, or the field was not measured or has more than two axes.
     """
     field = field or (result.pictures[0].field if result.pictures else "values")
     if field.startswith(UNTRAINED):
@@ -79,7 +79,7 @@ def figure(result: Result, field: str | None = None, width: str | None = None, t
 
 
 def _untrained_figure(result: Result, field: str) -> go.Figure:
-    """The figure of the mean of a field over untrained models."""
+    """The figure of a field's mean over untrained models."""
     held = field_named(result, field)
     twins = result.of_untrained(held)
     if twins is None:
@@ -138,7 +138,9 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
 
 
 def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values: Any, titles: tuple[str, str]) -> go.Figure:
-    """Lines over the last axis, on a logarithmic axis: a colour for each label of the first, a dash for each of the others."""
+    """Lines over the last axis on a logarithmic scale: one colour for each label of the first axis, one dash for each other
+    label.
+    """
     shown = [short_names(own) if own and str(own[0]) in result.layers else own for own in labels[:-1]]
     colours = series_look(len(labels[0]), ordered=len(labels[0]) > MOST_LINES)
     rows = values.reshape(-1, values.shape[-1])
@@ -151,7 +153,7 @@ def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values
 
 
 def _of_two_models(result: Result, field: str, own: Series, names: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Series]]:
-    """The labels and the curve of a field, or curves of both compared models over the sites of the deeper one."""
+    """Labels and curve of a field, or the curves of both compared models over the sites of the deeper model."""
     other, columns = f"column_{field}", result.coordinates("column")
     shorter, longer = sorted((names, columns), key=len)
     if JOINT not in result.provenance.model or other not in result.tensor_fields() or longer[: len(shorter)] != shorter:
@@ -201,18 +203,18 @@ OWN_SYMBOLS = ("x", "cross", "star", "diamond-open")
 def directions(
     values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], titles: tuple[str, str]
 ) -> go.Figure:
-    """Line plot over stitch points of one value of each stitch, with its interval.
+    """Line plot of a value of each stitch over stitch points, with intervals.
 
-    Each direction between two models has its own colour; a model with itself is dashed and grey. Models whose stitches with
-    themselves give the same values, such as 0, share one line.
+    Each direction between two models has its own colour; self-stitches are dashed and grey. Self-stitches with equal values,
+    such as 0, share one line.
 
     Args:
         values: `front back point`.
         low: lower ends of the intervals.
         high: upper ends of the intervals.
-        names: of the models.
+        names: names of the models.
         seams: names of the stitch points.
-        titles: of the figure, and of the vertical axis.
+        titles: titles of the figure and of the vertical axis.
     """
     fig = go.Figure()
     places = np.arange(len(seams))
@@ -250,18 +252,18 @@ def directions(
 
 
 def _symbol(front: int, back: int) -> str:
-    """The marker of a stitch: that of the direction, or one of the model with itself."""
+    """The marker of a stitch: the marker of its direction, or one for self-stitches."""
     return OWN_SYMBOLS[front % len(OWN_SYMBOLS)] if front == back else "circle" if front < back else "square-open"
 
 
 def _both_sides(seams: tuple[str, ...]) -> list[str]:
-    """Tick labels of stitch points between different layers: the block of the front and of the back."""
+    """Tick labels of stitch points between different layers: the blocks of both models."""
     sides = [tuple(part.strip() for part in seam.split(",")) for seam in seams]
     return [", ".join(short_names(side)) for side in sides]
 
 
 def _pairs(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], dict[str, Any]]]:
-    """Pairs of models in plotting order, both directions of a pair together and self-pairs last; and the line of each."""
+    """Pairs of models in plotting order, with self-pairs last; and the line style of each."""
     together = [(a, b) for a in range(count) for b in range(a + 1, count)]
     looks = {(a, a): {"color": GREY, "dash": ("dash", "dashdot", "longdash")[a % 3], "width": 1.5} for a in range(count)}
     directed = [pair for a, b in together for pair in ((a, b), (b, a))]
@@ -281,12 +283,12 @@ REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")
 def report_figure(
     report: Mapping[str, Result], width: Literal["column", "text"] | None = None, title: str | None = None
 ) -> go.Figure:
-    """The first picture of each result of a report, in rows of two panels, or below one another in a column.
+    """The figure of a report: the first picture of each result, in rows of two panels or in one column.
 
     Args:
-        report: any.
+        report: a report.
         width: "column" or "text" for the size of a paper; None for the screen.
-        title: above all panels; None for the model and the data of the run on the screen, "" for none.
+        title: title above all panels; None for model and data (only on the screen), "" for none.
 
     Raises:
         LayersimError: no result of the report has a picture.
@@ -312,12 +314,12 @@ def report_figure(
 
 
 def panels(figures: list[go.Figure], width: str | None = None, title: str = "") -> go.Figure:
-    """One figure with a panel for each of several.
+    """Combine several figures as the panels of one figure.
 
     Args:
-        figures: in order.
+        figures: the figures, in order.
         width: "column" or "text" for the size of a paper; None for the screen.
-        title: above all panels.
+        title: title above all panels.
     """
     columns = 1 if width == "column" else min(2, len(figures))
     rows = [figures[n : n + columns] for n in range(0, len(figures), columns)]
@@ -343,7 +345,7 @@ def panels(figures: list[go.Figure], width: str | None = None, title: str = "") 
 
 
 def _add_panel(whole: go.Figure, figure: go.Figure, x: float, y: float) -> None:
-    """Add a figure with its upper left corner at these pixels of the whole."""
+    """Add a figure as a panel, with its upper left corner at these pixels."""
     own, margin = figure.layout, figure.layout.margin
     wide, tall = whole.layout.width, whole.layout.height - whole.layout.margin.t
     left, right = (x + margin.l) / wide, (x + own.width - margin.r) / wide
@@ -384,7 +386,7 @@ def _add_panel(whole: go.Figure, figure: go.Figure, x: float, y: float) -> None:
 
 
 def _renamed(axis: str, offset: list[int]) -> str:
-    """The name of an axis of a panel in the whole: `x2` or `xaxis2` with a higher number."""
+    """The name of a panel's axis in the combined figure: `x2` or `xaxis2` with a higher number."""
     match = AXIS.fullmatch(axis)
     if match is None:
         return axis

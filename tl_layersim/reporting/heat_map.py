@@ -55,9 +55,9 @@ class HeatMapAxis(NamedTuple):
     """The rows or the columns of a heat map.
 
     Attributes:
-        names: of each row or column, for the text at the pointer.
-        title: of the axis. `site_axis_title` adapts it if the names are those of sites.
-        labels: at the ticks; None for the short names of sites.
+        names: name of each row or column, for hover texts.
+        title: title of the axis. `site_axis_title` adapts it if the names are site names.
+        labels: tick labels; None for the short names of sites.
     """
 
     names: tuple[Any, ...]
@@ -66,7 +66,7 @@ class HeatMapAxis(NamedTuple):
 
     @property
     def shown(self) -> list[str]:
-        """Labels of all rows or columns."""
+        """The labels of all rows or columns."""
         return short_names(self.names) if self.labels is None else self.labels
 
     def place(self, update: Callable[..., go.Figure]) -> None:
@@ -89,15 +89,15 @@ def heat_map(
     decimals: int | None = None,
     square: bool = True,
 ) -> go.Figure:
-    """A heat map.
+    """Draw a heat map of a matrix.
 
     Args:
-        values: `row column`.
-        sides: rows and columns.
-        scale: of the colours.
-        titles: of the figure, and of the colour bar.
-        ends: of the intervals of the values; None without intervals.
-        decimals: fewest decimals of the numbers in the cells of a small map; None for no numbers.
+        values: the matrix, `row column`.
+        sides: the rows and the columns.
+        scale: the colour scale.
+        titles: titles of the figure and of the colour bar.
+        ends: ends of the confidence intervals; None without intervals.
+        decimals: smallest number of decimals in the cells of a small map; None for no numbers.
         square: whether cells are square, and the first row is at the top.
     """
     rows, columns = sides
@@ -126,14 +126,14 @@ def heat_map(
 
 
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of layers by layers, of one model or of two, without first and last rows and columns that have no value.
+    """Heat map of layers by layers, of one or two models. First and last rows and columns without values are left out.
 
     Args:
-        result: whose field.
-        field: its name.
-        axes: of the field.
-        titles: of the figure, and of the colour bar.
-        ends: of the intervals of the values; None without intervals.
+        result: the result.
+        field: name of the field.
+        axes: names of the field's axes.
+        titles: titles of the figure and of the colour bar.
+        ends: ends of the confidence intervals; None without intervals.
     """
     values = _drawn_values(result, field, axes)
     scale = _matrix_scale(result, field, axes, values)
@@ -151,14 +151,14 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of many series over layers or dimensions: one row for each series, with its label.
+    """Heat map of many series over layers or dimensions, one row for each series.
 
     Args:
-        result: whose field.
-        field: its name.
-        axes: of the field.
-        titles: of the figure, and of the colour bar.
-        ends: of the intervals of the values; None without intervals.
+        result: the result.
+        field: name of the field.
+        axes: names of the field's axes.
+        titles: titles of the figure and of the colour bar.
+        ends: ends of the confidence intervals; None without intervals.
     """
     values = getattr(result, field).numpy()
     scale = scale_of(result, field, values)
@@ -167,13 +167,13 @@ def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
-    """Heat map of counts as fractions of the sum of their row. Colours are by the square root; cells with count 0 are white.
+    """Heat map of counts as fractions of their row sum. Colours follow the square root; cells with count 0 are white.
 
     Args:
-        result: whose field.
-        field: its name.
-        axes: of the field.
-        titles: of the figure, and of the colour bar.
+        result: the result.
+        field: name of the field.
+        axes: names of the field's axes.
+        titles: titles of the figure and of the colour bar.
     """
 
     def fractions(one: Any) -> Any:
@@ -204,7 +204,9 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
 
 
 def _drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
-    """The values of a matrix as an array, without those of a block, or p-values of a layer, with itself."""
+    """The values of a matrix as an array, without entries between a block and itself, and p-values between a layer and
+    itself.
+    """
     values = getattr(result, field).numpy()
     # The p-value of a layer with itself is no finding.
     own = len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field))
@@ -236,7 +238,7 @@ def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
-    """Rows of series, and columns of sites or numbers."""
+    """Rows and columns of `series_heat_map`: series, and sites or numbers."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])
@@ -245,7 +247,9 @@ def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, H
 
 
 def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
-    """What is left out of a matrix, what random vectors give, and the smallest possible p-value; empty for other fields."""
+    """Notes on a matrix: entries left out, the value of random vectors, the smallest possible p-value; empty for other
+    fields.
+    """
     if axes[0] in OF_JACOBIANS and len(result.coordinates(axes[0])) > 1:
         null = getattr(result, NULLS.get(field, ""), None)
         found = "" if null is None else f"; random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}"
@@ -262,14 +266,14 @@ def _of_own_layers(result: Result, field: str) -> bool:
 
 
 def _left_out(sides: list[HeatMapAxis], shown: list[slice]) -> str:
-    """The rows and columns that are not shown, in words; empty if all are."""
+    """A note on the rows and columns that are not shown; empty if all are shown."""
     outside = [[label for label in side.shown if label not in side.shown[own]] for side, own in zip(sides, shown, strict=True)]
     words = list(dict.fromkeys(label for labels in outside for label in labels))
     return f"without {', '.join(words)}, where no value is defined" if words else ""
 
 
 def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) -> list[str]:
-    """What differs among connections "block: t_in > t_out": the block, the token, or both tokens."""
+    """Labels of connections "block: t_in > t_out" with only the parts that differ: the block, one token or both tokens."""
     parts = [[int(part) for part in re.split(": | > ", one)] for one in connections]
     blocks, starts, ends = (len(set(column)) > 1 for column in zip(*parts, strict=True))
     labels = []

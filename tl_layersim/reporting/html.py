@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a report: a summary, tables, and every figure with its meaning; and what notebooks show."""
+"""The self-contained HTML page of a report, with summary, tables and explained figures; and HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finding(result: Result) -> str:
     """One sentence with the main numbers of a result; empty for a result without numbers.
 
     Args:
-        result: any; its own `finding` comes first.
+        result: a result. Its own `finding` comes first.
     """
     own = result.finding()
     if own:
@@ -51,14 +51,14 @@ def finding(result: Result) -> str:
 
 
 def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headline numbers of a result of several models, a line for each quantity and a column for each model.
+    """The headline numbers of a result of several models: a row for each quantity and a column for each model.
 
     Args:
-        result: any.
+        result: a result.
 
     Returns:
-        Names of the models; and lines of a quantity, its value for each model and, of two models, the change from the first to
-        the second. Nothing for a result of one model.
+        Names of the models; and rows of a quantity, its value for each model and, for two models, the difference. Empty for a
+        result of one model.
     """
     models = tuple(map(str, getattr(result, "models", ())))
     texts = headline_texts(result)
@@ -73,13 +73,13 @@ def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 
 def _difference_text(result: Result, before: str, after: str) -> str:
-    """The second headline number minus the first, with its sign and its own margin: both were measured on the same data."""
+    """The second headline number minus the first, with its sign and its margin for paired data."""
     text = with_margin(result, lambda one: one.headline()[after] - one.headline()[before])
     return text if text.startswith("-") else f"+{text}"
 
 
 def _extremes(result: LayerMatrix) -> str:
-    """The highest and the lowest value between two sites, in words; empty where no value is defined."""
+    """The highest and the lowest value between two sites, in words; empty if no value is defined."""
     values = result.values
     two_models = JOINT in result.provenance.model
     rows, columns = result.layers, result.column_layers
@@ -97,7 +97,7 @@ def _extremes(result: LayerMatrix) -> str:
 
 
 def _pair(result: LayerMatrix, place: Tensor, two_models: bool) -> str:
-    """A cell of a matrix in words: its sites and its value. A cell that the data choose has no interval."""
+    """A matrix entry in words: its sites and its value. An entry chosen by the data has no interval."""
     row, column = divmod(int(place), result.values.shape[1])
     names: list[Any] = [site_in_words(result.layers[row]), site_in_words(result.column_layers[column])]
     if two_models:
@@ -127,10 +127,10 @@ NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=Tru
 
 
 def result_html(result: Result) -> str:
-    """A result as HTML: a table of its headline numbers and one line of what it was measured on.
+    """A result as HTML: a table of its headline numbers, and a line with model and data.
 
     Args:
-        result: any.
+        result: a result.
     """
     size = " x ".join(map(str, result.values.shape))
     rows = [(name, text) for name, text in headline_texts(result).items()]
@@ -146,7 +146,7 @@ def report_html(report: Report) -> str:
     """A report as HTML: one table of the headline numbers of all results.
 
     Args:
-        report: any.
+        report: a report.
     """
     first = next(iter(report.values()), None)
     rows = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
@@ -164,7 +164,7 @@ def measured_on(provenance: Provenance) -> str:
     """The model and the data of a run in one line.
 
     Args:
-        provenance: of a result of the run.
+        provenance: provenance of a result of the run.
     """
     rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
     return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
@@ -204,7 +204,7 @@ RECORD = {
 
 
 def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Path:
-    """Write the page; it opens from disk and needs no network. It holds the whole of plotly.js, which has 4.5 MB.
+    """Write the HTML page of a report. It holds all of plotly.js (4.5 MB), so it opens without a network.
 
     Raises:
         OSError: the file cannot be written.
@@ -246,12 +246,12 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
 
 
 def _anchor(name: str) -> str:
-    """The name by which links find the section of a result; no name of a result holds a slash."""
+    """The anchor of a result's section."""
     return f"{name}/" if name in OWN_NAMES else name
 
 
 def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
-    """What the page shows of one result; its figures are added to a list, as JSON."""
+    """The section of one result as HTML. Its figures are appended to a list as JSON."""
     plots = []
     for picture in result.pictures:
         shown = [(picture.field, picture.title)]
@@ -278,7 +278,7 @@ def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
 
 
 def _numbers(result: Result, field: str) -> dict[str, Any]:
-    """The numbers of a figure as text, a line for each site; empty for matrices and for tables that are too large."""
+    """The values of a figure as a text table, a row for each site; empty for matrices and large tables."""
     axes = result.declared(field).axes
     if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] in COLUMNS):
         return {}
@@ -293,7 +293,7 @@ def _numbers(result: Result, field: str) -> dict[str, Any]:
 
 
 def _facts(report: Mapping[str, Result]) -> list[tuple[str, str, str]]:
-    """What was measured on what: a label, its value and a remark for each tile at the top of the page."""
+    """Tiles at the top of the page, on model, data and measures: a label, a value and a remark each."""
     results = list(report.values())
     run = results[0].provenance
     models = names_of_models(run.model)
@@ -318,7 +318,7 @@ def _facts(report: Mapping[str, Result]) -> list[tuple[str, str, str]]:
 
 
 def _warnings(report: Mapping[str, Result]) -> list[tuple[str, str]]:
-    """The warnings of the run, each once, with the names of the results that it is about."""
+    """The warnings of the run, each once, with the names of its results."""
     about: dict[str, list[str]] = {}
     for name, result in report.items():
         for text in result.provenance.warnings:
@@ -348,7 +348,7 @@ def _option(value: Any) -> str:
 
 
 def _intervals(report: Mapping[str, Result]) -> str:
-    """What the intervals of a report are, in words; empty without intervals."""
+    """A description of the report's intervals; empty without intervals."""
     blocks = {name: len(result.block_tokens) for name, result in report.items() if result.has_intervals}
     if max(blocks.values(), default=0) < 2:
         return ""
@@ -364,7 +364,7 @@ def _intervals(report: Mapping[str, Result]) -> str:
 
 
 def _sites(result: Result) -> str:
-    """The sites at which a result was measured, in words; empty for a result without sites, such as one of many models."""
+    """The sites of a result, in words; empty for a result without sites, such as one of many models."""
     if not result.layers:
         return ""
     further = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))

@@ -1,4 +1,4 @@
-"""Confidence intervals in figures: the ends of a field's intervals as bands, whiskers and hover texts."""
+"""Confidence intervals in figures, as bands, whiskers and hover texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN = 0.01
 
 
 class Ends(NamedTuple):
-    """Lower and upper ends of the 95 % intervals of some values, as arrays in the shape of the values; NaN where unknown."""
+    """Lower and upper ends of 95 % intervals, two arrays in the shape of the values; NaN for unknown ends."""
 
     low: Any
     high: Any
@@ -35,8 +35,8 @@ def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | No
     """The ends of the intervals of a field; None for a result or a field without intervals.
 
     Args:
-        result: whose field.
-        what: name of the field, "values" for that of `values_name`, or a function of the result, see `Result.interval`.
+        result: the result.
+        what: name of the field, "values" for the field of `values_name`, or a function of the result, see `Result.interval`.
     """
     if not result.has_intervals or (isinstance(what, str) and bounds_of(result).get(what, ()) is None):
         return None
@@ -45,10 +45,10 @@ def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | No
 
 
 def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
-    """The intervals as text behind a value, such as " (0.29 to 0.33)"; empty where an end is unknown.
+    """Intervals as text after a value, such as " (0.29 to 0.33)"; empty if an end is unknown.
 
     Args:
-        ends: of any shape.
+        ends: ends of the intervals, arrays of any shape.
         digits: format of a number.
     """
     texts = np.empty(np.shape(ends.low), dtype=object)
@@ -59,12 +59,12 @@ def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
 
 
 def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str, Any]:
-    """Data and template of the text at a point of a line: its name, its value, and its interval where it has one.
+    """Data and template of the hover text at a point: its name, its value, and its interval if there is one.
 
     Args:
-        names: of the points.
-        ends: of the intervals; None without intervals.
-        label: of the line, as markup.
+        names: names of the points.
+        ends: ends of the confidence intervals; None without intervals.
+        label: label of the line, as markup.
     """
     if ends is None:
         return {"customdata": list(names), "hovertemplate": "%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>"}
@@ -73,13 +73,13 @@ def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str
 
 
 def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, quantity: str) -> dict[str, Any]:
-    """Data and template of the text at a cell: the names of its row and column, its value, and its interval where it has one.
+    """Data and template of the hover text at a cell: row, column, value, and interval if there is one.
 
     Args:
         rows: names of the rows.
         columns: names of the columns.
-        ends: of the intervals, `row column`; None without intervals.
-        quantity: the value in words, as markup.
+        ends: ends of the confidence intervals, `row column`; None without intervals.
+        quantity: name of the quantity, as markup.
     """
     texts = None if ends is None else hover_texts(ends)
     data = [
@@ -92,13 +92,13 @@ def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, q
 
 
 def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> None:
-    """Add a shaded band to a figure; lines that are added later lie above it. Points without an interval leave a gap.
+    """Add a shaded band to a figure. Lines that are added later lie above it; points without an interval leave a gap.
 
     Args:
         fig: the figure.
-        x: of the points, in order.
-        ends: of the points.
-        colour: of the line, as "#rrggbb".
+        x: x of the points, in ascending order.
+        ends: ends of the confidence intervals.
+        colour: colour of the line, as "#rrggbb".
         **trace: further properties, such as `legendgroup`.
     """
     xs: list[Any] = []
@@ -127,11 +127,11 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> N
 
 
 def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
-    """Error bars from the lower to the upper ends, for `error_x` or `error_y` of a trace; none where an end is unknown.
+    """Error bars for `error_x` or `error_y` of a trace; none if an end is unknown.
 
     Args:
-        values: of the points.
-        ends: of the points.
+        values: values of the points.
+        ends: ends of the confidence intervals.
     """
     return {
         "type": "data",
@@ -144,12 +144,12 @@ def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
 
 
 def intervals_in_words(fig: go.Figure) -> str:
-    """The marks of the intervals in a figure; empty for a figure that draws no intervals.
+    """How a figure marks its intervals, in words; empty if it draws none.
 
-    Bands that are all thinner than their lines are said to be so, since no reader sees them.
+    The text says so if all bands are thinner than their lines.
 
     Args:
-        fig: with bands of `add_band` and error bars of `whiskers`.
+        fig: a figure with bands from `add_band` and error bars from `whiskers`.
 
     Examples:
         >>> bars = whiskers(np.array([0.3]), Ends(np.array([0.2]), np.array([0.5])))
@@ -164,7 +164,7 @@ def intervals_in_words(fig: go.Figure) -> str:
 
 
 def _are_seen(fig: go.Figure, bands: Sequence[Any]) -> bool:
-    """Whether any of the bands is higher than a line is thick."""
+    """Whether a band is wider than the thickness of a line."""
     axis = fig.layout.yaxis
     scale = np.log10 if axis.type == "log" else np.asarray
     drawn = np.concatenate([scale(np.array(trace.y, dtype=float)) for trace in fig.data if trace.y is not None])

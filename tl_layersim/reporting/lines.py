@@ -1,4 +1,4 @@
-"""Lines with bands: fields over layers or numbers, quantiles, and paths in a plane."""
+"""Line plots with bands: fields over layers or numbers, quantiles, and paths in a plane."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ LABEL_HEIGHT = 15
 
 
 class Series(NamedTuple):
-    """A line of a figure.
+    """A line of a line plot.
 
     Attributes:
-        label: in the legend.
-        values: of the points.
-        ends: of the intervals of the values; None without intervals.
-        colour: of the line and its band.
-        symbol: of the markers, as plotly names it.
-        dash: of the line, as plotly names it.
+        label: label in the legend.
+        values: values of the points.
+        ends: ends of the confidence intervals; None without intervals.
+        colour: colour of the line and its band.
+        symbol: plotly's name of the marker.
+        dash: plotly's name of the dash.
     """
 
     label: str
@@ -69,15 +69,15 @@ class Series(NamedTuple):
 
 
 def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: str, axis: str, log: bool = False) -> go.Figure:
-    """Line plot of one or more series over layers, numbers or names. Intervals are bands, and whiskers over names.
+    """Line plot of one or more series over layers, numbers or names. Intervals are bands, or whiskers if the axis has names.
 
     Args:
         names: labels along the axis.
         series: the lines.
-        title: of the figure.
+        title: title of the figure.
         quantity: title of the vertical axis.
         axis: name of the horizontal axis.
-        log: whether the vertical axis is logarithmic where all values are positive.
+        log: whether the vertical axis is logarithmic if all values are positive.
     """
     shown = known_columns(np.stack([one.values for one in series])) if axis in LAYER_AXES else slice(None)
     names = names[shown]
@@ -118,7 +118,7 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
 
 
 def is_wide(values: Any) -> bool:
-    """Whether values span so large a factor that a linear axis would flatten most of them.
+    """Whether values span so large a factor that they need a logarithmic axis.
 
     Args:
         values: any array.
@@ -131,20 +131,20 @@ def known_columns(values: Any) -> slice:
     """The columns from the first to the last with a finite value; all columns if none has one.
 
     Args:
-        values: `row column`.
+        values: the matrix, `row column`.
     """
     known = np.flatnonzero(np.isfinite(values).any(axis=0))
     return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
 
 
 def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
-    """Widen the vertical axis of lines to a tenth of the bounds of the quantity, so that noise does not look like a dip.
+    """Widen the vertical axis to at least a tenth of the quantity's range, so that noise does not look like a dip.
 
-    An axis from 0 begins a little below the lower bound instead where that is positive, such as 1 for a ratio of at least 1.
+    If the lower bound is positive, such as 1 for a ratio, an axis from 0 begins a little below this bound instead.
 
     Args:
-        fig: of lines; other figures, and axes that are logarithmic or have a range, stay as they are.
-        bounds: of the quantity, infinite where there is none.
+        fig: a line plot. Other figures, logarithmic axes and axes with a fixed range are not changed.
+        bounds: lowest and highest possible value; infinite if there is none.
     """
     axis, (low, high) = fig.layout.yaxis, bounds
     if axis.type == "log" or axis.range is not None or any(trace.type != "scatter" for trace in fig.data):
@@ -164,22 +164,22 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
-    """Whether the labels of an axis are positions along it; classes are names, even where they are numbers.
+    """Whether the labels of an axis are positions along it. Class labels are names, even if they are numbers.
 
     Args:
         names: labels along the axis.
-        axis: its name.
+        axis: name of the axis.
     """
     return axis not in (*LAYER_AXES, "label") and all(isinstance(name, int | float) for name in names)
 
 
 def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
-    """Title and ticks of the horizontal axis.
+    """Set title and ticks of the horizontal axis.
 
     Args:
-        fig: whose axis.
+        fig: the figure.
         names: labels along the axis.
-        axis: its name.
+        axis: name of the axis.
     """
     if axis in LAYER_AXES:
         after = not names or names[0].endswith("resid_pre")
@@ -196,22 +196,22 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
-    """The ends on a logarithmic axis, which has no 0: there the lower ends are half the smallest positive value.
+    """Ends of intervals for a logarithmic axis: a lower end at or below 0 becomes half the smallest positive value.
 
     Args:
-        ends: of the intervals.
-        values: of the points.
+        ends: ends of the confidence intervals.
+        values: values of the points.
     """
     above = [number for number in (*values, *ends.low) if number > 0]
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 
 
 def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
-    """The line plot with horizontal reference lines.
+    """Add horizontal reference lines to a line plot.
 
     Args:
-        fig: of lines.
-        baselines: names and values; none for the figure as it is.
+        fig: a line plot.
+        baselines: names and values of the lines.
     """
     places = list(fig.data[-1].x) or [0]
     if len([trace for trace in fig.data if trace.fill is None]) == 1 and baselines:
@@ -230,12 +230,12 @@ def quantile_lines(
     """Quantiles over tokens as bands around the median, over layers. Intervals of the median are whiskers.
 
     Args:
-        levels: of the quantiles.
+        levels: quantile levels.
         names: labels along the axis.
         values: `quantile layer`.
-        titles: of the figure, and of the vertical axis.
+        titles: titles of the figure and of the vertical axis.
         axis: name of the horizontal axis.
-        ends: of the intervals of the values; None without intervals.
+        ends: ends of the confidence intervals; None without intervals.
     """
     shown = known_columns(values) if axis in LAYER_AXES else slice(None)
     names, values, ends = names[shown], values[:, shown], ends and ends.at((slice(None), shown))
@@ -278,14 +278,14 @@ def quantile_lines(
 
 
 def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Line plot over blocks of one value of each sublayer: one line for each of attention, attention to an encoder, and MLP.
+    """Line plot of a value of each sublayer over blocks: one line for attention, cross-attention and MLP each.
 
     Args:
-        names: of the sites of sublayers, such as `blocks.0.hook_attn_out`.
+        names: names of the sublayers' sites, such as `blocks.0.hook_attn_out`.
         values: `sublayer`.
-        title: of the figure.
+        title: title of the figure.
         quantity: title of the vertical axis.
-        ends: of the intervals of the values; None without intervals.
+        ends: ends of the confidence intervals; None without intervals.
     """
     fig = go.Figure()
     known = values[np.isfinite(values)]
@@ -323,13 +323,13 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
 
 
 def step_curve(losses: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Loss by training step, and its moving mean.
+    """Line plot of the loss by training step, with its moving mean.
 
     Args:
         losses: `step`.
-        title: of the figure.
+        title: title of the figure.
         quantity: title of the vertical axis.
-        ends: of the intervals of the losses, shown where the pointer is; None without intervals.
+        ends: ends of the confidence intervals of the losses, shown in hover texts; None without intervals.
     """
     fig = go.Figure()
     steps = np.arange(1, len(losses) + 1)
@@ -356,14 +356,14 @@ def named_points(
     kind: str,
     titles: tuple[str, str, str],
 ) -> go.Figure:
-    """A line through points with names, some of which stand beside their points, with whiskers in both directions.
+    """A line through named points, with whiskers in both directions. Some names are written beside their points.
 
     Args:
         points: x and y of the points.
-        ends: of the intervals of x and of y; None without intervals.
-        names: of the points.
-        kind: what the names are, for the legend.
-        titles: of the figure, of the horizontal and of the vertical axis.
+        ends: ends of the confidence intervals of x and of y; None without intervals.
+        names: names of the points.
+        kind: kind of the names, for the legend.
+        titles: titles of the figure, the horizontal axis and the vertical axis.
     """
     bars = {
         f"error_{side}": whiskers(values, own) | {"color": FAINT.format(0.5)}
@@ -401,17 +401,17 @@ def named_points(
 def paths(
     coordinates: Any, explained: list[float], tokens: tuple[str, ...], layers: tuple[str, ...], title: str, skipped: int = 0
 ) -> go.Figure:
-    """Paths of tokens in the plane of two principal components, coloured by position; the first and the last are thick.
+    """Paths of tokens through the layers in the plane of two principal components, coloured by position.
 
-    Both components have one scale, so that lengths and angles are those of the plane.
+    Both axes have the same scale. The first and the last path are thick.
 
     Args:
         coordinates: `token layer 2`.
         explained: fraction of the last layer's variance along each component.
-        tokens: of the prompt.
+        tokens: tokens of the prompt.
         layers: names of the residual layers.
-        title: of the figure.
-        skipped: number of positions of the prompt before the first of these tokens.
+        title: title of the figure.
+        skipped: number of prompt positions before the first token.
     """
     fig = go.Figure()
     last = len(tokens) - 1
@@ -452,7 +452,7 @@ def paths(
 
 
 def _beyond(path: Any) -> str:
-    """The place of a label at the end of a path that continues the path."""
+    """The position of a label in the direction of the path's end."""
     x, y = path[-1] - path[-2] if len(path) > 1 else (0.0, 1.0)
     if abs(x) > abs(y):
         return "middle right" if x > 0 else "middle left"
@@ -460,12 +460,12 @@ def _beyond(path: Any) -> str:
 
 
 def with_labelled_ends(fig: go.Figure, named: Sequence[tuple[Any, Any, str, str]], heading: str = "") -> go.Figure:
-    """The figure with the names of lines beside their right ends, joined to them, in the colours of the lines.
+    """Write the names of lines beside their right ends, in the colours of the lines.
 
     Args:
-        fig: as `styled` leaves it.
-        named: x and y of each line that is named, its name as text, and its colour.
-        heading: before the highest name; "" for none.
+        fig: a figure that `styled` returned.
+        named: x, y, name and colour of each named line.
+        heading: heading above the names; "" for none.
     """
     ends = []
     for x, y, name, colour in named:

@@ -1,4 +1,4 @@
-"""Figures of many models and runs: lines, heat maps, matrices side by side, dendrograms, and means within and between groups.
+"""Figures of many models and runs: lines, heat maps, matrices side by side, dendrograms, and group means.
 
 Figures of a labelled table take an `xarray.Dataset` with the variables `value` and, for intervals, `low` and `high`.
 """
@@ -62,8 +62,8 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
     """Lines over one dimension, one for each label of the other.
 
     Args:
-        drawn: over one or two dimensions.
-        over: the horizontal one.
+        drawn: table over one or two dimensions.
+        over: the horizontal dimension.
         sites: the dimensions whose labels are sites.
     """
     other = next((str(dim) for dim in drawn["value"].dims if dim != over), None)
@@ -122,8 +122,8 @@ def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str
     """A heat map of two dimensions.
 
     Args:
-        drawn: over these two.
-        over: the horizontal and the vertical one.
+        drawn: table over two dimensions.
+        over: the horizontal and the vertical dimension.
         sites: the dimensions whose labels are sites.
     """
     drawn = _pairs(drawn, sites)
@@ -144,7 +144,7 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Fig
     """Heat maps of layers by layers side by side, one for each run, with one colour scale.
 
     Args:
-        drawn: over the sides and runs.
+        drawn: table over `sides` and `runs`.
         sides: the dimensions of rows and of columns.
         runs: the dimension of runs.
     """
@@ -189,12 +189,12 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Fig
 
 
 def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
-    """The table without what a block and itself give, which is no pair."""
+    """The table without entries between a block and itself."""
     return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(SIDES) <= set(sides) else drawn
 
 
 def _scale(values: Any, narrow: bool) -> ColourScale:
-    """The colour scale from 0 or, for values that may all be far from it, from the smallest; about 0 for negative values."""
+    """The colour scale: from 0; if `narrow`, from the smallest value, or centred at 0 if there are values of both signs."""
     if narrow:
         return about_zero(values) if np.nanmin(values) < 0 < np.nanmax(values) else narrow_scale(values)
     return scale_within(values, (-math.inf, math.inf))
@@ -212,7 +212,7 @@ def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapA
 
 
 def _places(labels: list[Any]) -> tuple[list[float], dict[str, Any]]:
-    """Positions of labels along an axis, and plotly's settings of its ticks.
+    """Positions of labels along an axis, and plotly's tick settings.
 
     Numbers that span a factor of `WIDE` or more have logarithmic positions; 0 then stands half a decade below the smallest
     other number. Names are evenly spaced.
@@ -240,7 +240,7 @@ def _short(value: float) -> str:
 
 
 def _names(labels: list[Any], of_sites: bool) -> list[str]:
-    """Names of lines; of a single line none."""
+    """Names of the lines; empty for a single line."""
     return (short_names(tuple(labels)) if of_sites else [_text(label) for label in labels]) if labels else [""]
 
 
@@ -257,7 +257,7 @@ def _labels(drawn: xarray.Dataset, dim: str) -> tuple[str, ...]:
 
 
 def _side(drawn: xarray.Dataset, dim: str) -> str:
-    """The title of an axis of sites."""
+    """The title of a site axis."""
     if dim not in STREAM_DIMS:
         return SIDES.get(dim, axis_title(dim))
     return "After block" if _labels(drawn, dim)[:1] and _labels(drawn, dim)[0].endswith("resid_pre") else "Block"
@@ -273,7 +273,7 @@ def _words(drawn: xarray.Dataset) -> str:
 
 
 def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
-    """The title of the field's own figure, or its name, and the horizontal dimension in small letters."""
+    """The title: the field's title or name, and the horizontal dimension in lower case."""
     about = drawn["value"].attrs
     names = next((_labels(drawn, dim) for dim in sites), ())
     # The title of a field is of its layers, which may have been selected or averaged away.
@@ -282,7 +282,7 @@ def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
 
 
 def _note(drawn: xarray.Dataset, more: str) -> str:
-    """The model and the number of tokens that all runs share, the labels that were selected, and further words."""
+    """The note below a title: model and number of tokens if all runs share them, selected labels, and further words."""
     about = drawn.attrs
     models = names_of_models(str(about.get("model", "")))
     data = f"{about['tokens']:,} tokens" if "tokens" in about else "different data" if about else ""
@@ -301,12 +301,12 @@ UPRIGHT, ACROSS = 2, 70
 
 
 def clusters(distances: Any) -> Any:
-    """Average linkage of models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it.
+    """Average-linkage clustering of models, `merge 4`, in the format of `scipy.cluster.hierarchy.linkage`.
 
-    The distance of two models is the mean over both directions, each at least 0.
+    The distance between two models is the mean over both directions, after negative distances are set to 0.
 
     Args:
-        distances: `model model`, an array.
+        distances: array `model model`.
     """
     from scipy.cluster.hierarchy import linkage
 
@@ -316,13 +316,13 @@ def clusters(distances: Any) -> Any:
 
 
 def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Heat map of models by models, with similar models side by side. Names have the colours of their groups.
+    """Heat map of models by models, ordered by similarity. Names have the colours of their groups.
 
     Args:
         grid: a `ModelGrid`.
-        title: of the figure.
+        title: title of the figure.
         quantity: title of the colour bar.
-        ends: of the intervals of the values; None without intervals.
+        ends: ends of the confidence intervals; None without intervals.
     """
     from scipy.cluster.hierarchy import leaves_list
 
@@ -341,12 +341,12 @@ def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None
 
 
 def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequence[str]) -> go.Figure:
-    """Dendrogram of models. A link that joins models of one group has the colour of the group.
+    """Dendrogram of models. Links within a group have the colour of the group.
 
     Args:
-        array: distances, `model model`, finite off the diagonal.
-        names: of the models.
-        groups: of the models, or none.
+        array: distances `model model`, finite off the diagonal.
+        names: names of the models.
+        groups: group of each model; empty if there are no groups.
     """
     from scipy.cluster.hierarchy import dendrogram
 
@@ -371,12 +371,13 @@ def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequen
 
 
 def group_figure(found: xarray.Dataset) -> go.Figure:
-    """Means within and between groups of models: lines over sites with bands, or points with whiskers, of one deviation.
+    """Means within and between groups of models: lines over sites with bands, or points with whiskers, of one standard
+    deviation.
 
-    A comparison within a group has the colour of the group in other figures of the models, one between groups is dark or grey.
+    A mean within a group has the colour of the group; a mean between groups is dark or grey.
 
     Args:
-        found: what `compare_groups` returns.
+        found: the result of `compare_groups`.
     """
     # The first two comparisons are of all groups together.
     found = found.isel(comparison=slice(2, None)).transpose("comparison", ...)
@@ -411,19 +412,19 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
 
 
 def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
-    """Names in the colours of their groups."""
+    """Names as markup in the colours of their groups."""
     colours = _colours(groups)
     shown = zip(map(html.escape, names), groups or [""] * len(names), strict=True)
     return [f'<span style="color:{colours[group]}">{name}</span>' if group in colours else name for name, group in shown]
 
 
 def _colours(groups: Sequence[str]) -> dict[str, str]:
-    """A colour for each group, by its place among the sorted groups."""
+    """The colour of each group, by its index among the sorted groups."""
     return {group: PALETTE[n % len(PALETTE)] for n, group in enumerate(sorted(set(groups)))}
 
 
 def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
-    """The figure with a legend of the groups, if there are any."""
+    """Add a legend of the groups, if there are any."""
     for group, colour in _colours(groups).items():
         marker = {"color": colour, "size": 10, "symbol": "square"}
         # Dark pages find by `meta` that these colours are those of tick labels, and change both.

@@ -1,4 +1,4 @@
-"""Figures of blocks as a network: the coupling of each two as an edge."""
+"""Network figure of blocks: each edge is the coupling of two blocks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NAME_ONLY = "%{customdata}<extra></extra>"
 def coupling_network(
     strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Ends | None = None
 ) -> go.Figure:
-    """Blocks on a circle with an edge between each pair of blocks; the stronger their coupling, the darker the edge.
+    """Network of blocks on a circle; an edge is darker if the coupling of its blocks is stronger.
 
     Args:
-        strength: `layer layer`, symmetric, 0 for no edge.
-        strongest: strength of an edge that is darkest.
-        names: of the blocks.
-        title: of the figure.
-        ends: of the intervals of the strengths; None without intervals.
+        strength: couplings `layer layer`, symmetric; 0 for no edge.
+        strongest: strength of the darkest colour.
+        names: names of the blocks.
+        title: title of the figure.
+        ends: ends of the confidence intervals of the strengths; None without intervals.
     """
     texts = np.full(strength.shape, "", dtype=object) if ends is None else hover_texts(ends, ".3f")
     blocks = len(names)

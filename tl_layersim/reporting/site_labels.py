@@ -1,4 +1,4 @@
-"""Words on axes: names of axes and lines, tick labels and titles of sites, and ranges of sites."""
+"""Words in figures: names of axes and lines, tick labels and titles for sites, and ranges of sites."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class SiteParts(NamedTuple):
     """Parts of the TransformerLens name of a site.
 
     Attributes:
-        stack: "encoder", "decoder", "text" or "vision"; "" for a model of one stack.
-        block: its number, as text; "" for the final norm.
-        place: what follows the block, such as "hook_attn_out".
-        head: its number, as text; "" for a site of no single head.
+        stack: "encoder", "decoder", "text" or "vision"; "" for a model with one stack.
+        block: number of the block, as text; "" for the final norm.
+        place: rest of the name after the block, such as "hook_attn_out".
+        head: number of the head, as text; "" for other sites.
     """
 
     stack: str
@@ -106,7 +106,7 @@ class SiteParts(NamedTuple):
 
 
 def parse_site(name: str) -> SiteParts | None:
-    """The parts of a TransformerLens name; None for another name.
+    """The parts of a TransformerLens name; None for other names.
 
     Examples:
         >>> parse_site("blocks.3.attn.hook_z[5]")
@@ -120,7 +120,7 @@ def parse_site(name: str) -> SiteParts | None:
 
 
 def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:
-    """The parts of all names; None if one of them is no TransformerLens name."""
+    """The parts of all names; None if one of them is not a TransformerLens name."""
     sites = [site for name in names if (site := parse_site(name)) is not None]
     return sites if len(sites) == len(names) else None
 
@@ -128,8 +128,8 @@ def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:
 def short_names(names: tuple[str, ...]) -> list[str]:
     """Tick labels: the block's number; `embed` for the input of block 0, and `into 3` for the input of a later one.
 
-    Heads are `L3H5`. Sites of several families carry the family's name, and sites that TransformerLens does not name keep their
-    path, without the prefix that all of them share.
+    Heads are `L3H5`. Labels hold the family's name if there are several families. Sites without a TransformerLens name keep
+    their path, without its common prefix.
 
     Examples:
         >>> short_names(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"))
@@ -153,9 +153,9 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
     """Title of an axis of sites.
 
     Args:
-        names: of the sites.
-        title: of an axis of residual layers, in which "block" becomes "module" where the sites are modules, and which other
-            sites replace.
+        names: names of the sites.
+        title: title for residual layers. "block" becomes "module" if the sites are modules; other sites have a title of their
+            own.
 
     Examples:
         >>> site_axis_title(("blocks.0.hook_attn_out", "blocks.1.hook_attn_out"), "After block of gpt2")
@@ -182,11 +182,11 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
 
 
 def site_words(names: tuple[str, ...], text: str) -> str:
-    """A text about residual layers, with "head" for "layer" where every site is a head, and "site" where one is no such layer.
+    """Adapt a text to its sites: "layer" becomes "head" if all sites are heads, and "site" if one is not a residual layer.
 
     Args:
-        names: of the sites.
-        text: such as the title of a figure.
+        names: names of the sites.
+        text: a text, such as the title of a figure.
 
     Examples:
         >>> site_words(("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]"), "Linear CKA between layers")
@@ -201,7 +201,7 @@ def site_words(names: tuple[str, ...], text: str) -> str:
 
 
 def heads_in_block(names: tuple[str, ...]) -> int:
-    """Number of heads of the first block where every site is a head, else 0."""
+    """Number of heads in the first block if every site is a head, else 0."""
     sites = _parse_sites(names)
     return sum(site[:3] == sites[0][:3] for site in sites) if sites and all(site.head for site in sites) else 0
 
@@ -234,7 +234,7 @@ def _short_paths(names: tuple[str, ...]) -> list[str]:
 
 
 def axis_title(axis: str) -> str:
-    """An axis in words, with its unit.
+    """The title of an axis, with its unit.
 
     Examples:
         >>> axis_title("length"), axis_title("head_number")
@@ -244,7 +244,7 @@ def axis_title(axis: str) -> str:
 
 
 def series_label(axis: str, label: object) -> str:
-    """The name of a line that belongs to one label of an axis.
+    """The name of the line for one label of an axis.
 
     Examples:
         >>> series_label("k", 5), series_label("look", 1000), series_label("model", "before"), series_label("head_group", 2)
@@ -264,8 +264,8 @@ def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
     """The quantity of a labelled array with its unit.
 
     Args:
-        attrs: of the array.
-        default: name of a quantity that has no `long_name`.
+        attrs: attributes of the array.
+        default: name of a quantity without `long_name`.
 
     Examples:
         >>> quantity_with_unit({"long_name": "Cross-entropy", "units": "nats"}, "Value")
@@ -276,7 +276,7 @@ def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
 
 
 def inside_title(words: str) -> str:
-    """Words as they stand inside a title: in lower case, but not initials.
+    """Words for the middle of a title: the first letter in lower case, except in initialisms.
 
     Examples:
         >>> inside_title("Training step"), inside_title("CKA of layers")
@@ -286,10 +286,10 @@ def inside_title(words: str) -> str:
 
 
 def is_stream(names: tuple[str, ...]) -> bool:
-    """Whether all sites are inputs and outputs of blocks.
+    """Whether all sites are inputs or outputs of blocks.
 
     Args:
-        names: of the sites.
+        names: names of the sites.
     """
     sites = _parse_sites(names)
     return sites is not None and all(site.place in STREAM for site in sites)
@@ -301,7 +301,7 @@ def site_ranges(names: tuple[str, ...]) -> str:
     The input of block 0 and the outputs of all blocks are one family, the residual stream.
 
     Args:
-        names: of the sites.
+        names: names of the sites.
 
     Examples:
         >>> site_ranges(tuple(f"blocks.{i}.hook_attn_out" for i in range(32)))
@@ -328,8 +328,8 @@ def visible_token(token: str, letters: int | None = None) -> str:
     """A token as one line of plain text in which outer spaces are visible.
 
     Args:
-        token: as text.
-        letters: most letters; a longer token ends with an ellipsis.
+        token: text of the token.
+        letters: maximum number of letters; a longer token ends with an ellipsis.
 
     Examples:
         >>> visible_token(" girl"), visible_token("a\\n"), visible_token(""), visible_token(" extraordinary", 8)

@@ -61,14 +61,14 @@ SCREEN, PAPER = "tl_layersim", "tl_layersim_paper"
 
 
 class Size(NamedTuple):
-    """Width of a figure and of its letters in pixels of 1/96 inch, and the height of a plot of lines over the width.
+    """The size of a figure and its letters, in pixels of 1/96 inch.
 
     Attributes:
-        template: its name.
-        width: of the figure.
+        template: name of plotly's template.
+        width: width of the figure.
         font: size of letters.
         title: size of the letters of the title.
-        shape: height of a plot of lines over the width of the figure; 0 for the height that the figure has.
+        shape: ratio of the height of a line plot to the width of the figure; 0 to keep the height.
     """
 
     template: str
@@ -122,35 +122,35 @@ plotly.io.templates[PAPER] = _template(PAPER_SIZES["text"], "black", line=1.5, m
 
 
 def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH) -> go.Figure:
-    """The figure with its title, size, font and margins; the legend stands below the axes, and never over the curves.
+    """Set title, size, font and margins of a figure, and put the legend below the axes.
 
     Args:
-        fig: to style. One heat map of square cells gets the height that it needs.
-        title: what the figure shows; a long one is broken into lines.
-        height: of the figure in pixels, without plotly's buttons.
-        width: of the figure in pixels.
+        fig: the figure. A single heat map with square cells gets the height that it needs.
+        title: title of the figure; a long title is broken into lines.
+        height: height of the figure in pixels, without plotly's buttons.
+        width: width of the figure in pixels.
     """
     fig.update_layout(title={"text": title, "subtitle": {"text": ""}})
     return _with_layout(fig, PAPER_SIZES[None]._replace(width=width), height - 94)
 
 
 def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
-    """The figure with a line below its title: the model, the number of tokens, and the marks of the intervals.
+    """Add a line below the title: model, number of tokens, and how intervals are marked.
 
     Args:
-        fig: with a title, as `styled` leaves it.
-        provenance: of the result that it shows.
-        samples: their number and kind in words, for a figure of others than the tokens or rows of the run.
+        fig: a figure with a title that `styled` returned.
+        provenance: provenance of the result in the figure.
+        samples: number and kind of the samples in words, if they are not the tokens or rows of the run.
     """
     return with_subtitle(fig, html.escape(" · ".join(filter(None, (on_what(provenance, samples), intervals_in_words(fig))))))
 
 
 def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
-    """The figure with a smaller line or lines below its title, and room for them.
+    """Add a subtitle in smaller letters below the title.
 
     Args:
-        fig: with a title, as `styled` leaves it.
-        text: the line, as markup. An empty one changes nothing.
+        fig: a figure with a title that `styled` returned.
+        text: the subtitle, as markup. An empty text changes nothing.
     """
     if not text:
         return fig
@@ -159,13 +159,13 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
 
 
 def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
-    """The figure with another title, or in the size of a paper, without the lines below its title.
+    """The figure with another title, or in the size of a paper without subtitle.
 
     Args:
-        fig: as `styled` leaves it.
+        fig: a figure that `styled` returned.
         width: "column", "text", or None for the screen.
-        title: None for that of the figure, "" for none.
-        pixels: width of a panel; 0 for that of the whole figure.
+        title: the new title; None to keep the title, "" for none.
+        pixels: width of a panel; 0 for the width of the whole figure.
     """
     if title is not None:
         fig.layout.title.text = html.escape(title, quote=False)
@@ -176,11 +176,11 @@ def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int 
 
 
 def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
-    """The figure with a title of its legend, and a height at which rows of a legend leave the axes as high as one row does.
+    """Set the title of the legend, and make the figure higher if the legend has several rows.
 
     Args:
-        fig: as `styled` leaves it.
-        title: of the legend, above its entries; "" for none.
+        fig: a figure that `styled` returned.
+        title: title of the legend; "" for none.
     """
     fig.update_layout(legend_title={"text": title, "side": "top center"})
     return _with_layout(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), plot_height(fig))
@@ -190,13 +190,13 @@ def plot_height(fig: go.Figure) -> float:
     """Pixels between the horizontal axis and the upper edge of the plot.
 
     Args:
-        fig: as `styled` leaves it.
+        fig: a figure that `styled` returned.
     """
     return float(fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
 
 
 def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
-    """The figure in a size: title and subtitle in lines, margins, ticks with room, and a plot of this height in pixels."""
+    """Lay out a figure in a size: broken title and subtitle, margins, ticks, and a plot of this height in pixels."""
     layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
     bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
     bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
@@ -268,7 +268,7 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
 
 
 def _for_paper(fig: go.Figure, size: Size, wide: float, high: float, columns: int) -> None:
-    """Letters of one size, ticks with room for their labels, and numbers in cells only where they have room."""
+    """Adapt a figure to a paper: one font size, fewer ticks if labels have no room, and numbers in cells if they have room."""
     for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
         texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
         longest = max(map(_letters, texts), default=0)
@@ -288,7 +288,7 @@ def _for_paper(fig: go.Figure, size: Size, wide: float, high: float, columns: in
 
 
 def _legend_height(fig: go.Figure, size: Size) -> int:
-    """Pixels of the rows of the legend below the axes."""
+    """Height in pixels of the legend below the axes."""
     shown = [trace for trace in fig.data if trace.showlegend is not False and trace.type != "heatmap"]
     named = fig.layout.showlegend or (fig.layout.showlegend is None and len(shown) > 1)
     widths = [4 * size.font + LETTER * size.font * _letters(trace.name or "") for trace in shown] if named else []
@@ -299,7 +299,7 @@ def _legend_height(fig: go.Figure, size: Size) -> int:
 
 
 def _tick_texts(fig: go.Figure, name: str) -> list[str]:
-    """Labels along the axes "x" or "y" that are known: the ticks, or the names of rows, columns and bars."""
+    """Known labels along the axes "x" or "y": ticks, or names of rows, columns and bars."""
     axes = fig.select_xaxes() if name == "x" else fig.select_yaxes()
     texts = [str(text) for axis in axes for text in axis.ticktext or ()]
     if texts:
@@ -309,16 +309,16 @@ def _tick_texts(fig: go.Figure, name: str) -> list[str]:
 
 
 def _letters(text: str) -> int:
-    """Letters of markup in its longest line."""
+    """Number of letters in the longest line of markup."""
     return max(map(len, re.sub(r"<(?!br)[^>]*>|&[^;]*;", "", html.unescape(str(text))).split("<br>")))
 
 
 def on_what(provenance: Provenance, samples: str = "") -> str:
-    """The model and the number of positions of a run in words.
+    """Model and number of positions of a run, in words.
 
     Args:
-        provenance: of the run.
-        samples: in place of the number of positions; "" for these.
+        provenance: provenance of the run.
+        samples: samples in words; "" for the number of positions.
 
     Examples:
         >>> from dataclasses import fields
@@ -338,26 +338,26 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
 
 
 def names_of_models(model: str) -> tuple[str, ...]:
-    """The names of the models of a run, each once.
+    """The distinct names of a run's models.
 
     Args:
-        model: as its provenance has it, of one model or of several.
+        model: name in the provenance, of one model or of several.
     """
     return tuple(dict.fromkeys(map(model_name, model.split(JOINT))))
 
 
 def model_name(model: str) -> str:
-    """A model's name as its hub writes it; of a folder, the last part of its path.
+    """A model's name on the hub, or the last part of a folder's path.
 
     Args:
-        model: as its provenance has it.
+        model: name in the provenance.
     """
     is_path = model.startswith(("/", ".", "~")) or "\\" in model or model.count("/") > 1
     return model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if is_path else model
 
 
 def _broken(text: str, letters: float) -> str:
-    """Markup in lines of at most so many letters, broken between words; a line with tags is left as it is."""
+    """Break markup between words into lines of a maximum length. Lines with tags are not changed."""
     parts: list[str] = []
     for line in text.split("<br>"):
         wrapped = textwrap.wrap(line, max(int(letters), 12), break_long_words=False, break_on_hyphens=False)
@@ -366,10 +366,10 @@ def _broken(text: str, letters: float) -> str:
 
 
 def ordered_colours(count: int) -> list[str]:
-    """Colours of lines in an order, the darkest first.
+    """Colours for ordered lines, from dark to light.
 
     Args:
-        count: of the lines.
+        count: number of lines.
 
     Examples:
         >>> len(ordered_colours(3)), ordered_colours(1)
@@ -379,21 +379,21 @@ def ordered_colours(count: int) -> list[str]:
 
 
 def ordered_colour(position: float) -> str:
-    """The colour of a line at a position of an order.
+    """The colour of an ordered line.
 
     Args:
-        position: 0 (darkest) to 1.
+        position: relative position in the order, from 0 (darkest) to 1.
     """
     [colour] = sample_colorscale(ORDERED, [BRIGHTEST * min(max(position, 0.0), 1.0)], colortype="tuple")
     return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
 def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
-    """Colour, dash and symbol of each of a few lines, as `Series` takes them.
+    """Colour, dash and symbol of each line, as arguments of `Series`.
 
     Args:
-        count: of the lines.
-        ordered: whether the lines have an order, which the colours follow.
+        count: number of lines.
+        ordered: whether the lines are ordered; the colours then follow the order.
     """
     colours = ordered_colours(count) if ordered else [PALETTE[n % len(PALETTE)] for n in range(count)]
     dashes = ["solid" if ordered else DASHES[n // len(PALETTE) % len(DASHES)] for n in range(count)]
@@ -401,9 +401,9 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
 
 
 def log_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis with a label at each power of 10, and at 2 and 5 where the axis spans few of them.
+    """A logarithmic axis with labels at the powers of 10, and also at 2 and 5 if the axis is short.
 
-    All labels are plain decimals, or all are powers where one of them has to be.
+    Labels are plain decimals, or all powers if a decimal would be too long.
 
     Args:
         low: smallest value on the axis, above 0.
@@ -427,10 +427,10 @@ def log_axis(low: float, high: float) -> dict[str, Any]:
 
 
 def tick_number(value: float) -> str:
-    """A number of a logarithmic axis: a plain decimal, or with a power of 10 where that is shorter.
+    """A number on a logarithmic axis: a decimal, or a power of 10 if that is shorter.
 
     Args:
-        value: above 0, of one digit.
+        value: a positive number with one significant digit.
 
     Examples:
         >>> [tick_number(value) for value in (0.0005, 20.0, 10000.0, 1e-05, 2e-07)]
@@ -444,22 +444,22 @@ def tick_number(value: float) -> str:
 
 
 def colour_bar(title: str, above: bool = False) -> dict[str, Any]:
-    """A colour bar with its title along its side, and a space between its numbers and the title.
+    """A colour bar with its title along its side.
 
     Args:
-        title: of the bar.
-        above: whether the title stands above the bar, where a short one is not taken for one of the numbers.
+        title: title of the bar.
+        above: whether the title is above the bar, for short titles that look like a number.
     """
     return {"title": {"text": title, "side": "top" if above else "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: str) -> None:
-    """Label the sites along an axis, and skip some of them where labels would overlap.
+    """Label the sites along an axis, and skip labels that would overlap.
 
     Args:
-        update: `update_xaxes` or `update_yaxes` of a figure, whose positions are 0, 1, 2, ...
-        names: of the sites.
-        title: of the axis where the sites are residual layers, see `site_axis_title`.
+        update: `update_xaxes` or `update_yaxes` of a figure with positions 0, 1, 2, ...
+        names: names of the sites.
+        title: title of the axis if the sites are residual layers, see `site_axis_title`.
     """
     labels, heads = short_names(names), heads_in_block(names)
     step = max(1, -(-len(names) // MOST_TICKS))
@@ -471,11 +471,11 @@ def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: 
 
 
 def turn_labels(fig: go.Figure, names: tuple[str, ...]) -> None:
-    """Turn the labels of sites along the horizontal axis where they are long, so that each ends at its tick and none is cut.
+    """Turn long site labels along the horizontal axis, so that each ends at its tick and none is cut.
 
     Args:
-        fig: whose horizontal axis `layer_axis` labelled.
-        names: of the sites.
+        fig: a figure whose horizontal axis was labelled by `layer_axis`.
+        names: names of the sites.
     """
     longest = max(map(len, short_names(names)), default=0)
     if heads_in_block(names) and len(fig.layout.xaxis.ticktext) > MOST_HEADS // 2:

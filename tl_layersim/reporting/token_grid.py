@@ -1,4 +1,4 @@
-"""Token grid: the first choice of each layer after each token of a prompt."""
+"""Token grid: each layer's top-1 prediction after each token of a prompt."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROBABILITY = ColourScale("Blues", 0.0, 1.0)
 
 
 def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> go.Figure:
-    """Heat map of each layer's first choice after each token, coloured by probability, bold from the saturation layer on.
+    """Heat map of each layer's top-1 prediction after each token, coloured by probability; bold from the saturation layer on.
 
     Args:
         grid: a `PredictionGrid`.
-        titles: of the figure, and of the colour bar.
-        width: "column", "text" or None, which decides how many tokens stand in a line.
+        titles: titles of the figure and of the colour bar.
+        width: "column", "text" or None; sets the number of tokens in a line.
     """
     layers, tokens = grid.layers[1:], grid.tokens
     lines = _lines(len(tokens), (PAPER_SIZES[width].width - 110) // CELL)
@@ -67,14 +67,14 @@ def _shown(token: str, letters: int | None = None) -> str:
 
 
 def _lines(tokens: int, longest: int) -> list[range]:
-    """The numbers of the tokens in each line; lines are of nearly equal length."""
+    """Token indices of each line; lines have nearly equal length."""
     count = max(1, -(-tokens // longest))
     length = -(-tokens // count)
     return [range(start, min(start + length, tokens)) for start in range(0, tokens, length)]
 
 
 def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
-    """The cells of one line of tokens."""
+    """Draw the cells of one line of tokens."""
     layers = range(grid.values.shape[1])
     probability = grid.values.numpy()[line.start : line.stop].T
     words = [
@@ -101,7 +101,7 @@ def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
 
 
 def _at_pointer(grid: Any, token: int, layer: int) -> str:
-    """The text of a cell at the pointer: where it is, what follows in the prompt, the likeliest tokens, and the entropy."""
+    """The hover text of a cell: its position, the next token of the prompt, the likeliest tokens, and the entropy."""
     lines = [f"after token {token} <b>{_shown(grid.tokens[token])}</b>, {html.escape(grid.layers[layer + 1], quote=False)}"]
     if token + 1 < len(grid.tokens):
         lines.append(f"next in the prompt: <b>{_shown(grid.tokens[token + 1])}</b>")

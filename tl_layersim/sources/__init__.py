@@ -1,4 +1,4 @@
-"""Sources: models that run batches and give their activations to kernels; their opening, description, identity and checks."""
+"""Sources: models that run batches and pass activations to kernels; how they are opened, described, identified and checked."""
 
 import lazy_loader
 

@@ -1,7 +1,6 @@
-"""Checks: activations are finite, the lens gives the model's logits, and sublayers add up to the residual stream.
+"""Checks: activations are finite, the lens reproduces the model's logits, and sublayers add up to the residual stream.
 
-Bridges and converted weights of new architectures have given other activations than the model that they were made from,
-without an error.
+Bridges and converted weights of new architectures have silently given other activations than the original model.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from .source import CanCountPositions, CanReadSites, CanUnembed, Source
 
 
 def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
-    """Run `measure`, which compares the lens with the model's logits; failures of the head become a `LayersimError`.
+    """Compare the lens with the model's logits by `measure`; an exception of the head becomes a `LayersimError`.
 
     Args:
         model: the model.
-        measure: calls `unembed_gap`.
+        measure: function that calls `unembed_gap`.
 
     Raises:
         LayersimError: the head cannot be called.
@@ -53,7 +52,7 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
 
 
 def check_lens(source: Source, batch: Batch) -> None:
-    """Refuse a source whose logit lens does not reproduce the model's logits on the batch's first row.
+    """Raise an error if a source's logit lens does not reproduce the model's logits on the batch's first row.
 
     Raises:
         LayersimError: the lens differs, the head cannot be called, or the source cannot compare them.
@@ -67,12 +66,12 @@ def check_lens(source: Source, batch: Batch) -> None:
 
 
 def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:
-    """Refuse a lens that does not reproduce the model's logits at the last layer.
+    """Raise an error if a lens does not reproduce the model's logits at the last layer.
 
     Args:
-        gap: as `unembed_gap` returns it.
+        gap: output of `unembed_gap`.
         model: the model.
-        computed: the coarsest dtype in which the model's own logits were computed, where it is not that of its weights.
+        computed: the coarsest dtype in which the model's logits were computed, if it is not the dtype of its weights.
     """
     difference, size = gap.tolist()
     own = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
@@ -93,12 +92,12 @@ def other_logits(model: Model, given: str) -> LayersimError:
 
 
 def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]], where: str) -> None:
-    """Refuse activations that are not finite, and name their layers.
+    """Raise an error that names the layers if activations are not finite.
 
     Args:
         counts: for each model `layer`, the number of activations that are not finite.
         layers: for each model, the names of its layers.
-        where: the batch, for the message.
+        where: description of the batch, for the message.
     """
     for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
         if len(names) != len(count):
@@ -116,11 +115,11 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
 
 
 def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
-    """Refuse logits that are not finite, and name their layers.
+    """Raise an error that names the layers if logits are not finite.
 
     Args:
-        bad: `layer`, the number of positions with such logits.
-        layers: the residual layers, with the input of block 0 first.
+        bad: `layer`, the number of positions with non-finite logits.
+        layers: the residual layers, starting with the input of block 0.
     """
     where = {name: int(n) for name, n in zip(layers[1:], bad, strict=True) if n}
     if where:
@@ -132,7 +131,7 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
 
 
 def need_stream(model: Model, what: str, parts: bool = False) -> None:
-    """Refuse sites that are not the residual stream.
+    """Raise an error if the sites are not the residual stream.
 
     Args:
         model: the description of the model.
@@ -150,10 +149,10 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
 
 
 def need_equal_width(model: Model, what: str) -> None:
-    """Refuse sites of different widths.
+    """Raise an error if the sites have different widths.
 
     Args:
-        model: the description of the model with these sites.
+        model: the description of the model.
         what: the analyzer that needs one width, for the message.
     """
     if len(set(model.widths)) > 1:
@@ -165,11 +164,11 @@ def need_equal_width(model: Model, what: str) -> None:
 
 
 def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
-    """Refuse sites whose activations do not add up to the residual stream on the batch's first row.
+    """Raise an error if sublayers do not add up to the residual stream on the batch's first row.
 
     Args:
         source: the model.
-        batch: of the data.
+        batch: a batch of the data.
 
     Raises:
         LayersimError: names the first block at which a sum is not the stream.
@@ -204,11 +203,11 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """For each sum, the norm of its difference from the total, and the norm of the total.
+    """For each stream sum, the norm of its difference from the total, and the norm of the total.
 
     Args:
-        view: of one row.
-        groups: for each sum, the site of its total and the sites of its terms.
+        view: the view of one row.
+        groups: for each sum, the index of its total's site and the indices of its terms' sites.
     """
     x = view.activations.double()
     gaps = [(x[list(terms)].sum(0) - x[total]).norm() for total, terms in groups]
@@ -229,14 +228,14 @@ PROBLEMS = (ImportError, OSError, RuntimeError, ValueError)
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Residual stream that a Hugging Face model computes for one row.
+    """The residual stream of a Hugging Face model on one row.
 
     Attributes:
-        names: for each residual layer, which of the model's `hidden_states` it is, or the block that computes it.
-        residuals: input of the first block and output of every block, `pos d_model` each.
-        end: which tensor the last of `hidden_states` is: "stream", the output of the last block; "normed", the output of the
-            final norm; "unknown", another tensor.
-        last: the last of `hidden_states`.
+        names: for each residual layer, its place in `hidden_states`, or the block that computes it.
+        residuals: the first block's input and every block's output, `pos d_model` each.
+        end: kind of the last entry of `hidden_states`: "stream", output of the last block; "normed", output of the final norm;
+            "unknown", another tensor.
+        last: the last entry of `hidden_states`.
         logits: `pos vocabulary`; None for a model without a head.
     """
 
@@ -248,12 +247,12 @@ class HiddenStates:
 
 
 class Pair(NamedTuple):
-    """Two tensors that are compared.
+    """Two tensors to compare.
 
     Attributes:
-        site: name of the first.
-        counterpart: name of the second, in the Hugging Face model.
-        layer: number of the residual layer that they belong to.
+        site: name of the first tensor.
+        counterpart: name of the second tensor, in the Hugging Face model.
+        layer: index of the residual layer.
         own: `pos width`.
         other: `pos width`.
     """
@@ -266,14 +265,15 @@ class Pair(NamedTuple):
 
 
 def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) -> None:
-    """Let a source compare its residual stream with the Hugging Face model's hidden states, before it measures its first row.
+    """Make a source compare its residual stream with the Hugging Face model's hidden states before its first measurement.
 
     Args:
         source: the model.
         verify: "hf" for the checkpoint that the model was loaded from; or the Hugging Face model itself; None for no check.
 
     Raises:
-        LayersimError: the model has no Hugging Face model, or its weights were processed; or `verify` is no untouched model.
+        LayersimError: the model has no Hugging Face counterpart, or its weights were processed; or `verify` is not an unchanged
+            model.
     """
     if verify is None:
         return
@@ -298,12 +298,12 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
 
 
 def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) -> None:
-    """Refuse a model whose residual stream differs from the Hugging Face model's hidden states on the batch's first row.
+    """Raise an error if the residual stream differs from the Hugging Face model's hidden states on the batch's first row.
 
     Args:
         source: the model.
         model: the Hugging Face model.
-        batch: of the data.
+        batch: a batch of the data.
 
     Raises:
         LayersimError: names the first site that differs.
@@ -332,7 +332,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
 
 
 def _compared_tensors(source: HookedSource, row: Batch, ours: Tensor, theirs: HiddenStates) -> Iterator[Pair]:
-    """What is compared, in the order in which a forward pass computes it."""
+    """The pairs of tensors to compare, in the order of the forward pass."""
     names, end = source.model.layers, len(ours) - 1
     # The final norm hides a wrong scale, so the residual before the norm is compared too.
     for i, (name, other) in enumerate(zip(theirs.names, theirs.residuals, strict=True)):
@@ -388,7 +388,7 @@ def _name_in(states: Sequence[Tensor], name: str, tensor: Tensor) -> str:
 
 
 def _attended(row: Batch) -> Batch:
-    """The attended positions of a row as a batch without padding, because bridges number positions after padding anew."""
+    """A row without padding, because bridges restart position ids after padding."""
     kept = row.attention[0]
     tokens = row.tokens[:, kept]
     every = torch.ones_like(tokens, dtype=torch.bool)
@@ -397,14 +397,15 @@ def _attended(row: Batch) -> Batch:
 
 
 def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
-    """Root mean square over positions of the norm of the difference, relative to the norm of `other`.
+    """Relative difference of two tensors: root mean square over positions of |own - other| / |other|.
 
-    Each position counts alike, because massive activations at the first one would hide differences at the others.
+    Each position has the same weight, because massive activations at the first position would hide other differences.
 
     Args:
         own: `pos width`.
         other: `pos width`.
-        cancelled: factor by which the residual of each position was larger before, whose rounding it keeps.
+        cancelled: for each position, the factor by which the residual was larger in an earlier layer, and so its rounding
+            error.
     """
     own, other = own.detach().double().cpu(), other.detach().double().cpu()
     # Where both are infinite, they agree.
@@ -415,7 +416,7 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
 
 
 def _cancellation(states: Sequence[Tensor]) -> Tensor:
-    """Norm of the largest residual of each position up to each layer, relative to the residual there; `layer pos`."""
+    """Largest residual norm up to each layer, relative to the residual norm there; `layer pos`."""
     norms = torch.stack([state.double().cpu().norm(dim=-1).nan_to_num() for state in states])
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 
@@ -439,7 +440,7 @@ def _differ(source: HookedSource, reference: HookedSource, given: str) -> Layers
 
 
 def _refuse_other_modules(module: torch.nn.Module) -> None:
-    """Refuse a module that is no Hugging Face model, or that a TransformerBridge has changed."""
+    """Raise an error if a module is not a Hugging Face model, or a TransformerBridge has changed it."""
     from transformers import PreTrainedModel
 
     if not isinstance(module, PreTrainedModel):
@@ -455,10 +456,10 @@ def _refuse_other_modules(module: torch.nn.Module) -> None:
 
 
 def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
-    """A function that loads the checkpoint that a TransformerLens model was loaded from, as it was loaded there.
+    """A function that reloads the Hugging Face checkpoint of a TransformerLens model, with the same options.
 
     Raises:
-        LayersimError: the checkpoint is not known.
+        LayersimError: the checkpoint is unknown.
     """
     import transformers
 
@@ -485,7 +486,7 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
 
 
 def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
-    """Load a checkpoint from a folder or from the hub's cache, in the dtype and on the device of the source."""
+    """Load a checkpoint from a folder or the hub's cache, with the source's dtype and device."""
     try:
         model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source), local_files_only=True, **options)
     except torch.OutOfMemoryError:

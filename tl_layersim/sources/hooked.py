@@ -1,6 +1,6 @@
-"""Source of a model in this process that is read by forward hooks: TransformerLens, Hugging Face and plain torch models.
+"""HookedSource: reads a model in this process by forward hooks (TransformerLens, Hugging Face or plain torch).
 
-Hooks are placed on TransformerLens hook points where the model has them. The model itself is not changed.
+Hooks are placed on TransformerLens hook points if the model has them. The model itself is not changed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .source import PointSource, SitesRead
 def firing_order(
     points: Sequence[HookPoint], modules: Mapping[str, torch.nn.Module], run: Callable[[], Any], pos: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The order in which a forward pass reaches hook points, as indices of the points, and the width of each point.
+    """The order in which a forward pass reaches hook points (indices of `points`), and the width of each point.
 
     Args:
         points: the hook points.
-        modules: the module of each point, by its path.
+        modules: the modules of the points, by path.
         run: runs the forward pass; its errors after the last hook point are ignored.
-        pos: number of positions of a row, where tokens give it.
+        pos: number of positions of a row, if tokens determine it.
 
     Raises:
         LayersimError: a module runs more than once in a forward pass, or never.
@@ -79,24 +79,24 @@ def firing_order(
 
 
 def not_once(name: str, module: str, why: str) -> LayersimError:
-    """The error for a hook point whose module does not run exactly once in a forward pass.
+    """The error for a module that does not run exactly once in a forward pass.
 
     Args:
-        name: of the hook point.
-        module: its path.
-        why: how often it runs.
+        name: name of the hook point.
+        module: path of its module.
+        why: how often the module runs, as a clause.
     """
     return LayersimError(f"`at` names {name}, and its module {module} does not run once in a forward pass: {why}.")
 
 
 class StreamTest:
-    """Tests in one forward pass whether each module takes what the module before it gives.
+    """Tests in one forward pass whether the input of each module is the output of the module before it.
 
     Args:
-        paths: of the modules, in order.
+        paths: paths of the modules, in order.
 
     Attributes:
-        strangers: paths of the modules that do not, or that give a feature map of a convolution.
+        strangers: paths of modules whose input is another tensor, or whose output is a feature map.
 
     Examples:
         >>> import torch
@@ -112,20 +112,20 @@ class StreamTest:
         self._last: Tensor | None = None
 
     def enter(self, number: int, entering: Tensor) -> None:
-        """Compare the input of a module after the first with the output of the module before it.
+        """Compare the input of a module with the output of the module before it.
 
         Args:
-            number: of the module.
+            number: index of the module.
             entering: its input.
         """
         if self._last is None or not same_stream(entering.detach()[:1], self._last):
             self.strangers.append(self.paths[number])
 
     def leave(self, number: int, output: Tensor) -> None:
-        """Keep the output of a module; that of the first begins a forward pass.
+        """Keep the output of a module. The output of the first module begins a new forward pass.
 
         Args:
-            number: of the module.
+            number: index of the module.
             output: its output.
         """
         if number == 0:
@@ -137,17 +137,17 @@ class StreamTest:
 
 
 class SiteReader:
-    """Stores the activations of one forward pass over a batch, at its counted positions.
+    """Stores the activations of one forward pass at the batch's counted positions.
 
     Args:
-        points: the sites.
-        names: of the sites.
+        points: hook points of the sites.
+        names: names of the sites.
         order: the order in which the forward pass reaches the sites; None for any order.
-        batch: the batch that runs.
+        batch: the batch.
 
     Attributes:
         buffer: the activations.
-        seen: the sites that were read so far.
+        seen: indices of the sites read so far.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class SiteReader:
         """Store the sites that are parts of one tensor.
 
         Args:
-            sites: their numbers.
+            sites: indices of the sites.
             hidden: the input or the output of a module.
 
         Raises:
@@ -189,14 +189,14 @@ class SiteReader:
 
 
 def whole_tensor(hidden: Tensor, name: str) -> Tensor:
-    """The activations of a site as one tensor, also where every process holds a copy of them.
+    """The activations of a site as a plain tensor, also if every process holds a copy.
 
     Args:
-        hidden: a plain tensor, or one that is distributed over processes.
-        name: of the site.
+        hidden: a plain or a distributed tensor.
+        name: name of the site.
 
     Raises:
-        LayersimError: each process holds a part.
+        LayersimError: each process holds only a part.
     """
     shared: Any = hidden
     placements = getattr(shared, "placements", None)
@@ -212,12 +212,12 @@ def whole_tensor(hidden: Tensor, name: str) -> Tensor:
 
 
 class HookedSource(PointSource):
-    """Source of a model whose blocks are modules of this process, read by forward hooks.
+    """Source of a model in this process, read by forward hooks.
 
     Args:
         model: HookedTransformer, TransformerBridge, or a Hugging Face model.
-        layers: paths of the blocks of a plain model whose layout is not known.
-        unembed: paths of its final norm and head, where the layout does not give them.
+        layers: paths of the blocks; None to find them by the layout.
+        unembed: paths of the final norm and the head; None to find them by the layout.
     """
 
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
@@ -230,7 +230,7 @@ class HookedSource(PointSource):
         self._check: Callable[[Batch], None] | None = None
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
-        """Set the paths of the blocks, the embedding and the description of the model."""
+        """Set the block paths, the embedding and the description of the model."""
         model = self.module
         if self._is_transformer_lens:
             refuse_paths(layers, unembed, "TransformerLens models")
@@ -245,11 +245,11 @@ class HookedSource(PointSource):
         self._home, self._head_paths = self.paths, unembed
 
     def _check_weights(self, model: torch.nn.Module) -> None:
-        """Refuse a model whose weights were never loaded."""
+        """Raise an error if the weights of a model were never loaded."""
         refuse_no_weights(model)
 
     def _place_blocks(self) -> None:
-        """Set the blocks, the places of the residual layers and the head."""
+        """Set the blocks, the hook points of the residual layers, and the head."""
         if self._is_transformer_lens:
             self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
             points = tuple(HookPoint(name, name) for name in self._model.layers)
@@ -260,7 +260,7 @@ class HookedSource(PointSource):
         self.head, self.unembed = self._open_head()
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
-        """The module that gives logits (before scale and soft-cap), and the logit lens."""
+        """The module that computes logits (before scale and soft-cap), and the logit lens."""
         return (None, None) if self._model.head is None else open_head(self.module, self._model.head)
 
     @property
@@ -270,11 +270,11 @@ class HookedSource(PointSource):
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The order in which a forward pass reaches these hook points; None where none has shown it yet."""
+        """The order in which a forward pass reaches these hook points; None if it is not known yet."""
         return self._reading.order
 
     def aside(self) -> bool:
-        """True while the forward pass is not to be recorded."""
+        """Whether probes must ignore the current forward pass."""
         return False
 
     @property
@@ -282,7 +282,7 @@ class HookedSource(PointSource):
         return super().is_settled and self._check is None
 
     def check_first_row(self, check: Callable[[Batch], None]) -> None:
-        """Let `settle` call `check` with its batch, once."""
+        """Make `settle` call `check` with its batch, once."""
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
@@ -313,18 +313,18 @@ class HookedSource(PointSource):
             self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(row), row.token_positions))
 
     def note_widths(self, view: View) -> None:
-        """Take the widths of sites from a view, where no forward pass of this package has shown them."""
+        """Take the widths of the sites from a view, if they are not known yet."""
         if not self.reads_residual:
             self._reading = replace(self._reading, widths=view.widths)
 
     def _module_at(self, path: str) -> torch.nn.Module:
-        """The module at a path, or the hook point of a TransformerLens model of that name."""
+        """The module at a path, or the TransformerLens hook point with this name."""
         points: Any = self.module.hook_dict if self._is_transformer_lens else {}
         point: torch.nn.Module | None = points.get(path)
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """The sites that are parts of one tensor, by module and by whether its input is read."""
+        """The sites by tensor: the keys are a module, and whether its input or its output is read."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self._reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
@@ -332,10 +332,10 @@ class HookedSource(PointSource):
 
     @contextmanager
     def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A context whose first forward pass tests whether the modules pass on one residual stream, where this is not known.
+        """A context manager whose first forward pass tests whether the modules pass on one residual stream, if this is unknown.
 
         Args:
-            end: called when the last module has run.
+            end: function that is called after the last module.
         """
         with temporary_hooks() as handles:
             for place in self.stream_test(end):
@@ -343,10 +343,10 @@ class HookedSource(PointSource):
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """What `settling` hooks, as the arguments of `on_tensor`; empty where it is known what the modules pass on.
+        """The hooks of `settling`, as arguments of `on_tensor`; empty if the test is not needed.
 
         Args:
-            end: called when the last module has run.
+            end: function that is called after the last module.
         """
         if self._model.stream != "unknown":
             return []
@@ -374,7 +374,7 @@ class HookedSource(PointSource):
         return self._parts.collect(batch, self._collect, self._indivisible)
 
     def _collect(self, batch: Batch) -> View:
-        """The view of one forward pass over the batch."""
+        """Run one forward pass over the batch and return its view."""
         reader, calls = SiteReader(self._reading.points, self.sites, self._reading.order, batch), list[BlockCall]()
 
         def read(sites: list[int], hidden: Tensor) -> None:
@@ -399,7 +399,7 @@ class HookedSource(PointSource):
         return View(**reader.buffer.fields(), **given, unembed=self.unembed, calls=tuple(calls) if self.calling else None)
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
-        """Register hooks that append each block's call, with all its arguments, to a list."""
+        """Register hooks that append each block call, with all arguments, to a list."""
         given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
 
         def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -429,7 +429,7 @@ class HookedSource(PointSource):
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def _forward(self, batch: Batch) -> None:
-        """Run one forward pass, and explain an error that it raises.
+        """Run one forward pass; an exception becomes an error that explains it.
 
         Raises:
             LayersimError: the model cannot be run on tokens and a mask alone.
@@ -438,7 +438,7 @@ class HookedSource(PointSource):
             self.call(batch)
 
     def call(self, batch: Batch, **more: Any) -> Any:
-        """One forward pass, over all inputs of the batch, with `more` keyword arguments."""
+        """Run one forward pass over all inputs of the batch, with `more` keyword arguments."""
         device = device_of(self.module)
         if self.embed is not None:
             device = next(self.embed.parameters(), torch.empty(0, device=device)).device

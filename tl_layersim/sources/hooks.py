@@ -1,4 +1,4 @@
-"""Forward hooks, early ends of forward passes and evaluation mode: how this package runs a model and leaves it unchanged.
+"""Forward hooks, early stops of forward passes, and evaluation mode, all of which leave the model unchanged.
 
 No other module registers torch hooks or stops forward passes.
 """
@@ -23,8 +23,9 @@ def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = Fa
 
     Args:
         module: the module.
-        call: called with the module, its positional and its keyword arguments; a pair returned replaces these arguments.
-        first: whether to run before the hooks that the module has already.
+        call: function of the module, its positional and its keyword arguments; if it returns a pair, the pair replaces the
+            arguments.
+        first: whether to run before existing hooks.
     """
     return module.register_forward_pre_hook(call, with_kwargs=True, prepend=first)
 
@@ -36,20 +37,21 @@ def on_leave(
 
     Args:
         module: the module.
-        call: called with the module, its positional arguments and its output; a value returned replaces the output.
-        with_kwargs: whether to call with the keyword arguments too, before the output.
-        always: whether to call also after an exception in the module's forward.
+        call: function of the module, its positional arguments and its output; if it returns a value, the value replaces the
+            output.
+        with_kwargs: whether `call` also gets the keyword arguments, before the output.
+        always: whether to run even after an exception in the module's forward.
     """
     return module.register_forward_hook(call, with_kwargs=with_kwargs, always_call=always)
 
 
 def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], object]) -> RemovableHandle:
-    """Register a hook that reads the first tensor of a module's input or output, in forward passes of this thread.
+    """Register a hook that reads the first tensor of a module's input or output, only in this thread.
 
     Args:
         module: the module.
-        incoming: whether its input is read; else its output.
-        see: takes the tensor.
+        incoming: True to read the input, False for the output.
+        see: function that gets the tensor.
     """
 
     def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -62,7 +64,7 @@ def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], o
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs only in the current thread, because other threads may run the same modules at the same time."""
+    """Restrict a hook to the current thread, because other threads may run the same modules."""
     thread = threading.get_ident()
 
     def call(*args: Any) -> Any:
@@ -73,7 +75,7 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """A context that yields a list; the hooks whose handles the caller appends to the list are removed at the end."""
+    """A context manager that yields a list, and removes all hooks whose handles were appended to it."""
     handles: list[RemovableHandle] = []
     try:
         yield handles
@@ -83,10 +85,10 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 
 class StopForward(Exception):
-    """Ends a forward pass early.
+    """Exception that ends a forward pass early.
 
     Args:
-        run: the run that ends with it.
+        run: the run to end.
     """
 
     def __init__(self, run: ForwardRun) -> None:
@@ -95,7 +97,7 @@ class StopForward(Exception):
 
 
 class ForwardRun:
-    """A context for forward passes that a hook may end early.
+    """A context manager for forward passes that a hook may end early.
 
     A hook that calls `stop` ends the forward pass, and execution continues after the `with` block. A `StopForward` of another
     run passes through.
@@ -112,7 +114,7 @@ class ForwardRun:
     """
 
     def stop(self) -> NoReturn:
-        """End the forward pass; called by a hook."""
+        """End the forward pass. Hooks call this method."""
         raise StopForward(self)
 
     def __enter__(self) -> ForwardRun:
@@ -125,7 +127,7 @@ class ForwardRun:
 @contextmanager
 @typed
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """A context in which every submodule is in evaluation mode; each submodule's own mode is restored at the end."""
+    """A context manager that sets every submodule to evaluation mode, and restores each submodule's mode at the end."""
     modes = [(sub, sub.training) for sub in every_module(module)]
     try:
         for sub, _ in modes:
@@ -137,7 +139,7 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All submodules of a module, including those inside a TransformerBridge that the bridge itself does not list."""
+    """All submodules of a module, including the modules inside a TransformerBridge that the bridge does not list."""
     inner = vars(module).get("original_model")
     more = inner.modules() if isinstance(inner, torch.nn.Module) else ()
     return list(dict.fromkeys((*module.modules(), *more)))
@@ -150,7 +152,7 @@ _thread_of_kernels: int | None = None
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """A context for kernels: no other thread runs kernels meanwhile, and probes do not record block calls made inside."""
+    """A context manager for kernels: other threads run no kernels meanwhile, and probes do not record block calls."""
     global _thread_of_kernels
     with _KERNELS:
         before, _thread_of_kernels = _thread_of_kernels, threading.get_ident()
@@ -161,5 +163,5 @@ def kernels_alone() -> Iterator[None]:
 
 
 def in_kernel() -> bool:
-    """True while this thread runs a kernel."""
+    """Whether this thread runs a kernel."""
     return _thread_of_kernels == threading.get_ident()

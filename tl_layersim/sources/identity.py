@@ -1,4 +1,4 @@
-"""Identity of a model: checksums of all its weights, quantised ones too, and changes that are not in its weights."""
+"""Identity of a model: a checksum of all its weights, and changes outside its weights such as hooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def is_plain(parameter: Tensor) -> bool:
-    """Whether a parameter is stored as the numbers that it stands for: not as integers, 8-bit floats or packed tensors.
+    """Whether a parameter is unquantised: not stored as integers, 8-bit floats or packed tensors.
 
     Examples:
         >>> import torch
@@ -37,10 +37,10 @@ def is_plain(parameter: Tensor) -> bool:
 
 
 def quantised_among(modules: Sequence[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Those of some modules whose own weights are quantised.
+    """Select the modules whose own weights are quantised.
 
     Args:
-        modules: their submodules do not count.
+        modules: the modules; weights of submodules do not count.
     """
     found = {module for module in modules if PACKED in module._buffers}
     # Whether a parameter is plain depends on its class and dtype alone, of which a model has few.
@@ -53,7 +53,7 @@ def quantised_among(modules: Sequence[torch.nn.Module]) -> set[torch.nn.Module]:
 
 
 def quantised_modules(module: torch.nn.Module) -> list[str]:
-    """Paths of the modules whose weights are quantised: by torchao, bitsandbytes, GPTQ, AWQ, HQQ, Quanto and similar packages.
+    """Paths of the modules with quantised weights (torchao, bitsandbytes, GPTQ, AWQ, HQQ, Quanto and similar packages).
 
     Args:
         module: the model.
@@ -68,7 +68,7 @@ def quantised_modules(module: torch.nn.Module) -> list[str]:
 
 
 def plain_parts(value: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of which a tensor subclass consists; the tensor itself where it is plain.
+    """The plain tensors inside a tensor subclass; the tensor itself if it is plain.
 
     Args:
         value: a parameter or a buffer.
@@ -82,11 +82,11 @@ def plain_parts(value: Tensor) -> Iterator[Tensor]:
 
 
 def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
-    """Refuse a model with quantised weights for what needs plain ones.
+    """Raise an error if a model has quantised weights.
 
     Args:
         module: the model.
-        what: what is refused, as a sentence without its full stop.
+        what: the reason, as a sentence without its full stop.
         do: the call to make instead.
 
     Raises:
@@ -114,9 +114,9 @@ EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
-    """The hooks of others on a model's modules, and forward methods that were replaced, as text.
+    """Describe hooks that this package did not register, and replaced forward methods, as text.
 
-    It has the place, the qualified name, and a digest of code and captured values of each. Hooks of this package, nnsight,
+    Each entry has the place, the qualified name, and a digest of code and captured values. Hooks of this package, nnsight,
     accelerate, transformers, TransformerLens and torch are left out. Hooks that users add to hook points of TransformerLens
     count, and so do hooks that only observe.
 
@@ -124,8 +124,8 @@ def hooks_on(module: torch.nn.Module) -> str:
         module: the model.
 
     Returns:
-        "" if there are none. A hook that is no function, or that holds objects without a name in every process, is marked with
-        `UNKNOWN`.
+        "" if there are none. `UNKNOWN` marks a hook that is not a function, or holds objects that cannot be named
+        (`ValueNames`).
 
     Examples:
         >>> module = torch.nn.Linear(2, 2)
@@ -153,13 +153,13 @@ def hooks_on(module: torch.nn.Module) -> str:
 
 
 def edits_of(model: Any) -> str:
-    """The edits of an nnsight model (`model.edit()`), as text: a digest of the source and the captured values of each.
+    """Describe the edits of an nnsight model (`model.edit()`) as text: a digest of each edit's source and captured values.
 
     Args:
-        model: of nnsight.
+        model: an nnsight model.
 
     Returns:
-        "" if there are none. An edit that holds objects without a name in every process is marked with `UNKNOWN`.
+        "" if there are none. `UNKNOWN` marks an edit that holds objects that cannot be named (`ValueNames`).
     """
     from nnsight.intervention.serialization import reduce_block
 
@@ -175,10 +175,10 @@ def edits_of(model: Any) -> str:
 
 
 def refuse_unknown(changes: str, argument: str) -> None:
-    """Refuse a run that is compared with a later one, for a model with a change that cannot be compared.
+    """Raise an error if a model has changes that cannot be compared with a later run.
 
     Args:
-        changes: of the model, see `hooks_on` and `edits_of`.
+        changes: changes to the model, see `hooks_on` and `edits_of`.
         argument: that names the file of the run.
 
     Raises:
@@ -193,10 +193,10 @@ def refuse_unknown(changes: str, argument: str) -> None:
 
 
 def refuse_edits(changes: str, what: str) -> None:
-    """Refuse an nnsight model with edits for what calls its modules outside of a trace, where the edits do not apply.
+    """Raise an error if an nnsight model has edits, which do not apply if its modules are called outside a trace.
 
     Args:
-        changes: of the model, see `edits_of`.
+        changes: changes to the model, see `edits_of`.
         what: the analyzer or function, for the message.
 
     Raises:
@@ -210,7 +210,7 @@ def refuse_edits(changes: str, what: str) -> None:
 
 
 def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
-    """The paths of all submodules; the model itself by its class."""
+    """The paths of all submodules; the path of the model itself is its class name."""
     inner = vars(module).get("original_model")
     paths: dict[torch.nn.Module, str] = {}
     for root, prefix in ((module, ""), (inner, "original_model.")):
@@ -220,14 +220,14 @@ def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 
 def _envoys_in(values: Mapping[str, Any]) -> Iterator[Any]:
-    """The envoys of the model, or of the copy of it that an edit was written against, among captured values."""
+    """The nnsight envoys among captured values, whose names must not depend on the process."""
     for value in values.values():
         if hasattr(type(value), "interleave"):
             yield from value.modules()
 
 
 def _user_function(hook: Any) -> Any:
-    """The function that a user has added to a hook point of TransformerLens, which wraps it; other hooks as they are."""
+    """The user's function inside a TransformerLens hook; other hooks are unchanged."""
     while defined_in(hook) == "transformer_lens.hook_points" and getattr(hook, "__closure__", None):
         held = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))
         inner = held.get("hook", held.get("full_hook"))
@@ -238,7 +238,7 @@ def _user_function(hook: Any) -> Any:
 
 
 def _replaced_forward(module: torch.nn.Module) -> Any:
-    """The forward method of a module in place of that of its class; None where it is that of its class."""
+    """A forward method that replaces the one of the module's class; None if it was not replaced."""
     forward = vars(module).get("forward")
     # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
     forward = getattr(getattr(forward, "state", None), "body", forward)
@@ -270,9 +270,9 @@ PRIVATE = {"_active_adapter", "_disable_adapters"}
 
 
 class StoredWeights:
-    """The weights of a model in this process. Their checksum is computed when it is first read, and then kept.
+    """The weights of a model in this process, with a checksum that is computed when it is first read.
 
-    A pickled or copied object is the text of its checksum.
+    Pickling or copying replaces the object by its checksum, a str.
 
     Args:
         module: the model.
@@ -294,7 +294,7 @@ class StoredWeights:
         return self._checksum
 
     def again(self) -> StoredWeights:
-        """The same weights, without the checksum that was computed of them."""
+        """The same weights, for which the checksum will be computed again."""
         return StoredWeights(self._module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -303,14 +303,14 @@ class StoredWeights:
 
 @torch.no_grad()
 def hash_weights(module: torch.nn.Module) -> str:
-    """Checksum of a model's weights and of the modules that compute with them; "" if the weights are not all in this process.
+    """Checksum of a model's weights and module settings; "" if not all weights are in this process.
 
-    All bytes of parameters and buffers count, and of each module its class and its attributes that are numbers, texts or
-    collections of them, such as the epsilon of a norm or the scaling of a LoRA adapter. It has 12 hex digits.
+    It has 12 hex digits and covers all bytes of parameters and buffers, and each module's class and plain attributes (numbers,
+    texts and collections of them), such as the epsilon of a norm or the scaling of a LoRA adapter.
 
     Equal bits have equal checksums on every device and in every memory layout. Dtypes, shapes and the order of the tensors
-    count, names do not. Of quantised weights the stored integers and scales are taken. Weights that accelerate has offloaded
-    are read one by one from the memory or the disk that holds them. The checksum guards against mistakes, not attackers.
+    count, names do not. For quantised weights, the stored integers and scales count. Weights that accelerate has offloaded are
+    read one by one from the memory or the disk that holds them. The checksum guards against mistakes, not attackers.
 
     Each row of `WORDS` words is multiplied with constants and added modulo 2^64, the lower and the upper half of each word
     with constants of their own: the multilinear hashing of Carter and Wegman (1979), "Universal classes of hash functions".
@@ -343,7 +343,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
     """SHA-256 of a tensor's dtype and shape, and of the sums of its rows of words, see `hash_weights`.
 
     Args:
-        tensor: of any dtype, on any device.
+        tensor: a tensor of any dtype, on any device.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -363,7 +363,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:
-    """For each row of `WORDS` words, here as bytes, the sum of the words' products with constants."""
+    """For each row of `WORDS` words, given as bytes, the sum of the words' products with constants."""
     if flat.storage_offset() % 8:
         # Words begin at multiples of their size.
         flat = flat.clone()
@@ -375,7 +375,7 @@ def _sums_of_rows(flat: Tensor) -> Tensor:
 
 @cache
 def _multipliers() -> tuple[Tensor, Tensor]:
-    """Two rows of `WORDS` odd numbers of 64 bits without a pattern, the same in every version of torch: SplitMix64."""
+    """Two rows of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64), equal in every version of torch."""
     numbers, state = [], 0
     for _ in range(2 * WORDS):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -388,7 +388,7 @@ def _multipliers() -> tuple[Tensor, Tensor]:
 
 
 def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
-    """A module's class, and the names and texts of its plain attributes."""
+    """A module's class, and its plain attributes as names and texts."""
     kept = {name for name in vars(module) if name in PRIVATE or not name.startswith("_")} - PASSING
     # Libraries that place a model wrap its methods, such as `to`. `model_changes` names a `forward` that is replaced.
     kept -= {name for name in kept if callable(getattr(type(module), name, None))}
@@ -397,7 +397,7 @@ def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _plain_text(value: Any) -> str | None:
-    """Text of a number, a text, a function, or a collection of them, in an order of its own; None for other objects."""
+    """Text of a number, a text, a function or a collection of these, sorted if unordered; None for other objects."""
     if value is None or isinstance(value, str | bool | int | float | complex | np.generic):
         return repr(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -416,7 +416,7 @@ def _plain_text(value: Any) -> str | None:
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that determine what a model computes, in the order of its modules, and whether a module holds the tensor.
+    """The tensors that determine a model's output, in module order, and whether a module holds the tensor.
 
     Weights that were not loaded are on the meta device.
     """
@@ -437,7 +437,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """By module, the mappings in which accelerate keeps offloaded weights, with the path of the module in each."""
+    """For each module, accelerate's mappings of offloaded weights, with the module's path in each."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")
@@ -452,7 +452,7 @@ def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any,
 
 
 def _held(weights: Any, name: str) -> Tensor | None:
-    """An offloaded tensor, read from where it is; None where the mapping does not hold it."""
+    """Read an offloaded tensor from a mapping; None if the mapping lacks it."""
     try:
         value = weights[name]
     except KeyError:
@@ -461,7 +461,7 @@ def _held(weights: Any, name: str) -> Tensor | None:
 
 
 def _is_recomputed(module: torch.nn.Module, name: str) -> bool:
-    """Whether forward passes recompute a buffer: rotary frequencies that depend on the length of the row."""
+    """Whether forward passes recompute a buffer, such as rotary frequencies that depend on the row length."""
     if name in module._parameters or not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
         return False
     kinds = getattr(module, "rope_type", None)

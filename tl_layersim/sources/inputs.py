@@ -1,4 +1,4 @@
-"""Arguments of a model's forward pass: the inputs of a batch by name, a mask where there is padding, and no cache."""
+"""Arguments of a model's forward pass: inputs by name, a mask if there is padding, and no cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMPTY_IF_ZERO = ("token_type_ids",)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """The device of a module's first weight or buffer; the CPU for a module without either."""
+    """The device of a module's first weight or buffer; the CPU if it has neither."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -35,8 +35,8 @@ def device_of(module: torch.nn.Module) -> torch.device:
 def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Positional and keyword arguments of a forward pass over a batch.
 
-    Token ids are positional, because modules give them different names; those of a decoder beside an encoder, and all other
-    inputs, are passed by name.
+    Token ids are positional, because modules name them differently; decoder tokens of an encoder-decoder and all other inputs
+    are passed by name.
 
     Args:
         module: the model.
@@ -44,7 +44,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         model: the description of the same model.
 
     Raises:
-        LayersimError: the model does not take an input of the batch, or takes no mask and the batch is padded.
+        LayersimError: the model does not accept an input of the batch, or accepts no mask and the batch is padded.
     """
     _refuse_masked_positions(batch, model)
     options: dict[str, Any] = {}
@@ -69,10 +69,10 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
 
 
 def _refuse_masked_positions(batch: Batch, model: Model) -> None:
-    """Refuse rows without token ids of which a mask hides positions of the stack that is read, which would be counted.
+    """Raise an error if a mask hides positions of rows without token ids, because these positions would be counted.
 
     Raises:
-        LayersimError: it hides some.
+        LayersimError: a mask hides positions.
     """
     mask = INNER_MASKS.get(model.layers[0].partition(".")[0])
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
@@ -88,7 +88,7 @@ def _attention_mask(module: torch.nn.Module, batch: Batch, name: str) -> Tensor:
     """The attention mask of a padded batch.
 
     Raises:
-        LayersimError: the model takes none.
+        LayersimError: the model accepts no mask.
     """
     accepts = inspect.signature(type(module).forward).parameters.values()
     if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in accepts):
@@ -99,7 +99,7 @@ def _attention_mask(module: torch.nn.Module, batch: Batch, name: str) -> Tensor:
 
 
 def _in_dtype(values: Tensor, model: Model) -> Tensor:
-    """Floats in the dtype of the model's parameters; whole numbers and truth values as they are."""
+    """Convert floats to the dtype of the model's parameters; integers and bools are unchanged."""
     dtype = getattr(torch, model.dtype.removeprefix("torch."), None)
     return values.to(dtype) if values.is_floating_point() and isinstance(dtype, torch.dtype) else values
 
@@ -119,15 +119,15 @@ def _not_tokens(model: Model) -> LayersimError:
 
 
 def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Arguments of a forward pass over as little as the model takes: one token, or one image or recording of zeros.
+    """Arguments of a forward pass over the smallest input: one token, or one image or recording of zeros.
 
     Args:
         module: the model.
         model: the description of the same model.
-        decodes: whether a decoder beside the encoder takes tokens of its own.
+        decodes: whether an encoder-decoder's decoder needs tokens too.
 
     Raises:
-        LayersimError: the size of its main input is not known from its configuration.
+        LayersimError: the configuration does not give the size of the main input.
     """
     token = torch.zeros(1, 1, dtype=torch.long)
     more = {"decoder_input_ids": token} if decodes else {}
@@ -139,15 +139,15 @@ def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> 
 
 
 def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int, ...]:
-    """Shape of one image or recording that a model takes.
+    """Shape of one input row of a model: an image or a recording.
 
     Args:
         module: the model.
         model: the description of the same model.
-        name: of the input.
+        name: name of the input.
 
     Raises:
-        LayersimError: the size is not known from the configuration.
+        LayersimError: the configuration does not give the size.
     """
     config = getattr(module, "config", None)
     config = getattr(config, "vision_config", config) if name == PIXELS else config
@@ -161,13 +161,13 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
 
 
 def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None:
-    """Gives the number of positions of a row without token ids; None if a source does not take such rows."""
+    """A function that counts the positions of a row without token ids; None if a source does not accept such rows."""
     able = [source for source in sources if isinstance(source, CanCountPositions)]
     return partial(_shared_positions, able) if len(able) == len(sources) else None
 
 
 def _shared_positions(sources: Sequence[CanCountPositions], batch: Batch) -> int:
-    """The number of positions that rows without token ids have in every model.
+    """The number of positions of rows without token ids, which must be equal in all models.
 
     Args:
         sources: the models.
@@ -188,7 +188,7 @@ def _shared_positions(sources: Sequence[CanCountPositions], batch: Batch) -> int
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:
-    """Refuse a model whose weights were never loaded. Weights that accelerate has offloaded are loaded when they are needed."""
+    """Raise an error if the weights of a model were never loaded. Weights that accelerate has offloaded are accepted."""
     brought = [name for name, sub in module.named_modules() if hasattr(sub, "_hf_hook")]
     for name, sub in module.named_modules():
         if any(p.is_meta for p in sub.parameters(recurse=False)):
@@ -202,11 +202,11 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
 
 @contextmanager
 def refusing_failed_forward(module: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context of a forward pass, in which an exception that the inputs cause becomes the error of `no_forward`.
+    """A context manager for a forward pass: an exception becomes the error of `no_forward`.
 
     Args:
         module: the model.
-        inputs: of the forward pass, by name.
+        inputs: inputs of the forward pass, by name.
 
     Raises:
         LayersimError: the forward pass raised an exception.
@@ -224,8 +224,8 @@ def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, T
 
     Args:
         module: the model.
-        error: of the forward pass.
-        inputs: of the batch, by name.
+        error: exception of the forward pass.
+        inputs: inputs of the batch, by name.
     """
     images = inputs.get("pixel_values")
     if images is not None and (other := _other_size(module, images, error)) is not None:
@@ -244,7 +244,7 @@ def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, T
 
 
 def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> LayersimError | None:
-    """The error for images of another size than the model's configuration names; None where it names none, or theirs."""
+    """The error for images of the wrong size; None if the size is right, or the configuration does not give it."""
     config = getattr(module, "config", None)
     config = getattr(config, "vision_config", config)
     channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)

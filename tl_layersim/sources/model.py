@@ -1,4 +1,4 @@
-"""Model: the description of a model before it runs, from its modules and its configuration."""
+"""Model: the description of a model from its modules and configuration, before it runs."""
 
 from __future__ import annotations
 
@@ -39,39 +39,36 @@ from .identity import StoredWeights, hooks_on, refuse_unknown
 
 @dataclass(frozen=True)
 class Model:
-    """Description of a model before it runs.
+    """Description of a model from its modules and configuration, before it runs.
 
     Attributes:
-        name: under which the model was loaded.
+        name: name under which the model was loaded.
         config_hash: see `Provenance`; "" if there is no configuration.
-        weights: whose checksum `weights_hash` is computed when it is first read; or that checksum, "" if the weights are not in
-            this process.
+        weights: the weights, or their checksum as text; "" if the weights are not in this process.
         source: class of the model, and how it is reached.
-        basis: in which its residual stream is measured: raw or processed weights, before or after a norm.
-        dtype: of its parameters.
-        layers: names of the residual layers, `blocks.0.hook_resid_pre` first; or of the other sites that an analyzer reads.
-        d_model: width of the residual stream, None where unknown.
-        widths: width of each site; empty where all have the width of the residual stream, or where the widths are not known
-            before a forward pass.
-        vocabulary: number of token ids, None where unknown.
-        context: length of the longest row that the model takes, None where unknown.
-        tokenizer: the model's own, None where it has none.
-        head: the modules between the last block and the logits; None where there are none, or none that are known.
-        calls: use of `view.calls` by a kernel: "none"; "values", blocks can be called again; "gradients", also differentiated.
-        inputs: names of the inputs of its forward besides token ids, attention mask and labels, each with the value that is
-            equivalent to leaving the input out; None where no value is.
-        main_input: name of the first input of its forward, "input_ids" of models of tokens.
-        token_input: name of the input that holds the token ids of the stack that is read, "decoder_input_ids" of the decoder in
-            an encoder-decoder.
+        basis: basis of the residual stream: raw or processed weights, before or after a norm.
+        dtype: dtype of its parameters.
+        layers: names of the residual layers, starting with `blocks.0.hook_resid_pre`, or of other sites that are read.
+        d_model: width of the residual stream, None if unknown.
+        widths: width of each site; empty if all sites have width `d_model`, or the widths are not known before a forward pass.
+        vocabulary: number of token ids, None if unknown.
+        context: largest number of tokens in a row; None if unknown.
+        tokenizer: the model's own, None if it has none.
+        head: the modules between the last block and the logits; None if there is no known head.
+        calls: how kernels may use `view.calls`: "none"; "values", blocks can be replayed; "gradients", blocks can also be
+            differentiated.
+        inputs: inputs of its forward besides token ids, attention mask and labels, each with the value that is equivalent to
+            leaving it out; None if there is no such value.
+        main_input: name of the first input of its forward, such as "input_ids" for language models.
+        token_input: name of the input with the token ids of the stack that is read, such as "decoder_input_ids".
         mask_input: name of the attention mask of this stack; "" for a vision tower, which has none.
-        processor: makes inputs of images, None where the model carries none.
-        pads: padding ids that its configuration names.
-        starts: ids that its configuration names as BOS.
-        ends: ids that its configuration names as EOS.
-        changes: of the model beside its weights, see `Provenance`.
-        stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
-            are left out or the stream is also read inside blocks, "none" for other sites; "unknown" until a forward pass has
-            settled it.
+        processor: image processor; None if the model has none.
+        pads: padding ids in its configuration.
+        starts: BOS ids in its configuration.
+        ends: EOS ids in its configuration.
+        changes: changes to the model outside its weights, see `Provenance`.
+        stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" if blocks are left out or the
+            stream is also read inside blocks, "none" for other sites, "unknown" until a forward pass has tested it.
     """
 
     name: str
@@ -97,7 +94,7 @@ class Model:
     ends: tuple[int, ...] = ()
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
-        """The fields `inputs`, `pads`, `starts` and `ends` of two models that read the same data."""
+        """The fields `inputs`, `pads`, `starts` and `ends` for reading the data of two models."""
         either = {**self.inputs, **other.inputs}
         # A value must be equivalent to leaving the input out in both models.
         for name in self.inputs.keys() & other.inputs.keys():
@@ -111,21 +108,22 @@ class Model:
 
     @property
     def weights_hash(self) -> str:
-        """See `Provenance`; "" if the weights are not in this process. All copies of a description compute it once."""
+        """The checksum of the weights, see `Provenance`; "" if they are not in this process. It is computed once."""
         return str(self.weights)
 
     def as_it_is_now(self) -> Model:
-        """The description with a checksum that will be computed of the weights as they are then."""
+        """The description without a cached checksum, because the weights may have changed."""
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
     def identity(self, argument: str | None) -> tuple[str, ...]:
-        """What must be equal for two runs of one model.
+        """The properties of a model that must be equal for two runs to be the same.
 
         Args:
-            argument: that names the file of the run, for messages; None if no later call is compared with this one.
+            argument: name of the argument that holds the run's file, for messages; None if no later run is compared with this
+                one.
 
         Raises:
-            LayersimError: the model has a change that cannot be compared with that of a later call.
+            LayersimError: the model has a change that cannot be compared with a later run.
         """
         if argument is not None:
             refuse_unknown(self.changes, argument)
@@ -133,12 +131,12 @@ class Model:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether the head reads a row as one, as that of a classifier of texts or images does."""
+        """Whether the head makes one prediction per row, as in text and image classifiers."""
         return self.head is not None and self.head.reads != "every"
 
     @property
     def widest(self) -> int | None:
-        """Width of the widest site, None where unknown."""
+        """Width of the widest site; None if unknown."""
         return max(self.widths, default=None) or self.d_model
 
     def __post_init__(self) -> None:
@@ -151,15 +149,15 @@ class ServerOffer:
     """What an NDIF server allows its users to do with one model.
 
     Attributes:
-        server: its address.
-        trusted: whether requests run in the process that holds the weights; else in a sandbox without weights, where no
-            gradient flows through the model.
-        dtype: of the model on the server.
-        devices: of its blocks, as a kernel sees them.
-        job_limit: seconds that a job may take, None where there is no limit or none is reported.
-        running: names of the models that the server has loaded.
-        versions: of Python, nnsight, transformers and torch on the server.
-        differences: descriptions of versions that differ from those of this process.
+        server: address of the server.
+        trusted: whether requests run in the process with the weights. If False, they run in a sandbox without weights and
+            gradients.
+        dtype: dtype of the model on the server.
+        devices: devices of the blocks, as kernels see them.
+        job_limit: time limit of a job in seconds; None if there is no limit or it is not reported.
+        running: names of the loaded models.
+        versions: versions of Python, nnsight, transformers and torch on the server.
+        differences: descriptions of the versions that differ from this process.
     """
 
     server: str
@@ -185,8 +183,8 @@ def describe(
         module: the model.
         blocks: paths of its blocks.
         source: class of the model, and how it is reached.
-        tokenizer: the model's own, None where it has none.
-        unembed: paths of final norm and head, where the user names them.
+        tokenizer: the model's own, None if it has none.
+        unembed: paths of final norm and head if the user names them; else None.
         named: whether the user named the blocks.
     """
     config = getattr(module, "config", None)
@@ -214,7 +212,7 @@ def describe(
 
 
 def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None, named: bool) -> dict[str, Any]:
-    """The fields of `Model` that depend on the blocks that are read; arguments as those of `describe`.
+    """The fields of `Model` that depend on the blocks; for the arguments see `describe`.
 
     Raises:
         LayersimError: the blocks lie in both stacks of an encoder-decoder.
@@ -235,7 +233,7 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
 
 
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
-    """The fields of `Model` which say how data is read for a Hugging Face model, such as `inputs`, `main_input` and `pads`.
+    """The fields of `Model` that determine how data is read, such as `inputs`, `main_input` and `pads`.
 
     Args:
         module: the model.
@@ -261,7 +259,7 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
 
 
 def _main_input(module: torch.nn.Module) -> str:
-    """Name of the main input: as the model names it itself, or the first argument of its forward."""
+    """Name of the main input: the model's `main_input_name`, or the first argument of its forward."""
     own = getattr(module, "main_input_name", None)
     if isinstance(own, str):
         return own
@@ -270,14 +268,14 @@ def _main_input(module: torch.nn.Module) -> str:
 
 
 def processor_of(model: Any) -> Any:
-    """The image processor that a model carries, or a processor's own part for images; None where there is none."""
+    """The image processor of a model, or the image part of its processor; None if there is none."""
     given = getattr(model, "processor", None)
     given = getattr(model, "image_processor", None) if given is None else given
     return getattr(given, "image_processor", given)
 
 
 def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
-    """Names of the arguments of the model's `forward`, and of inner `forward`s that receive its further keyword arguments."""
+    """Argument names of the model's `forward`, and of inner `forward`s that get its keyword arguments."""
     path = block.split(".")
     names: dict[str, None] = {}
     for depth in range(len(path)):
@@ -292,14 +290,14 @@ def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
 
 
 def _ids(config: Any, text: Any, name: str) -> list[int]:
-    """Token ids that a configuration holds under a name: none, one or several."""
+    """The token ids under a name in a configuration: none, one or several."""
     ids = getattr(text, name, None)
     ids = getattr(config, name, None) if ids is None else ids
     return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]
 
 
 def _context(config: Any) -> int | None:
-    """Number of positions for which the model was made; None where it is not known."""
+    """The model's maximum number of positions; None if unknown."""
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     offset = 2 if getattr(config, "model_type", None) in NUMBERED_FROM_PAD else 0
     return length - offset if length else None
@@ -311,14 +309,14 @@ def hash_config(config: dict[str, Any]) -> str:
 
 
 def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
-    """The description of a model after a forward pass has tested whether its modules pass on the residual stream.
+    """Update a description after a forward pass has tested whether the modules pass on the residual stream.
 
     Args:
         model: the description before.
         module: the model.
-        paths: of its modules.
+        paths: paths of its modules.
         named: whether the user named them.
-        strangers: paths of modules whose input is not the output of the module before them, or whose output is a feature map.
+        strangers: see `StreamTest`.
 
     Raises:
         LayersimError: the modules are not blocks, and the user did not name them.
@@ -339,7 +337,7 @@ def same_stream(given: Tensor, before: Tensor) -> bool:
 
 
 def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
-    """The embedding of a model, and its description.
+    """The embedding and the description of a TransformerLens model.
 
     Raises:
         LayersimError: hook points of the residual stream are missing.
@@ -375,7 +373,8 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
 
 
 def _bridge_data(model: Any) -> dict[str, Any]:
-    """Fields of `Model` for reading data: a TransformerBridge takes the inputs of its Hugging Face model, others tokens."""
+    """The fields of `Model` for reading data: a TransformerBridge has the inputs of its Hugging Face model, a HookedTransformer
+    only tokens."""
     if type(model).__name__ != "TransformerBridge":
         return {}
     wrapped = model.original_model

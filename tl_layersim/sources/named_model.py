@@ -1,4 +1,4 @@
-"""Hugging Face models by their folder or hub name, as the command line names them."""
+"""Loading of Hugging Face models by folder or hub name, for the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.wording import brief, counted
 
 
 def refuse_missing_device(device: str) -> None:
-    """Refuse a device that this machine or this build of torch does not have."""
+    """Raise an error if this machine or this build of torch lacks a device."""
     import torch
 
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.backends.mps.is_available() else [])]
@@ -27,20 +27,20 @@ def refuse_missing_device(device: str) -> None:
 
 
 def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, option: str = "--model") -> Any:
-    """A model of the class that its configuration names, in evaluation mode, with its tokenizer as `.tokenizer`.
+    """Load a model of the class in its configuration, in evaluation mode, with its tokenizer as `.tokenizer`.
 
     Args:
-        name: of a folder, or on the hub.
-        device: "cpu", "cuda", "mps", or "auto".
-        dtype: of the weights.
-        trust_remote_code: whether code that comes with the model may run.
-        option: of the command line, for messages.
+        name: path of a folder, or name on the hub.
+        device: "cpu", "cuda", "mps" or "auto".
+        dtype: dtype of the weights.
+        trust_remote_code: whether Python code in the model's repository may run.
+        option: name of the command-line option, for messages.
 
     Raises:
-        LayersimError: the model cannot be loaded, or only by running code that comes with it, without `trust_remote_code`.
+        LayersimError: the model cannot be loaded, or needs `trust_remote_code`.
 
     Warns:
-        LayersimWarning: the files lack weights that the configuration names.
+        LayersimWarning: the files lack weights.
     """
     import torch
     import transformers
@@ -58,16 +58,16 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
 
 
 def load_for_server(name: str, dtype: str | None, trust_remote_code: bool, option: str) -> Any:
-    """A model of nnsight with its tokenizer as `.tokenizer`, whose weights are on a server.
+    """Load an nnsight model without weights, for a server, with its tokenizer as `.tokenizer`.
 
     Args:
-        name: of a folder, or on the hub.
-        dtype: of the weights, which are then loaded for nnsight's simulation of a server; None to load none.
-        trust_remote_code: whether code that comes with the model may run.
-        option: of the command line, for messages.
+        name: path of a folder, or name on the hub.
+        dtype: dtype of the weights, which are loaded for nnsight's local simulation of a server; None to load no weights.
+        trust_remote_code: whether Python code in the model's repository may run.
+        option: name of the command-line option, for messages.
 
     Raises:
-        LayersimError: as `load_model`.
+        LayersimError: see `load_model`.
     """
     import torch
     import transformers
@@ -80,15 +80,15 @@ def load_for_server(name: str, dtype: str | None, trust_remote_code: bool, optio
 
 
 def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any:
-    """A model whose weights are on the meta device: its modules, from its configuration alone.
+    """Load a model on the meta device: its modules from its configuration, without weights.
 
     Args:
-        name: of a folder, or on the hub.
-        trust_remote_code: whether code that comes with the model may run.
-        option: of the command line, for messages.
+        name: path of a folder, or name on the hub.
+        trust_remote_code: whether Python code in the model's repository may run.
+        option: name of the command-line option, for messages.
 
     Raises:
-        LayersimError: as `load_model`.
+        LayersimError: see `load_model`.
     """
     import torch
 
@@ -98,13 +98,14 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
 
 
 def model_of_config(config: Any) -> Any:
-    """A model whose weights are on the meta device, in the dtype that the configuration names, float32 if it names none.
+    """Build a model on the meta device from a configuration, in the configuration's dtype or float32.
 
     Args:
-        config: of transformers. Where it names no class, the model is a causal language model if there is one of its type.
+        config: a transformers configuration. If it names no class, the model is a causal language model, if one exists for its
+            type.
 
     Raises:
-        LayersimError: it is no configuration.
+        LayersimError: `config` is not a configuration.
     """
     import torch
     import transformers
@@ -126,7 +127,7 @@ def model_of_config(config: Any) -> Any:
 
 @contextmanager
 def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
-    """A context that gives options for loading a model, and turns the failures of transformers into refusals."""
+    """A context manager that yields loading options, and turns exceptions of transformers into a `LayersimError`."""
     _refuse_no_model(name, option)
     try:
         # Passed to each call: transformers asks at the terminal where it is not.
@@ -156,7 +157,7 @@ def _class_and_config(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _refuse_no_model(name: str, option: str) -> None:
-    """Refuse a name that is neither a folder with a configuration nor a hub name, without a request to the hub."""
+    """Raise an error if a name is neither a folder with a configuration nor a hub name. The hub is not asked."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         inside = ", ".join(sorted(item.name for item in path.iterdir())[:5]) or "nothing"
@@ -173,7 +174,7 @@ def _refuse_no_model(name: str, option: str) -> None:
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The class of transformers that a configuration names, or the auto class that loads the model's own class."""
+    """The transformers class in a configuration, or the auto class that loads the model's own class."""
     import transformers
 
     architecture = (config.architectures or ["AutoModel"])[0]

@@ -1,4 +1,4 @@
-"""Source of an nnsight model, which runs in this process or in nnsight's local simulation of a server.
+"""NNsightSource: source of an nnsight model in this process or in nnsight's local simulation of a server.
 
 `read_step` is shipped to NDIF servers by value: it uses torch and the standard library alone.
 """
@@ -38,14 +38,14 @@ from .source import PointSource, SitesRead
 
 @dataclass
 class TraceStep:
-    """The input or output of one module, which a trace reads.
+    """A module's input or output that a trace reads.
 
     Attributes:
-        path: of the module.
-        envoy: of the module.
-        incoming: whether the input is read; else the output.
-        is_block: whether the module is a block, whose calls views may carry.
-        sites: number and hook point of each site that is a part of it.
+        path: path of the module.
+        envoy: envoy of the module.
+        incoming: True to read the input, False for the output.
+        is_block: whether the module is a block, whose calls may be recorded.
+        sites: index and hook point of each site in this tensor.
     """
 
     path: str
@@ -65,12 +65,12 @@ def is_edited(model: Any) -> bool:
 
 
 def block_events(paths: list[str]) -> tuple[HookPoint, ...]:
-    """The input and the output of each block."""
+    """The hook points of each block's input and output."""
     return tuple(HookPoint(path, path, incoming) for path in paths for incoming in (True, False))
 
 
 def residual_order(blocks: int) -> tuple[int, ...]:
-    """Order of the residual layers, and of the inputs and outputs of blocks that are numbered after them."""
+    """Firing order of the residual layers and, with the indices after them, of the inputs and outputs of all blocks."""
     order = [0]
     for block in range(blocks):
         start = blocks + 1 + 2 * block
@@ -83,9 +83,9 @@ def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls:
 
     Args:
         step: the step.
-        buffer: for the activations.
-        given: arguments of the blocks that were entered, by path; changed in place.
-        calls: for the block calls, changed in place; None where no analyzer needs them.
+        buffer: buffer of the activations.
+        given: arguments of the blocks entered so far, by path; changed in place.
+        calls: list of block calls, changed in place; None if no analyzer needs them.
     """
     if step.incoming:
         args, kwargs = step.envoy.inputs
@@ -106,7 +106,7 @@ K = TypeVar("K", bound=AnyKernel)
 
 
 class NNsightSource(PointSource):
-    """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or anything that traces like them.
+    """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or another class with `trace`.
 
     Kernels run inside the trace, and only their sums leave it.
 
@@ -148,11 +148,11 @@ class NNsightSource(PointSource):
         self._start_reading(residual_points(self._model.layers, self.paths), residual_order(len(self.paths)))
 
     def _envoy_at(self, path: str) -> Any:
-        """The envoy of the module at a path, also where nnsight renames it, as it does modules with the name `output`."""
+        """The envoy of the module at a path, also if nnsight renames it, such as a module called `output`."""
         return self._envoys[id(self.module.get_submodule(path))]
 
     def _open_head(self) -> Unembed | None:
-        """The logit lens, made of nnsight's envoys, which resolve to the modules in this process or on a server."""
+        """The logit lens, built from nnsight envoys, which stand for the modules in this process or on a server."""
         head = self._model.head
         if head is None:
             return None
@@ -198,7 +198,7 @@ class NNsightSource(PointSource):
         return self.module(*(value.to(device) for value in args), **options)
 
     def _steps(self) -> list[TraceStep]:
-        """What a trace reads, in the order of the forward pass."""
+        """The module inputs and outputs that a trace reads, in the order of the forward pass."""
         points, order = self._reading.points, self._reading.order
         assert order is not None
         events = (*points, *block_events(self.paths))
@@ -215,7 +215,7 @@ class NNsightSource(PointSource):
         return steps
 
     def _arguments(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Arguments of a trace: those of the model's forward, and by which nnsight runs it in the right process."""
+        """Arguments of a trace: the forward's arguments, and nnsight's arguments for the right process."""
         args, options = forward_arguments(self.module, batch, self._model)
         return args, self.where | options
 
@@ -230,7 +230,7 @@ class NNsightSource(PointSource):
         return positions_of(shape, point.channels, point.name)
 
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
-        """Call a function that opens one trace, with the keyword arguments by which nnsight runs it in the right process."""
+        """Call a function that opens one trace, with nnsight's keyword arguments for the right process."""
         return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -287,7 +287,7 @@ class NNsightSource(PointSource):
 
 
 def own_function(kernel: Any) -> Any:
-    """The function of an analyzer inside the partial applications of a kernel."""
+    """The analyzer's function inside a kernel, under all `functools.partial`s."""
     inside = {at_sites: "kernel", by_leaf: "kernel", drawn: "read"}
     while isinstance(kernel, partial | PoolKernel):
         if isinstance(kernel, PoolKernel):
@@ -298,7 +298,7 @@ def own_function(kernel: Any) -> Any:
 
 
 def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
-    """The kernels, after their modules are registered to be shipped by value.
+    """Register the kernels' modules to be shipped by value, and return the kernels.
 
     Raises:
         LayersimError: a kernel is not a function of a module.
@@ -324,7 +324,7 @@ def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
-    """Keyword arguments of a trace by which nnsight runs it in this process or in its local simulation."""
+    """nnsight's keyword arguments for a trace in this process or in the local simulation."""
     from nnsight.modeling.mixins.remotable import Remotable
 
     if not remote:
@@ -345,7 +345,7 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
 
 
 class _ModuleTree:
-    """The part of a model that nnsight's local simulation needs: the objects that a request refers to and does not contain."""
+    """The part of a model that nnsight's local simulation needs: objects that a request references but does not contain."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -358,7 +358,7 @@ class _ModuleTree:
 
 
 def whole_view(view: View) -> dict[str, Tensor]:
-    """The kernel that returns the whole view, for models in this process."""
+    """A kernel that returns the whole view, for models in this process."""
     fields = ("activations", "tokens", "sequence", "position", "next_token", "row", "column", "labels", "sites", "widths")
     return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
 
@@ -373,7 +373,7 @@ def _trace(
     kernels: dict[str, Kernel],
     calling: bool,
 ) -> Reduced:
-    """Run kernels on a batch in one trace, whose body is shipped: it refers to local names, torch and the stdlib alone."""
+    """Run kernels on a batch in one trace. The body is shipped, so it uses only local names, torch and the stdlib."""
     import nnsight
 
     keep, kept = kept_of(batch)
@@ -397,7 +397,7 @@ def _trace(
 
 
 def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
-    """Whether the input of each block after the first equals the output of the block before it; one trace, as in `_trace`."""
+    """Whether each block's input equals the output of the block before it, from one trace; see `_trace`."""
     import nnsight
 
     ends_early = not is_edited(model)
@@ -421,7 +421,7 @@ def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], optio
 def _trace_gap(
     model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], attended: Tensor
 ) -> Tensor:
-    """`unembed_gap` of one row, `attended` at these positions; one trace of the whole model, as in `_trace`."""
+    """`unembed_gap` of one row at its attended positions, from one trace of the whole model; see `_trace`."""
     import nnsight
 
     args, options = arguments
@@ -435,7 +435,7 @@ def _trace_gap(
 
 
 def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...], options: dict[str, Any]) -> list[int]:
-    """The shape of a module's input or output; one trace, as in `_trace`."""
+    """The shape of a module's input or output, from one trace; see `_trace`."""
     import nnsight
 
     ends_early = not is_edited(model)

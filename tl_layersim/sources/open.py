@@ -1,4 +1,4 @@
-"""Opening of a model in this process: the source that fits the type of the model, and the table of its sites."""
+"""Opening of a model in this process: choice of the source by the model's type, and the table of sites."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ACCEPTED_MODELS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OpenedModel:
-    """A model with the options of `open_model`, which all functions take in place of the model.
+    """A model with the options of `open_model`, which all functions accept in place of a model.
 
     Attributes:
         model: the model.
         layers: paths of its blocks; None to find them.
         unembed: paths of its final norm and head; None to find them.
-        remote: where it runs, see `open_model`.
-        verify: what its residual stream is compared with, see `open_model`.
-        tokens_per_request: the most positions in one request to a server, see `open_model`.
+        remote: where the model runs, see `open_model`.
+        verify: the reference for its residual stream, see `open_model`.
+        tokens_per_request: largest number of positions in one request to a server, see `open_model`.
     """
 
     model: Any
@@ -48,7 +48,7 @@ class OpenedModel:
 
     @classmethod
     def of(cls, model: Any) -> OpenedModel:
-        """The argument `model` of a call as an `OpenedModel`; a model alone has the default options.
+        """Convert the argument `model` to an `OpenedModel`; a plain model gets the default options.
 
         Args:
             model: an `OpenedModel`, or a model.
@@ -61,7 +61,7 @@ class OpenedModel:
         return self.remote not in (False, "local")
 
     def record(self) -> dict[str, Any]:
-        """The options `layers`, `unembed` and `verify`, for the provenance of a result."""
+        """The options `layers`, `unembed` and `verify`, for the provenance."""
         return {"layers": self.layers, "unembed": self.unembed, "verify": None if self.verify is None else "hf"}
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class OpenedModel:
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
-    """The options `layers` and `verify` of several models, for the provenance of a result; None if no model has the option.
+    """The options `layers` and `verify` of several models, for the provenance; None if no model has the option.
 
     Args:
         opened: the models.
@@ -88,7 +88,7 @@ def open_local(
     unembed: list[str] | None = None,
     remote: bool | str = False,
 ) -> Source:
-    """The source for a model that is already loaded.
+    """Open a loaded model as a source.
 
     Args:
         model: the model, or a source.
@@ -131,7 +131,7 @@ def open_local(
 
 
 def is_nnsight(model: Any) -> bool:
-    """Whether a model is nnsight's, without importing nnsight."""
+    """Whether a model is an nnsight model, without importing nnsight."""
     return any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
 
 
@@ -145,22 +145,22 @@ def unsupported_model(model: Any) -> LayersimError:
 
 @typed
 def sites(model: Any) -> pandas.DataFrame:
-    """List the sites of a model, in the order in which it computes them.
+    """List the sites of a model, in the order of computation.
 
-    A site is a place at which activations are read, and `at=` selects sites: `at="attn_out"` all sites of a family, and
-    `at=["blocks.0.hook_attn_out"]` one by its name. Other hook points of a TransformerLens model (`model.hook_dict`) and the
-    modules of any model (`model.named_modules()`) can be named in `at=` too; they are not in the table.
+    A site is a place where activations are read. `at=` selects sites: `at="attn_out"` selects all sites of a family,
+    `at=["blocks.0.hook_attn_out"]` one site by its name. Other hook points of a TransformerLens model (`model.hook_dict`) and
+    the modules of any model (`model.named_modules()`) can be named in `at=` too; they are not in the table.
 
     Args:
         model: a TransformerLens, Hugging Face, nnsight or other torch model; or what `open_model` returns. It is not run.
 
     Returns:
-        A pandas table with the columns `name`; `family`; `block`, the number of the block; `module`, which is read, with its
-        input or its output; and `heads`, the number of heads into which `per_head=True` divides the site, 0 for none. The
-        family `resid_post` begins with the first site of `resid_pre`.
+        A pandas table with the columns `name`; `family`; `block`, the index of the block; `module`, the module that is read,
+        and whether its input or output; and `heads`, the number of heads into which `per_head=True` splits the site, 0 if it
+        has none. The family `resid_post` begins with the first site of `resid_pre`.
 
     Raises:
-        LayersimError: the type of the model is not supported, or its blocks are not known.
+        LayersimError: the type of the model is not supported, or its blocks are unknown.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -184,6 +184,6 @@ def sites(model: Any) -> pandas.DataFrame:
 
 
 def _module(site: Site) -> str:
-    """The module that is read, in words."""
+    """The module that a site reads, in words."""
     side = "input" if site.point.incoming else "output"
     return f"{site.point.module} ({side if site.point.part is None else f'part of the {side}'})"

@@ -1,4 +1,4 @@
-"""Forward passes that run out of memory: their rows are run in parts, whose activations form the view of the whole batch."""
+"""Forward passes that run out of memory: the batch is split, and the parts' activations are joined in one view."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that a device has no memory left.
+    """Whether an exception means that a device is out of memory.
 
     Args:
         error: any exception.
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Free tensors in reference cycles, and give the memory that torch keeps for later tensors back to the device."""
+    """Free tensors in reference cycles, and return torch's cached memory to the device."""
     gc.collect()
     # Does nothing in a process without CUDA.
     torch.cuda.empty_cache()
@@ -49,24 +49,24 @@ def release_memory() -> None:
 
 @dataclass
 class RowParts:
-    """The rows of a batch in as many forward passes as memory requires, and their activations as one view.
+    """Runs a batch in as many forward passes as memory requires, and joins the activations in one view.
 
     A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows that
     worked. The parts keep the width of the batch, so that positions and padding are those of the whole batch.
 
     Attributes:
-        rows: largest number of rows of a forward pass; None as long as every batch fits.
+        rows: largest number of rows in a forward pass; None as long as every batch fits.
     """
 
     rows: int | None = None
 
     def collect(self, batch: Batch, run: Callable[[Batch], View], indivisible: Callable[[], str]) -> View:
-        """The view of a batch.
+        """Run a batch and return its view.
 
         Args:
             batch: the rows.
-            run: one forward pass over some rows; its view does not depend on other rows.
-            indivisible: says why all rows must run in one forward pass; "" where they need not.
+            run: function that runs one forward pass over some rows and returns their view.
+            indivisible: function that returns why the rows must run in one forward pass; "" if they need not.
 
         Raises:
             LayersimError: a forward pass of one row, or of rows that must run together, runs out of memory.
@@ -112,7 +112,7 @@ class RowParts:
 
 
 class _JoinedView:
-    """The view of a batch, filled with the views of its parts one after the other.
+    """The view of a batch, filled with the views of its parts in order.
 
     Args:
         batch: the whole batch.
@@ -139,11 +139,11 @@ class _JoinedView:
 
 @contextmanager
 def refusing_full_memory(batch: Batch, work: str) -> Iterator[None]:
-    """A context of work on all samples of a batch, in which running out of memory becomes an error that names a setting.
+    """A context manager for work on all samples of a batch: an out-of-memory exception becomes an error that names a setting.
 
     Args:
         batch: the rows.
-        work: what runs, for the message.
+        work: description of the work, for the message.
 
     Raises:
         LayersimError: the work ran out of memory.
@@ -161,7 +161,7 @@ def refusing_full_memory(batch: Batch, work: str) -> Iterator[None]:
 
 @contextmanager
 def refusing_one_row(batch: Batch) -> Iterator[None]:
-    """A context of a forward pass over one row, in which running out of memory becomes an error that names a setting.
+    """A context manager for a forward pass over one row: an out-of-memory exception becomes an error that names a setting.
 
     Args:
         batch: one row.
@@ -181,8 +181,8 @@ def forward_too_large(batch: Batch, error: BaseException, reason: str) -> Layers
     """The error for a forward pass that runs out of memory and cannot be split.
 
     Args:
-        batch: its rows.
-        error: of the forward pass.
+        batch: the rows.
+        error: exception of the forward pass.
         reason: why several rows must run together; "" for one row.
     """
     one = len(batch.tokens) == 1

@@ -1,4 +1,4 @@
-"""Source: a model that runs batches and gives its activations to kernels, and the abilities that a source may have."""
+"""Source: a model that runs batches and passes activations to kernels, and the optional abilities of sources."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PartialSums:
     """Sums of kernel outputs over a group of consecutive rows.
 
     Attributes:
-        count: number of rows, a power of two; the last of the data may count rows that are not there.
+        count: number of rows, a power of two; at the end of the data it may count rows that do not exist.
         not_finite: for each view `layer`, the number of activations that were NaN or infinite.
-        out: by kernel name, the sums of what the kernel returned.
+        out: sums of the kernel outputs, by kernel name.
     """
 
     count: int
@@ -64,7 +64,7 @@ class Source(ABC):
         """Run one forward pass over the batch and return the view.
 
         Raises:
-            LayersimError: activations stay where they are computed.
+            LayersimError: activations cannot leave the process that computes them.
         """
         raise LayersimError(f"Activations of a {type(self).__name__} stay where they are computed: {self.model.name}.")
 
@@ -79,12 +79,12 @@ class HasModule(Source):
     module: torch.nn.Module
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which the model runs without dropout; the model's previous state is restored at the end."""
+        """A context manager in which the model runs without dropout; its previous mode is restored at the end."""
         return eval_mode(self.module)
 
 
 class CanUnembed(Source):
-    """A source whose views have the logit lens, `View.unembed`; its model has a `head`."""
+    """A source with a logit lens (`View.unembed`); its model has a `head`."""
 
     @abstractmethod
     def unembed_gap(self, batch: Batch) -> Tensor:
@@ -92,21 +92,21 @@ class CanUnembed(Source):
 
 
 class CanReplay(Source):
-    """A source whose blocks can be called again; its model has `calls` other than "none".
+    """A source whose block calls can be replayed; its `Model.calls` is not "none".
 
     Attributes:
-        calling: whether views must carry `calls`.
+        calling: whether views must contain `calls`.
     """
 
     calling: bool = False
 
 
 class CanCountPositions(Source):
-    """A source that takes rows without token ids, such as images."""
+    """A source that accepts rows without token ids, such as images."""
 
     @abstractmethod
     def count_positions(self, batch: Batch) -> int:
-        """Number of positions that a row has in the residual stream: the patches of an image, and [CLS].
+        """Number of positions of a row in the residual stream, such as the patches of an image and [CLS].
 
         Args:
             batch: one row.
@@ -119,12 +119,12 @@ class CanReadSites(Source):
     @property
     @abstractmethod
     def sites(self) -> tuple[str, ...]:
-        """Names of the sites that forward passes read; the residual layers unless `read_at` chose others."""
+        """Names of the sites to read; the residual layers unless `read_at` chose others."""
 
     @property
     @abstractmethod
     def widths(self) -> tuple[int, ...]:
-        """Width of each site; empty where all are the residual stream, or where no forward pass has shown the widths yet."""
+        """Width of each site; empty if all sites are residual layers, or the widths are not known yet."""
 
     @property
     @abstractmethod
@@ -141,40 +141,40 @@ class CanReadSites(Source):
 
     @abstractmethod
     def in_stack(self, at: Any) -> Any:
-        """Read the stack of an encoder-decoder that `at` names, and return `at` without its name.
+        """Select the stack of an encoder-decoder that `at` names, and return `at` without the stack's name.
 
         Args:
-            at: as in `hook_points`.
+            at: see `hook_points`.
         """
 
     @abstractmethod
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
-        """Read these hook points in further forward passes, in place of the residual layers."""
+        """Read these hook points instead of the residual layers in later forward passes."""
 
     @abstractmethod
     def reading_at(self, points: tuple[HookPoint, ...]) -> AbstractContextManager[None]:
-        """A context in which forward passes read other hook points."""
+        """A context manager in which forward passes read other hook points."""
 
     @abstractmethod
     def stream_sums(self) -> tuple[StreamSum, ...]:
-        """The identities of the residual stream that the architecture implies for the sites that `read_at` chose."""
+        """The sums on the residual stream that contain a site chosen by `read_at`."""
 
     @property
     @abstractmethod
     def is_settled(self) -> bool:
-        """Whether nothing about the sites has to be found out by a forward pass."""
+        """Whether everything about the sites is known without a forward pass."""
 
     @abstractmethod
     def settle(self, batch: Batch) -> None:
-        """Run the batch's first row, to find out what is not known of the sites before a forward pass.
+        """Run the batch's first row to find out what is unknown about the sites.
 
-        That is whether the modules pass on one residual stream, where `model.stream` is "unknown", and the order and the widths
-        of sites that `read_at` chose.
+        It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
+        the sites that `read_at` chose.
         """
 
 
 class OnServer(Source):
-    """A source of a model on a server, which runs several batches in one request."""
+    """A source of a model on a server, which runs several batches per request."""
 
     @abstractmethod
     def stream(
@@ -198,18 +198,18 @@ class OnServer(Source):
         Args:
             passes: number of passes over the data.
             count: number of batches.
-            tokens: in all batches.
-            positions: of the largest batch, padding included.
-            samples: of the batch with most of them.
+            tokens: number of tokens in all batches.
+            positions: number of positions of the largest batch, padding included.
+            samples: number of samples of the batch that has the most.
         """
 
     @abstractmethod
     def refuse_larger(self, rows: int, positions: int) -> None:
-        """Refuse batches that exceed `tokens_per_request`.
+        """Raise an error if batches exceed `tokens_per_request`.
 
         Args:
-            rows: of the largest batch.
-            positions: of the largest batch, padding included.
+            rows: number of rows of the largest batch.
+            positions: number of positions of the largest batch, padding included.
         """
 
     @abstractmethod
@@ -218,22 +218,22 @@ class OnServer(Source):
 
 
 def sites_of(source: Source) -> tuple[str, ...]:
-    """Names of the sites that forward passes read."""
+    """Names of the sites to read."""
     return source.sites if isinstance(source, CanReadSites) else source.model.layers
 
 
 def widths_of(source: Source) -> tuple[int, ...]:
-    """Width of each site; empty where all are the residual stream, or where no forward pass has shown the widths yet."""
+    """Width of each site; empty if all sites are residual layers, or the widths are not known yet."""
     return source.widths if isinstance(source, CanReadSites) else ()
 
 
 def sums_of_leaves(source: Source, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-    """The sums of the leaves of one batch, in the process that holds the activations.
+    """Run one batch and return the sums of its leaves.
 
     Args:
         source: the model.
-        batch: of one forward pass or more.
-        kernels: of views, as in `Source.run`, and of pools of rows.
+        batch: a batch of one or more forward passes.
+        kernels: kernels of views (see `Source.run`) and of pools of rows.
     """
     return source.sums(batch, kernels) if isinstance(source, OnServer) else run_batch(source.run, batch, kernels)
 
@@ -246,20 +246,19 @@ def sums_of_batches(
     say: Callable[[str], None],
     first_block: int | None,
 ) -> Iterator[list[PartialSums]]:
-    """Run batches in order.
+    """Run batches in order and return their sums in groups of leaves.
 
     Args:
         source: the model.
         batches: each with at least one counted token.
-        kernels: of views, as in `Source.run`, and of pools of rows.
-        start: number of rows of the data before these, which earlier processes or other shards run.
-        say: takes short progress messages.
-        first_block: number of rows in the first block of the data (`core.blocks`), whose boundaries no part crosses; None for
-            any parts.
+        kernels: kernels of views (see `Source.run`) and of pools of rows.
+        start: number of rows of the data before the first batch, which an earlier process or another shard runs.
+        say: function that shows a short progress message.
+        first_block: number of rows per block (`core.sums`), whose boundaries no group crosses; None for no boundaries.
 
     Returns:
-        Sums of all leaves of the next batches, in parts whose counts are powers of two and join as in
-        `pairwise_summation.push`: the number of a part's first row is a multiple of its count.
+        Sums of the next batches in groups of 2^k rows that can be pushed by `core.sums.push`: the index of a group's first row
+        is a multiple of its count.
     """
     if isinstance(source, OnServer):
         return source.stream(batches, kernels, start, say, first_block)
@@ -268,14 +267,14 @@ def sums_of_batches(
 
 @contextmanager
 def running(source: Source, calls: bool = False) -> Iterator[None]:
-    """A context in which the model runs without dropout.
+    """A context manager in which the model runs without dropout.
 
     Args:
         source: the model.
-        calls: whether views carry `calls`.
+        calls: whether views contain `calls`.
 
     Raises:
-        LayersimError: the weights can have no gradients.
+        LayersimError: the weights cannot have gradients.
     """
     with source.evaluating() if isinstance(source, HasModule) else nullcontext():
         if not calls:
@@ -292,7 +291,7 @@ def running(source: Source, calls: bool = False) -> Iterator[None]:
 
 
 def refuse_inference_weights(module: torch.nn.Module) -> None:
-    """Refuse weights that were created under `torch.inference_mode()`, because autograd cannot use them."""
+    """Raise an error if weights were created under `torch.inference_mode()`, because autograd cannot use them."""
     unusable = [path for path, parameter in module.named_parameters() if parameter.is_inference()]
     if unusable:
         raise LayersimError(
@@ -303,12 +302,12 @@ def refuse_inference_weights(module: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class SitesRead:
-    """The hook points that forward passes read.
+    """The hook points to read, with their order and widths.
 
     Attributes:
         points: the hook points.
-        order: in which a forward pass reaches them (and further events of the source); None where none has shown it yet.
-        widths: of the points; empty where they are the residual layers, or none has shown them yet.
+        order: order in which a forward pass reaches the points (and further events of the source); None if not known yet.
+        widths: widths of the points; empty if they are the residual layers, or the widths are not known yet.
     """
 
     points: tuple[HookPoint, ...]
@@ -317,10 +316,10 @@ class SitesRead:
 
 
 class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositions):
-    """Source whose sites are hook points of a module.
+    """Base class of sources whose sites are hook points of a module.
 
     Attributes:
-        paths: of its blocks, those of one stack in an encoder-decoder.
+        paths: paths of its blocks, those of one stack in an encoder-decoder.
     """
 
     paths: list[str]
@@ -335,15 +334,15 @@ class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositi
 
     @abstractmethod
     def _place_blocks(self) -> None:
-        """Set what depends on the paths of the blocks: the blocks, the head, and the residual layers."""
+        """Set the blocks, the head and the residual layers by the paths of the blocks."""
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Read the residual layers, whose order is known, of whole batches until one runs out of memory."""
+        """Start with reading the residual layers in whole batches, without splits for memory."""
         self._parts = RowParts()
         self._residual = self._reading = SitesRead(self._with_channels(points), order)
 
     def _indivisible(self) -> str:
-        """Why the rows of a batch must run in one forward pass; "" where they need not."""
+        """Why the rows of a batch must run in one forward pass; "" if they need not."""
         if self.calling:
             return "an analyzer calls blocks again with all rows of a batch"
         if weight_peers(self.module):
@@ -382,7 +381,7 @@ class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositi
         return self._with_channels(points)
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
-        """The hook points with what is known of the axis of their channels, in a model with convolutions."""
+        """Add the evidence on channel axes to hook points, if the model has convolutions."""
         # Tested once, and not for each of what may be hundreds of points.
         if is_transformer_lens(self.module) or not has_convolution(self.module):
             return points

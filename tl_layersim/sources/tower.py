@@ -1,4 +1,4 @@
-"""Source of one tower of a CLIP, which reads its own inputs of rows of images and texts."""
+"""TowerSource: source of one tower of a CLIP, which takes the tower's inputs from rows of images and texts."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class TowerSource(HookedSource):
         return super().collect(self._own(batch))
 
     def projected(self) -> Unembed:
-        """The final norm and the projection of the tower, a map from residuals to the space that both towers share."""
+        """The tower's final norm and projection, a map from residuals to the shared embedding space."""
         return open_head(self.clip, self.tower.head)[1]
 
     def _own(self, batch: Batch) -> Batch:
-        """The batch with the inputs of this tower alone, and the position that it is read at as the only counted one."""
+        """The batch with only this tower's inputs, and only the position at which the tower is read counted."""
         if self.tower.name == "text":
             text_starts_anew([start for _, start in batch.origins], self.model.context)
             inputs = {name: values for name, values in batch.inputs.items() if name in self.model.inputs}
@@ -87,10 +87,10 @@ class TowerSource(HookedSource):
 
 
 def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
-    """Sources of the vision and of the text tower.
+    """Open the vision and the text tower as two sources.
 
     Args:
-        clip: the model with both.
+        clip: the model with both towers.
 
     Raises:
         LayersimError: the model is of another kind.
@@ -100,20 +100,20 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
 
 
 def pair_model(vision: Model, text: Model) -> Model:
-    """The description of the inputs of both towers, by which rows of images and texts are read."""
+    """A description that combines the inputs of both towers, to read rows of images and texts."""
     name = text.name.removesuffix(", text tower")
     return replace(text, name=name, inputs={**text.inputs, **vision.inputs, PIXELS: None}, processor=vision.processor)
 
 
 def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -> None:
-    """Compare the projected last layers of the first row with the model's own embeddings of image and text.
+    """Raise an error if the projected last layers differ from the model's embeddings of the first image and text.
 
     Args:
-        sources: of the vision and the text tower.
+        sources: the vision and the text tower.
         batch: rows of images and texts.
 
     Raises:
-        LayersimError: they differ by more than rounding.
+        LayersimError: the two differ by more than rounding.
     """
     row, clip = batch.first_row, sources[0].clip
     device, dtype = next((p.device, p.dtype) for p in clip.parameters())
@@ -132,6 +132,6 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of norm 1 in the same directions, in float64; NaN for a zero vector."""
+    """Normalise vectors to norm 1, in float64; a zero vector becomes NaN."""
     x = x.detach().double()
     return torch.nn.functional.normalize(x, dim=-1, eps=0.0)

@@ -17,23 +17,23 @@ from .open import OpenedModel, is_nnsight
 
 @typed
 def untrained(model: Any, seed: Seed = 0) -> Any:
-    """A model of the same architecture with fresh weights, as its class initialises them.
+    """Make a model of the same architecture with fresh weights, as its class initialises them.
 
-    Two trained models are similar because of their training and because both read the same tokens through the same
-    architecture. Untrained models show the second part alone.
+    Two trained models are similar because of their training, and because they read the same tokens with the same architecture.
+    Untrained models show only the second effect.
 
     Args:
         model: a Hugging Face model, a HookedTransformer, a TransformerBridge, or an nnsight model in this process; or what
             `open_model` returns.
-        seed: of the weights. The state of torch's random numbers is left as it is.
+        seed: seed of the weights. The state of torch's random numbers is left as it is.
 
     Returns:
-        The model in evaluation mode, with the dtype, the device and the tokenizer of `model`; of an nnsight model the Hugging
-        Face model.
+        The model in evaluation mode, with the dtype, the device and the tokenizer of `model`. For an nnsight model it is a
+        Hugging Face model.
 
     Raises:
-        LayersimError: the model has no configuration from which its class makes another one, or makes weights of other shapes;
-            or it has hooks or edits of nnsight, which the twin would not have.
+        LayersimError: the model cannot be made from a configuration, or its configuration gives other shapes; or it has hooks
+            or nnsight edits, which the twin would lack.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -67,10 +67,10 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
 
 
 def refuse_changed(model: Any) -> None:
-    """Refuse a model with hooks of others or edits of nnsight, which a model with fresh weights would not have.
+    """Raise an error if a model has hooks or nnsight edits, which a model with fresh weights would lack.
 
     Args:
-        model: of any kind; one that is no torch module has no hooks.
+        model: any model; only torch modules can have hooks.
 
     Raises:
         LayersimError: names the changes.
@@ -85,7 +85,7 @@ def refuse_changed(model: Any) -> None:
 
 
 def _made(model: Any) -> Any:
-    """A model of the same class from the configuration of a model."""
+    """Make a model of the same class from a model's configuration."""
     if is_transformer_lens(model):
         original = getattr(model, "original_model", None)
         if original is None:

@@ -1,4 +1,4 @@
-"""Models on the meta device: a source that runs a model without weights, and operations whose results depend on values."""
+"""Models on the meta device: a source that runs a model without weights, and stand-ins for value-dependent operations."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def has_no_weights(module: torch.nn.Module) -> bool:
 
 
 def model_without_weights(config: Any) -> torch.nn.Module:
-    """A model on the meta device: shapes of parameters without their values.
+    """Build a model on the meta device, with shapes but without values.
 
     Args:
         config: a configuration of transformers, its fields as a mapping with "model_type", or the folder or hub name of a
             model.
 
     Raises:
-        LayersimError: there is no such model, or the mapping names no type of model.
+        LayersimError: there is no such model, or the mapping has no known "model_type".
     """
     import transformers
 
@@ -60,7 +60,7 @@ def model_without_weights(config: Any) -> torch.nn.Module:
 
 
 def _warn_of_unknown_fields(config: Any, given: Mapping[str, Any]) -> None:
-    """Warn of fields that the configuration does not have: a misspelt one leaves the default of another size."""
+    """Warn if fields are unknown to the configuration class, because a misspelt field silently leaves its default."""
     cls = type(config)
     known = {*cls().to_dict(), *cls.attribute_map, *OLDER_FIELDS}
     unknown = [name for name in given if name not in known and not name.startswith("_") and not name.endswith("_token_id")]
@@ -69,13 +69,13 @@ def _warn_of_unknown_fields(config: Any, given: Mapping[str, Any]) -> None:
 
 
 class WeightlessSource(HookedSource):
-    """A source that runs a model on the meta device: every tensor has a shape and no values.
+    """A source that runs a model on the meta device, where tensors have shapes but no values.
 
     Forward passes and kernels run as in `analyze`, inside `without_values`.
     """
 
     def _check_weights(self, model: torch.nn.Module) -> None:
-        """Nothing is refused: weights are not needed."""
+        """Accept every model, because weights are not needed."""
 
     def count_positions(self, batch: Batch) -> int:
         with without_values():
@@ -89,7 +89,7 @@ class WeightlessSource(HookedSource):
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """A context in which code runs on meta tensors also where its course depends on values.
+    """A context manager in which code with value-dependent branches runs on meta tensors.
 
     Values are assumed to be typical: activations are finite and differ from one another, no sample is degenerate. `all()` of a
     comparison is then true, `any()` false, and a comparison selects every element.
@@ -99,7 +99,8 @@ def without_values() -> Iterator[None]:
 
 
 class _PythonValues(TorchFunctionMode):
-    """Functions that read values in Python, and attention, which on the meta device would hold `pos pos` weights."""
+    """Replaces functions that read values in Python, and attention, which would allocate `pos pos` weights on the meta
+    device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -112,7 +113,7 @@ class _PythonValues(TorchFunctionMode):
 
 
 class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
-    """Operations whose results on meta tensors depend on values."""
+    """Replaces tensor operations whose results depend on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,7 +141,7 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
         return out
 
     def _index(self, func: Any, x: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """Indexing, where masks select as many elements as they typically do."""
+        """Indexing in which masks select a typical number of elements."""
         whole: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:
@@ -161,7 +162,7 @@ def _moved(tensor: Tensor) -> Tensor:
 
 
 def _with_fraction(mask: Tensor, fraction: float) -> Tensor:
-    """The mask with the fraction of its elements that is true."""
+    """Record on a mask the fraction of its elements that is True."""
     mask.fraction_true = fraction  # type: ignore[attr-defined]  # meta tensors have no values that say so
     return mask
 
@@ -179,7 +180,7 @@ def _negated(name: str, fraction: float) -> float:
 
 
 def _typical(number: Tensor) -> bool | int | float:
-    """The value of a tensor of one element."""
+    """A typical value of a tensor of one element."""
     if number.dtype == torch.bool:
         return _fraction(number) > 0
     return 1.0 if number.dtype.is_floating_point else 1

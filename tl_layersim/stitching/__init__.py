@@ -1,4 +1,4 @@
-"""Stitching: the lower layers of one model joined by an adapter to the upper layers of another, and the loss it costs."""
+"""Stitching: an adapter joins the lower layers of one model to the upper layers of another."""
 
 from .stitch_results import Interval, StitchGrid, StitchResult
 from .stitched_model import StitchedModel

@@ -1,4 +1,4 @@
-"""The data of a stitch, split into fit and evaluation, and the front's activations on it, which are computed once."""
+"""Data for fitting and evaluating a stitch, and a store of the front model's activations."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MIN_BATCHES = 10
 
 @dataclass(frozen=True)
 class StitchData:
-    """The batches of the fit and of the evaluation, each with at least one target.
+    """Batches for the fit and for the evaluation of a stitch. Each batch has at least one target.
 
     Attributes:
-        fit: batches that adapters are fitted on.
-        evaluation: batches that the penalty is measured on.
+        fit: batches for fitting adapters.
+        evaluation: batches for measuring the penalty.
         labels: see `models.targets`.
     """
 
@@ -48,11 +48,11 @@ class StitchData:
     def of(batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> StitchData:
         """Read the data. If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out.
 
-        Rows of one document stand on one side. A packed row that holds ends of documents of both sides is left out.
+        A document is used for the fit or for the evaluation, not for both. A packed row that would belong to both is left out.
 
         Args:
-            batches: the data of the fit, or of the evaluation where nothing is fitted.
-            held_out: the data of the evaluation, None to take it from `batches`.
+            batches: data for the fit; data for the evaluation if no adapter is fitted.
+            held_out: data for the evaluation; None to take it from `batches`.
             labels: see `models.targets`.
             model: the back.
             fitted: whether an adapter is fitted.
@@ -105,7 +105,7 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
 
 
 def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], list[Batch]]:
-    """The rows of the fit, and about the last fifth of the rows, of other documents.
+    """Split rows by document: about the last fifth is for the evaluation, the rest for the fit.
 
     Args:
         batches: rows in the order of the data.
@@ -119,15 +119,15 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
     stop_of_fit = int((last < first[start_of_evaluation]).sum())
     if not stop_of_fit and start:
         warn(
-            "The rows of the fit and of the evaluation are of one document, so the penalty is that of known text. Pass several "
-            "documents, or eval_data= of other documents."
+            "The adapter is fitted and evaluated on rows of the same document, so the penalty says nothing about new text. Pass "
+            "several documents, or eval_data= with other documents."
         )
         stop_of_fit = start_of_evaluation = start
     return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(first))
 
 
 def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
-    """Number of the first and of the last document in each row, each `row`, ascending."""
+    """Index of the first document and of the last document in each row: two ascending tensors `row`."""
     first, last, packed = list[int](), list[int](), 0
     for batch in batches:
         for number, source in enumerate(batch.sources[0][:, 0].tolist()):
@@ -161,12 +161,12 @@ def _in_small_batches(batches: list[Batch], largest: int, labels: str | Tensor, 
 
 
 def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
-    """Warn of evaluation rows that are also rows of the fit."""
+    """Warn if rows of the evaluation are also rows of the fit."""
     fitted = {row for batch in fit for row in _rows_of(batch)}
     common = [row in fitted for batch in held_out for row in _rows_of(batch)]
     if any(common):
         warn(
-            f"{sum(common)} of {len(common)} rows of eval_data also occur in data: the penalty is measured on rows that the "
+            f"{sum(common)} of {len(common)} rows of eval_data also occur in data, so the penalty is measured on rows that the "
             "adapter was fitted on."
         )
 
@@ -176,7 +176,7 @@ def _rows_of(batch: Batch) -> list[bytes]:
 
 
 class ActivationStore:
-    """The front's residuals at one layer, batch by batch: computed anew at each access, or once inside the context `keep`.
+    """The front model's residual stream at one layer, by batch; computed at each access, or once in the context `keep`.
 
     Args:
         front: the model.
@@ -206,11 +206,11 @@ class ActivationStore:
         """Compute all residuals once and keep them, in memory or in a temporary file, until the context ends.
 
         Args:
-            folder: the folder of the file; None for memory.
-            required: False to compute residuals that do not fit into memory anew at each access, and to say so.
+            folder: folder for the file; None for memory.
+            required: if False, residuals that do not fit into memory are computed at each access, and a message says so.
 
         Raises:
-            LayersimError: memory or disk are too small for them.
+            LayersimError: memory or disk is too small.
         """
         if self._kept is not None:
             yield
@@ -267,7 +267,7 @@ def _reserve(handle: int, size: int, folder: Path) -> None:
     """Reserve space on disk: writing to a mapped file on a full disk ends the process.
 
     Raises:
-        LayersimError: the disk has less.
+        LayersimError: the disk has less free space.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -284,7 +284,7 @@ def _reserve(handle: int, size: int, folder: Path) -> None:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """The free bytes, and whether they are of disk or memory."""
+    """The number of free bytes, and "disk" or "memory"."""
     import psutil
 
     if folder is not None:

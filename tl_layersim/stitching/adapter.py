@@ -1,4 +1,4 @@
-"""`Adapter`: the module that maps the front's residual stream into the back's."""
+"""`Adapter`: a module that maps the front model's residual stream to the back model's."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .adapters import ADAPTER_KINDS
 
 
 class Adapter(nn.Module):
-    """A map from the front's residual stream to the back's. Call it on `... d_front` for `... d_back`.
+    """A map from the front model's residual stream, `... d_front`, to the back model's, `... d_back`.
 
     | kind | map |
     | --- | --- |
     | `identity` | h |
     | `linear` | W h |
     | `affine` | W h + b |
-    | `affine-norm` | h + W LN(h) + b, with a layer norm that has no weights; W LN(h) + b where the widths differ |
+    | `affine-norm` | h + W LN(h) + b, with a layer norm that has no weights; W LN(h) + b if the widths differ |
 
     Args:
-        kind: one of these, or of a class in `tl_layersim/stitching/adapters/`.
+        kind: one of these kinds, or the name of another class in `tl_layersim/stitching/adapters/`.
         weight: `d_back d_front`; None for `identity`.
         bias: `d_back`; None for `identity` and `linear`.
 
@@ -58,7 +58,7 @@ class Adapter(nn.Module):
                 for each in ((weight is not None, bias is not None), needed)
             )
             raise LayersimError(
-                f"An adapter of kind {kind!r} takes {needs or 'neither a weight nor a bias'}; it is given {has or 'neither'}."
+                f"An adapter of kind {kind!r} takes {needs or 'neither a weight nor a bias'}, but got {has or 'neither'}."
             )
         self.definition, self.kind = definition, kind
         # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep

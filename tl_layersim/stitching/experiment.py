@@ -1,4 +1,4 @@
-"""The fit and evaluation of the stitches of one call, with its models, data and settings."""
+"""`StitchExperiment`: fits and evaluates the stitches of one call of `stitch` or `stitch_grid`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 @dataclass(frozen=True)
 class StitchRun:
-    """One finished stitch: targets, losses and correct predictions by batch, the adapter, and the record of its fit."""
+    """A finished stitch: targets, losses and correct predictions by batch, the adapter, and the record of its fit."""
 
     judged: Mapping[str, Tensor]
     curve: tuple[float, ...]
@@ -47,7 +47,7 @@ class StitchRun:
     stopped: int
 
     def note(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Notes and tensors of this stitch, for a file."""
+        """The stitch as notes and tensors for a file."""
         parts = {"weight": self.adapter.weight, "bias": self.adapter.bias}
         tensors = dict(self.judged) | {name: part for name, part in parts.items() if part is not None}
         plain = {"done": True, "kind": self.adapter.kind, "explained": self.explained, "stopped": self.stopped}
@@ -55,26 +55,26 @@ class StitchRun:
 
     @staticmethod
     def read(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StitchRun:
-        """The stitch that the notes and tensors of a file describe."""
+        """The stitch from the notes and tensors of a file."""
         adapter = Adapter(note["kind"], tensors.get("weight"), tensors.get("bias"))
         judged = {name: tensors[name] for name in JUDGED}
         return StitchRun(judged, tuple(tensors["curve"].tolist()), adapter, note["explained"], note["stopped"])
 
 
 class StitchExperiment:
-    """The models, data and settings of one call of `stitch` or `stitch_grid`, and the fit and evaluation of each stitch.
+    """Fits and evaluates each stitch of one call of `stitch` or `stitch_grid`.
 
     A context: inside it dropout is off and no gradient reaches the models' weights.
 
     Args:
         models: every model.
-        backs: those that are used as backs.
-        data: of the fit, and of the evaluation if `eval_data` is None.
+        backs: models that are used as backs.
+        data: data for the fit, and for the evaluation if `eval_data` is None.
         spec: the adapter and its fit.
         eval_data: see `stitch`.
         labels: see `stitch`.
-        cache: folder for the front's activations, None for memory.
-        layers: paths of the blocks that the call names.
+        cache: folder for the front model's activations; None for memory.
+        layers: module paths of the blocks that the call names.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class StitchExperiment:
         self.labels = usual_labels(labels, [(back.model, back.module) for back in backs], data.source)
         if isinstance(self.labels, Tensor) and eval_data is not None:
             raise LayersimError(
-                "`labels` is a table, which belongs to one data set, but `eval_data` is given. labels='data' reads a column "
-                "of each."
+                "`labels` is a table, which cannot be used with `eval_data`. Use labels='data' and a column `labels` in both "
+                "data sets."
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, labelled, position_counter([each.source for each in models]))
@@ -132,7 +132,7 @@ class StitchExperiment:
         self._stack.close()
 
     def identity(self) -> dict[str, Any]:
-        """Models, data, settings and version, which must be the same in a checkpoint."""
+        """Models, data, settings and version of the call; those of a checkpoint must be equal."""
         return {
             "models": [each.model.identity("checkpoint") for each in self.models],
             "blocks": self.layers,
@@ -154,7 +154,7 @@ class StitchExperiment:
         return hexadecimal
 
     def provenance(self, models: list[SplitModel], seconds: float, more: Mapping[str, Any]) -> Provenance:
-        """The record of a run; `tokens`, `sequences` and `batches` are those of the evaluation."""
+        """The provenance of the run; `tokens`, `sequences` and `batches` count the evaluation data."""
         held_out, fit = self.data.evaluation, self.data.fit
         tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
         tally = Tally(len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
@@ -167,7 +167,7 @@ class StitchExperiment:
         return provenance
 
     def activations(self, front: SplitModel, layer: int) -> tuple[ActivationStore, ActivationStore]:
-        """The front's activations at a layer, on the data of the fit and on that of the evaluation."""
+        """The front model's activations at a layer, on the fit data and on the evaluation data."""
         return ActivationStore(front, layer, self.data.fit), ActivationStore(front, layer, self.data.evaluation)
 
     def cell(
@@ -210,9 +210,9 @@ class StitchExperiment:
         return cell
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
-        """The adapter from which training starts, or the finished one where nothing is trained; and R² of least squares.
+        """The initial adapter of the training, or the finished adapter if nothing is trained; and R² of least squares.
 
-        Its dtype is the one in which the adapter is evaluated and returned.
+        The adapter has the dtype in which it is evaluated and returned.
         """
         spec = self.spec
         if spec.given is not None:
@@ -240,8 +240,8 @@ class StitchExperiment:
         if bad:
             point = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The stitched loss of {point} is not finite in batches {bad[:5]}, and so is the penalty: check the front's "
-                "activations for NaN, and the back's for overflow."
+                f"The stitched loss and the penalty of {point} are not finite in batches {bad[:5]}. Check the front model's "
+                "activations for NaN, and the back model's for overflow."
             )
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
@@ -260,7 +260,7 @@ class StitchExperiment:
         return self._back_scores[id(back)]
 
     def _check(self, back: SplitModel, layer: int) -> None:
-        """Check, once for each back and layer, that the model can be run from that layer on."""
+        """Check, once for each back model and layer, that the model can be run from that layer."""
         if (id(back), layer) not in self._checked:
             first = self.data.evaluation[0]
             row = first.first_row
@@ -271,7 +271,7 @@ class StitchExperiment:
             self._checked.add((id(back), layer))
 
     def _report_traffic(self) -> None:
-        """Print how many bytes and requests a stitch with a remote model needs, before any are sent."""
+        """Print the number of bytes and requests that a stitch with a remote model needs, before any is sent."""
         remote = [each for each in self.models if each.local is None]
         if not remote:
             return
@@ -297,7 +297,7 @@ def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
 
 
 def _note_training(state: Trained, start: Adapter | None, explained: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Notes and tensors of the state of a training, for a file."""
+    """The state of a training as notes and tensors for a file."""
     note: dict[str, Any] = {
         "done": False,
         "step": state.step,

@@ -1,6 +1,6 @@
 """Fits of adapters: least squares from sums over tokens, gradient descent on the back's loss, or one after the other.
 
-`own_moments` and `cross_moments` travel to NDIF servers as source: they need torch and the standard library alone.
+`own_moments` and `cross_moments` are sent to NDIF servers as source, so they need torch and the standard library alone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ States = tuple[dict[str, dict[str, Any]], dict[str, Mapping[str, Tensor]]]
 
 
 class Progress:
-    """The states of all stitches of one call, by name, and the file that keeps them.
+    """The states of the stitches of one call, by name, and the file that stores them.
 
     Args:
-        path: of the file; None keeps nothing.
-        identity: models, data and settings of the call. A file of another call is refused.
+        path: path of the file; None to keep no state.
+        identity: models, data and settings of the call. A file with another identity raises an error.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
@@ -45,10 +45,10 @@ class Progress:
         self._notes, self._tensors = self.file.resume(_states_of) or ({}, {})
 
     def get(self, key: str, parse: Callable[[dict[str, Any], Mapping[str, Tensor]], T]) -> T | None:
-        """The state of a stitch, which `parse` reads from its notes and tensors; None if no state of the stitch is kept.
+        """The state of a stitch, read by `parse` from its notes and tensors; None if none is stored.
 
         Raises:
-            LayersimError: the file lacks something.
+            LayersimError: the file lacks a note or a tensor.
         """
         if key not in self._notes:
             return None
@@ -60,7 +60,7 @@ class Progress:
         return key in self._notes and bool(self._notes[key]["done"])
 
     def put(self, key: str, note: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Record the state of a stitch, which the next save writes."""
+        """Record the state of a stitch; the next `save` writes it."""
         if self.file.path is not None:
             self._notes[key], self._tensors[key] = note, tensors
 
@@ -70,11 +70,11 @@ class Progress:
             self.file.save(*state)
 
     def saved_on_interrupt(self) -> AbstractContextManager[None]:
-        """A context that writes all states where an exception, Ctrl-C included, ends the block."""
+        """A context that writes all states if an exception, Ctrl-C included, ends the block."""
         return self.file.saved_on_interrupt(self.snapshot, lambda: "The state of the stitches is")
 
     def snapshot(self) -> Snapshot | None:
-        """All states, for the file; None where nothing is known yet."""
+        """All states, for the file; None if there is no state yet."""
         tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
         return ({"stitches": self._notes}, tensors) if self._notes else None
 
@@ -96,7 +96,7 @@ RANK = 1e-13
 
 
 def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens of the front's features.
+    """Sums over tokens of the adapter's features and of their outer products.
 
     Args:
         features: see `AdapterKind.features`.
@@ -112,11 +112,11 @@ def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
 def cross_moments(
     features: Features, adds_residual: Callable[[int, int], bool], hidden: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
-    """Sums over tokens of the back's residuals, and of their products with the front's features.
+    """Sums over tokens of the back model's residuals, and of their products with the adapter's features.
 
     Args:
         features: see `AdapterKind.features`.
-        adds_residual: see `AdapterKind.adds_residual`; where it holds, the front's residual is taken off the target.
+        adds_residual: see `AdapterKind.adds_residual`. If True, the front model's residual is subtracted from the target.
         hidden: `token d_front`, the front's residuals.
         target: `token d_back`, the back's residuals.
 
@@ -136,11 +136,11 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
     Args:
         moments: sums of `own_moments` and `cross_moments` over all tokens.
         ridge: the diagonal of X'X is raised by this fraction of itself.
-        bias: whether there is a bias. Features and targets are then centred.
+        bias: whether the adapter has a bias. If True, features and targets are centred.
 
     Returns:
-        `d_back d_front`, `d_back` or None, and R² over the tokens of the fit (of an adapter that adds the residual: R² of the
-        rest).
+        The weight `d_back d_front`, the bias `d_back` or None, and R² over the tokens of the fit. For an adapter that adds the
+        residual, R² is that of the target minus the residual.
     """
     n, uu, ut = float(moments["count"]), moments["uu"], moments["ut"]
     if bias:
@@ -170,20 +170,20 @@ LOOK = 8
 @typed
 @dataclass(frozen=True)
 class StitchTraining:
-    """The settings of training an adapter by gradients; `StitchTraining.paper()` are those of Brown et al. 2023.
+    """Settings for training an adapter by gradient descent; `StitchTraining.paper()` has those of Brown et al. 2023.
 
     Attributes:
-        steps: optimiser steps, each on one batch.
-        lr: learning rate as tuned-lens counts it: torch's SGD gets `lr * (1 - momentum)`, since torch adds up gradients without
-            averaging them. A bare 1.0 is ten times as much, and diverges on some models.
-        momentum: of Nesterov's method.
-        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step; default a tenth of them.
+        steps: number of optimiser steps, each on one batch.
+        lr: learning rate as tuned-lens defines it: torch's SGD gets `lr * (1 - momentum)`, because torch sums gradients in its
+            momentum without averaging. A rate of 1.0 in torch is ten times higher, and diverges on some models.
+        momentum: momentum of Nesterov's method.
+        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step; default: a tenth of the
+            steps.
         clip: largest Euclidean norm of a step's gradient, as in tuned-lens.
-        relative: whether weights and biases are learnt in units of the back's own residual (weights: of the back's residual
-            divided by the front's features; sizes are geometric means over tokens of root mean squares). Residual streams of
-            models differ in size a hundredfold, and steps in plain numbers are then a hundredfold too small or too large. False
-            for plain numbers.
-        seed: of the order of batches.
+        relative: whether biases are learnt in units of the back model's residual, and weights in units of that residual over
+            the front model's features (`typical_size` of each). Residual streams of models differ in size a hundredfold; with
+            False, steps can be a hundredfold too small or too large.
+        seed: seed of the order of batches.
     """
 
     steps: PositiveInt = 2000
@@ -234,14 +234,14 @@ class StitchTraining:
 
 @dataclass(frozen=True)
 class Trained:
-    """The state of a training, sufficient to resume it with identical numbers.
+    """The state of a training, from which it resumes with identical numbers.
 
     Attributes:
-        step: how many steps were made.
-        tensors: what has been learnt, the optimiser's momentum, and the best adapter so far.
+        step: number of completed steps.
+        tensors: learnt changes, the optimiser's momentum, and the best adapter so far.
         curve: loss of each step.
         best: the lowest mean loss over a window of steps.
-        stopped: the step, from 0, at which the loss exploded; -1 where it did not.
+        stopped: the step, from 0, at which the loss exploded; -1 if it did not.
     """
 
     step: int = 0
@@ -254,13 +254,13 @@ class Trained:
 def least_squares(
     kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, ridge: float
 ) -> tuple[Adapter, float]:
-    """The adapter whose output is nearest to the back's own residual in squared distance over attended tokens, and its R².
+    """The least-squares adapter from the front model's to the back model's residual stream over attended tokens, and its R².
 
     Args:
         kind: the kind of adapter.
-        acts: the front's activations.
+        acts: the front model's activations.
         back: the model whose residual is the target.
-        layer: the layer of the back.
+        layer: layer of the back model.
         ridge: the diagonal of X'X is raised by this fraction of itself.
 
     Raises:
@@ -281,15 +281,15 @@ def least_squares(
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:
         warn(
-            f"Least squares has {tokens} tokens for {width} features, so that the adapter overfits these tokens. Give more "
-            "data, or ridge=."
+            f"Least squares has {tokens} tokens for {width} features, so the adapter overfits these tokens. Pass more data, or "
+            "ridge=."
         )
     weight, bias, explained = solve(total.fields, ridge, kind.has_bias)
     return Adapter(kind.name, weight, bias), explained
 
 
 def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
-    """The adapter that training starts from: a zero weight where the residual is added, else the identity matrix.
+    """The initial adapter of a training: weight zero if the adapter adds the residual, else the identity matrix.
 
     Raises:
         LayersimError: the widths differ.
@@ -304,13 +304,13 @@ def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
 
 @dataclass(frozen=True)
 class BackLoss:
-    """The back's loss as a function of the activations that enter it, batch by batch.
+    """The back model's loss as a function of the activations that enter it, by batch.
 
     Attributes:
-        acts: the front's activations.
-        back: the model whose loss it is.
-        layer: of the back, at which activations enter.
-        targets: of each batch.
+        acts: the front model's activations.
+        back: the back model.
+        layer: layer of the back model at which activations enter.
+        targets: targets of each batch.
     """
 
     acts: ActivationStore
@@ -325,13 +325,13 @@ class BackLoss:
 
 
 class _StitchDescent(Descent):
-    """Stochastic gradient descent on the changes that are added to the initial weight and bias of an adapter.
+    """Stochastic gradient descent on changes to the initial weight and bias of an adapter.
 
     Args:
-        start: the adapter to which it is added.
-        data: the back's loss.
-        training: settings.
-        state: of an earlier attempt.
+        start: the initial adapter.
+        data: the back model's loss.
+        training: settings of the training.
+        state: the state to resume from; None to start anew.
         record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
     """
@@ -363,7 +363,7 @@ class _StitchDescent(Descent):
         self._status = ""
 
     def parts_of(self, learnt: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the adapter: the initial values plus the learnt changes in their units."""
+        """Weight and bias of the adapter: initial values plus learnt changes times their units."""
         whole = [part + more * unit for part, more, unit in zip(self.fixed, learnt, self.units, strict=False)]
         return whole[0], whole[1] if len(whole) > 1 else None
 
@@ -414,15 +414,15 @@ def descend(
     record: Callable[[Trained], None],
     progress: Progress,
 ) -> tuple[Adapter, Trained]:
-    """Train an adapter by gradient descent on the back's loss; only the back's layers above the stitch point run in a step.
+    """Train an adapter by gradient descent on the back model's loss.
 
-    What is learnt is added to the start, in the units of `StitchTraining.relative`.
+    A step runs only the layers above the stitch point. The changes have the units of `StitchTraining.relative`.
 
     Args:
-        start: the adapter that training begins with.
-        data: the back's loss.
-        training: settings.
-        state: of an earlier attempt.
+        start: the initial adapter.
+        data: the back model's loss.
+        training: settings of the training.
+        state: the state to resume from; None to start anew.
         record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
     """
@@ -446,7 +446,7 @@ def descend(
 
 
 def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, training: StitchTraining) -> str:
-    """Name of the adapter to keep: the last, or, with a warning, the best if the loss exploded or ended above its start."""
+    """Name of the adapter to keep: the last one; the best one, with a warning, if the loss exploded or rose."""
     last, start = ends[0], ends[-1]
     losses: dict[str, float] = {}
     if state.stopped < 0:
@@ -478,7 +478,7 @@ def _loss(kind: AdapterKind, parts: tuple[Tensor, Tensor | None], data: BackLoss
 def _units(
     kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, training: StitchTraining
 ) -> tuple[float, float]:
-    """Units in which weight and bias are learnt, see `StitchTraining.relative`; measured on the first batch."""
+    """Units of the learnt weight and bias, see `StitchTraining.relative`; measured on the first batch."""
     if not training.relative:
         return 1.0, 1.0
     batch = acts.batches[0]

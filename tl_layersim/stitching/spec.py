@@ -1,4 +1,4 @@
-"""Specification of a stitch: the adapter and its fit, and the layers at which models are joined."""
+"""Specification of a stitch: the adapter, its fit, and the stitch points."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StitchSpec:
 
     Attributes:
         kind: the kind of adapter.
-        given: a finished adapter, which is evaluated as it is; None where one is fitted.
-        fit: `"lstsq"`, `"sgd"`, `"lstsq+sgd"`, or "" where nothing is fitted.
+        given: a finished adapter, which is only evaluated; None if an adapter is fitted.
+        fit: `"lstsq"`, `"sgd"`, `"lstsq+sgd"`, or "" if nothing is fitted.
         training: settings of `"sgd"`.
-        ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
+        ridge: regularisation of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
     """
 
     kind: AdapterKind
@@ -45,7 +45,7 @@ class StitchSpec:
         ridge: float,
         backs: list[SplitModel],
     ) -> StitchSpec:
-        """The specification of a call with these arguments.
+        """The specification from the arguments of `stitch`.
 
         Raises:
             LayersimError: the arguments contradict one another.
@@ -56,7 +56,7 @@ class StitchSpec:
         if not fitted and (fit is not None or training is not None or ridge):
             raise LayersimError(
                 "`fit`, `training` and `ridge` do not apply to "
-                f"{f'adapter={kind.name!r}' if given is None else 'a finished adapter'}, of which nothing is fitted."
+                f"{f'adapter={kind.name!r}' if given is None else 'a finished adapter'}, which is not fitted."
             )
         chosen = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in backs) else "lstsq")
         if fitted and training is not None and "sgd" not in chosen:
@@ -66,7 +66,7 @@ class StitchSpec:
         return StitchSpec(kind, given, chosen if fitted else "", training or StitchTraining(), float(ridge))
 
     def options(self) -> dict[str, Any]:
-        """The options that provenance records."""
+        """The options for the provenance."""
         which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
         recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
         recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
@@ -75,17 +75,17 @@ class StitchSpec:
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
     def refuse(self, front: SplitModel, back: SplitModel) -> None:
-        """Refuse two models that this adapter and fit cannot join, before anything runs.
+        """Raise an error if this adapter and fit cannot join two models.
 
         Raises:
-            LayersimError: their widths, dtypes or places do not allow it.
+            LayersimError: the widths, the dtype or the sandbox of a server does not allow it.
         """
         self._refuse_widths(front.model, back.model)
         known = "unknown" not in (front.model.stream, back.model.stream)
         if not self.kind.has_weight and known and front.model.basis != back.model.basis:
             warn(
-                f"The two residual streams are written in different bases ({front.model.basis}; {back.model.basis}): the "
-                f"penalty of {self.kind.name} includes that difference."
+                f"The residual streams have different bases ({front.model.basis}; {back.model.basis}). The penalty of "
+                f"{self.kind.name} includes this difference."
             )
         if "sgd" in self.fit:
             self._refuse_training(back)
@@ -120,7 +120,7 @@ def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
     """The kind of the argument `adapter`.
 
     Raises:
-        LayersimError: it names no kind.
+        LayersimError: the argument is not the name of a kind.
     """
     return adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
 
@@ -134,7 +134,7 @@ def point_number(model: Model, layer: int | str, argument: str) -> int:
         argument: name of the argument, for the message.
 
     Raises:
-        LayersimError: the model does not have it.
+        LayersimError: the model has no such layer.
     """
     # The residual that enters block i is the one that left block i - 1.
     names = {name: number for number, name in enumerate(model.layers)}
@@ -143,10 +143,10 @@ def point_number(model: Model, layer: int | str, argument: str) -> int:
 
 
 def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
-    """For each model, by name, the numbers of its layers at the stitch points.
+    """Layer indices of each model at the stitch points, by model name.
 
     Args:
-        models: by name.
+        models: models by name.
         layers: see `stitch_grid`.
 
     Raises:
@@ -166,19 +166,17 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         given = ", ".join(f"{counted(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have a list for each model ({', '.join(models)}), all of one length, at least 1."
+            f"`layers` has {given}; it must have a list for each model ({', '.join(models)}), all of the same length, at least 1."
         )
     points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
     together = list(zip(*points.values(), strict=True))
     if len(set(together)) < len(together):
-        raise LayersimError(
-            f"`layers` is {brief(layers)} and names a stitch point twice, which means over stitch points would count twice."
-        )
+        raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
     return points
 
 
 def stitch_point_label(models: Mapping[str, SplitModel], points: Mapping[str, list[int]], s: int) -> str:
-    """The label of stitch point number `s`: the name of the layer where it is the same in all models, else each model's."""
+    """The label of stitch point `s`: the layer's name if it is the same in all models, else the name in each model."""
     names = {name: models[name].model.layers[points[name][s]] for name in models}
     if len(set(names.values())) == 1:
         return next(iter(names.values()))

@@ -1,4 +1,4 @@
-"""`stitch` and `stitch_grid`: adapters between layers of two models, fitted and evaluated by the loss of the stitched model."""
+"""`stitch` and `stitch_grid`: fit an adapter between layers of two models and measure the stitched model's loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Join = Callable[[Adapter], StitchedModel]
 
 
 def joining(front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer: Any) -> Join | None:
-    """The function that makes the stitched model with an adapter; None where a model is on a server."""
+    """A function from an adapter to the stitched model; None if a model is on a server."""
     lower, upper = front.local, back.local
     return None if lower is None or upper is None else partial(_stitched_model, lower, upper, at, tokenizer)
 
@@ -50,14 +50,14 @@ def _stitched_model(
 def result_of(
     run: StitchRun, names: tuple[str, ...], spec: StitchSpec, unit: str, provenance: Provenance, join: Join | None
 ) -> StitchResult:
-    """One stitch as a result.
+    """The `StitchResult` of one stitch.
 
     Args:
-        run: the stitch.
-        names: the front's layer and the back's.
+        run: the finished stitch.
+        names: names of the front model's layer and of the back model's layer.
         spec: the adapter and its fit.
-        unit: "token", or "row" of a classifier.
-        provenance: the record.
+        unit: unit of a target: "token", or "row" for a classifier.
+        provenance: provenance of the run.
         join: see `joining`.
     """
     weight, bias = run.adapter.weight, run.adapter.bias
@@ -86,15 +86,15 @@ def grid_of(
     unit: str,
     provenance: Provenance,
 ) -> StitchGrid:
-    """The stitches of a grid as one result.
+    """The `StitchGrid` of finished stitches.
 
     Args:
-        cells: the stitches.
-        models: their names, and their groups or none.
-        labels: of the stitch points.
+        cells: the finished stitches.
+        models: names of the models, and their groups, which may be empty.
+        labels: labels of the stitch points.
         spec: the adapter and its fit.
-        unit: "token", or "row" of a classifier.
-        provenance: the record.
+        unit: unit of a target: "token", or "row" for a classifier.
+        provenance: provenance of the run.
     """
     names, groups = models
 
@@ -154,39 +154,40 @@ def stitch(
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> StitchResult:
-    """Stitch two models: replace the back's layer m by the front's layer l through an adapter, and measure the back's loss.
+    """Stitch two models: replace the back model's layer m by the front model's layer l and an adapter, and measure the loss.
 
-    Neither model is changed: only the adapter learns. The front's activations are computed once; in training only the back's
-    blocks above the stitch point run. Adapters are fitted on all attended positions, also on those that `Data(skip_first=...,
-    positions=...)` leaves out: the back attends to them too.
+    Neither model is changed; only the adapter is trained. The front model's activations are computed once, and a training step
+    runs only the back model's blocks above the stitch point. Adapters are fitted on all attended positions, also on those that
+    `Data(skip_first=..., positions=...)` leaves out: the back attends to them too.
 
     Args:
-        front: the model whose lower blocks are used; as in `analyze`. A request to a server is of one model: the front's
-            activations at the one layer cross, and their size is printed first; training needs a trusted server for the back.
+        front: the model whose lower blocks are used; as in `analyze`. If a model is on a server, the front model's activations
+            at one layer are transferred, and their size is printed first. Training needs a trusted server for the back model.
         back: the model whose upper blocks are used. Widths and depths may differ, tokenizers may not.
-        data: a `Data`, or raw data; read by the front's tokenizer, or the back's where the front carries none. A training step
-            is one batch.
-        at: the stitch point (l, m): the front runs up to block l, the back from the block after m. Blocks by number, negative
-            from the end, or by name, such as `blocks.2.hook_resid_post`; `blocks.0.hook_resid_pre` is the input of block 0.
-        adapter: `"identity"`, `"linear"`, `"affine"`, `"affine-norm"`, see `Adapter`; or an `Adapter`, evaluated as it is.
-        fit: `"lstsq"` for the closed form, nearest to the back's own residual; `"sgd"` for training by the back's loss, from
-            the identity; `"lstsq+sgd"` for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` where the back is in a
-            server's sandbox.
-        training: of `"sgd"`; default `StitchTraining()`. The paper's stitching is `adapter="affine-norm"`, `fit="sgd"` and
-            `training=StitchTraining.paper()`.
-        ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
-        eval_data: the data that the penalty is measured on: a `Data`, or raw data, which is read as `data` is. Default: about
-            the last fifth of the rows of `data`, of documents that are not in the fit; all of them where nothing is fitted.
-        labels: the targets of the back: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
-            classifier, and for rows without tokens that have labels, `"data"`.
-        cache: a folder for the front's activations, which are then mapped from a file in it; default: in memory.
-        checkpoint: a file that keeps an interrupted training; the same call resumes from it, with the same numbers.
+        data: a `Data`, or raw data, read by the front model's tokenizer, or by the back model's if the front model has none. A
+            training step takes one batch.
+        at: the stitch point (l, m): the front runs up to block l, the back from the block after m. Blocks are given by number,
+            negative from the end, or by name, such as `blocks.2.hook_resid_post`; `blocks.0.hook_resid_pre` is the input of
+            block 0.
+        adapter: `"identity"`, `"linear"`, `"affine"`, `"affine-norm"`, see `Adapter`; or an `Adapter`, which is only evaluated.
+        fit: `"lstsq"` for least squares against the back model's own residual; `"sgd"` for training by the back model's loss,
+            from the identity; `"lstsq+sgd"` for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` if the back model is in
+            a server's sandbox.
+        training: settings of `"sgd"`; default `StitchTraining()`. The paper's stitching is `adapter="affine-norm"`, `fit="sgd"`
+            and `training=StitchTraining.paper()`.
+        ridge: regularisation of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
+        eval_data: data for measuring the penalty: a `Data`, or raw data, which is read like `data`. Default: about the last
+            fifth of the rows of `data`, from documents that are not in the fit; all rows if nothing is fitted.
+        labels: targets of the back model: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for
+            a classifier, and for rows without tokens that have labels, `"data"`.
+        cache: folder for a memory-mapped file of the front model's activations; default: they are kept in memory.
+        checkpoint: file with the state of the training; the same call resumes from it, with the same numbers.
 
     Returns:
         A `StitchResult`: losses, penalty with its interval, learning curve, adapter, and the stitched model.
 
     Raises:
-        LayersimError: the models do not share their tokens, a layer does not exist, or the arguments contradict one another.
+        LayersimError: the models read different tokens, a layer does not exist, or the arguments contradict one another.
 
     Source:
         Brown et al. 2023 (arXiv 2310.14993), sections 2 and 3, appendix C.1; Bansal, Nakkiran and Barak 2021 (arXiv
@@ -237,26 +238,26 @@ def stitch_grid(
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> StitchGrid:
-    """Stitch some models in all directions at some stitch points, each with itself included: figures 1 and 2 of Brown et al.
+    """Stitch every pair of models in both directions, and each model with itself: figures 1 and 2 of Brown et al. 2023.
 
-    The front's activations are computed once for each front and stitch point; the loss of the back alone once for each back.
-    With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `compare_groups`.
+    Activations are computed once for each front model and stitch point, the loss of a back model alone once for each back
+    model. With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `compare_groups`.
 
     Args:
         models: a mapping from names to models, each as in `analyze`.
         data: as in `stitch`.
-        layers: the layers that are joined, as in `at` of `stitch`: one list for all models, or one for each by name, of one
-            length: the i-th stitch point joins the i-th layers. Default: the output of each block, for models of equal depth.
-        groups: a mapping from names of models to groups, or a list of groups in the order of the models, for comparisons of
-            groups by the result.
+        layers: layers of the stitch points, as in `at` of `stitch`: one list for all models, or a list for each model by name,
+            all of one length. Stitch point i joins the i-th layers. Default: the output of each block, for models of equal
+            depth.
+        groups: a mapping from names of models to groups, or a list of groups in the order of the models, for `compare_groups`.
         adapter: see `stitch`, as for all further options.
         fit: see `stitch`.
         training: see `stitch`.
         ridge: see `stitch`.
         eval_data: see `stitch`.
         labels: see `stitch`.
-        cache: a folder for the front's activations, see `stitch`; here those of the evaluation and of all fits are kept.
-        checkpoint: a file that keeps finished stitches and the training under way; the same call resumes from it.
+        cache: folder for the front model's activations, see `stitch`; here those of the evaluation and of all fits are kept.
+        checkpoint: file with the finished stitches and the state of the current training; the same call resumes from it.
 
     Returns:
         A `StitchGrid`: penalties with intervals, a tidy table, a plot.
@@ -301,7 +302,7 @@ def stitch_grid(
 def _run_grid(
     experiment: StitchExperiment, models: Mapping[str, SplitModel], points: Mapping[str, list[int]], progress: Progress
 ) -> Cells:
-    """Run every stitch of a grid, and return the runs by front, back and number of the stitch point."""
+    """Run every stitch of a grid, and return the runs by front model, back model and index of the stitch point."""
     count = len(next(iter(points.values())))
     cells: dict[tuple[str, str, int], StitchRun] = {}
     with experiment, tqdm(total=len(models) ** 2 * count, desc="stitches", disable=None) as bar:
@@ -321,13 +322,13 @@ def _run_grid(
 
 
 def _keep(experiment: StitchExperiment, activations: Iterable[ActivationStore], kept: ExitStack, backs: int) -> None:
-    """Keep the front's activations that more than one back reads, or training more than once.
+    """Keep the front model's activations if they are read more than once.
 
     Args:
-        experiment: the call.
-        activations: of the fit, and of the evaluation.
-        kept: holds them until it is closed.
-        backs: number of stitches to come.
+        experiment: the experiment of the call.
+        activations: activations on the fit data and on the evaluation data.
+        kept: context stack that keeps the activations until it is closed.
+        backs: number of stitches that read the activations.
     """
     trained = "sgd" in experiment.spec.fit
     fit, evaluation = activations

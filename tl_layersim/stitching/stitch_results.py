@@ -1,4 +1,4 @@
-"""Results of stitching: one stitch, and a grid of stitches in all directions between some models."""
+"""Results of stitching: `StitchResult` of one stitch and `StitchGrid` of all pairs of models."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Interval(NamedTuple):
 
 
 def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
-    """A ratio of sums over batches, and its confidence interval.
+    """A ratio of sums over batches, with its confidence interval.
 
-    Batches are the independent units: the variance is that of a ratio of sums (linearised), with Student's t for their number;
-    NaN for fewer than two.
+    Batches are the independent units. The variance of the ratio is linearised, and the quantile is Student's t; NaN for fewer
+    than two batches.
 
     Args:
         sums: `batch`, sums of the averaged quantity.
-        tokens: `batch`, numbers of tokens.
+        tokens: `batch`, token counts.
         confidence: the level, such as 0.95.
 
     Source:
@@ -66,28 +66,28 @@ def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StitchResult(Result):
-    """The losses of one stitch: the back that reads the front's layer through an adapter, and the back alone.
+    """Losses of one stitch: of the stitched model, and of the back model alone.
 
-    Tensors are float64. Losses are nats per token (of a classifier a row), on data that the adapter was not fitted on.
+    Tensors are float64. Losses are in nats per token (per row for a classifier), on data that the adapter was not fitted on.
 
     Args:
-        join: makes the stitched model with an adapter; None where a model is on a server. Files do not hold it.
+        join: function from an adapter to the stitched model; None if a model is on a server. Files do not hold it.
 
     Attributes:
-        values: `step`, the same as `curve`: the training loss at each step; empty where nothing was trained.
+        values: `step`, the same as `curve`: the training loss at each step; empty if nothing was trained.
         batch_tokens: `batch`, number of targets in each batch of the evaluation.
         batch_loss: `batch`, sum of the stitched model's cross-entropy.
-        batch_back_loss: `batch`, sum of the cross-entropy of the back alone.
-        batch_correct: `batch`, how many first choices of the stitched model are right.
-        batch_back_correct: `batch`, how many first choices of the back alone are right.
-        weight: `back_dim front_dim` of the adapter; of size 0 where it has none.
-        bias: `back_bias` of the adapter; of size 0 where it has none.
+        batch_back_loss: `batch`, sum of the cross-entropy of the back model alone.
+        batch_correct: `batch`, number of correct top-1 predictions of the stitched model.
+        batch_back_correct: `batch`, number of correct top-1 predictions of the back model alone.
+        weight: weight of the adapter, `back_dim front_dim`; empty if it has none.
+        bias: bias of the adapter, `back_bias`; empty if it has none.
         kind: the kind of adapter.
-        fit: how the adapter was fitted, "" where nothing was.
-        explained: R² of least squares on the tokens of the fit, NaN where there was none.
-        stopped: the step, from 1, at which the loss exploded, 0 where it did not.
-        layers: the front's layer and the back's.
-        unit: the unit of a target: "token", or "row" of a classifier.
+        fit: method of the fit; "" if the adapter was not fitted.
+        explained: R² of least squares on the tokens of the fit; NaN without least squares.
+        stopped: the step, from 1, at which the loss exploded; 0 if it did not.
+        layers: names of the front model's layer and of the back model's layer.
+        unit: unit of a target: "token", or "row" for a classifier.
     """
 
     file_kind: ClassVar[str] = "stitch"
@@ -150,27 +150,27 @@ class StitchResult(Result):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Numbers of the training steps, from 1."""
+        """Training steps, counted from 1."""
         return tuple(range(1, len(self.values) + 1))
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of the batches of the evaluation."""
+        """Indices of the evaluation batches."""
         return tuple(range(len(self.batch_tokens)))
 
     @property
     def back_dims(self) -> tuple[int, ...]:
-        """Numbers of the back's coordinates."""
+        """Indices of the back model's residual dimensions."""
         return tuple(range(self.weight.shape[0]))
 
     @property
     def front_dims(self) -> tuple[int, ...]:
-        """Numbers of the front's coordinates."""
+        """Indices of the front model's residual dimensions."""
         return tuple(range(self.weight.shape[1]))
 
     @property
     def back_biases(self) -> tuple[int, ...]:
-        """Numbers of the back's coordinates, where the adapter has a bias."""
+        """Indices of the back model's residual dimensions; empty if the adapter has no bias."""
         return tuple(range(len(self.bias)))
 
     @property
@@ -185,7 +185,7 @@ class StitchResult(Result):
 
     @property
     def back_loss(self) -> float:
-        """Mean cross-entropy of the back alone."""
+        """Mean cross-entropy of the back model alone."""
         return float(self.batch_back_loss.sum() / self.batch_tokens.sum())
 
     @property
@@ -195,22 +195,22 @@ class StitchResult(Result):
 
     @property
     def accuracy(self) -> float:
-        """Accuracy of the stitched model: the fraction of targets that are its top-1 predictions."""
+        """Top-1 accuracy of the stitched model."""
         return float(self.batch_correct.sum() / self.batch_tokens.sum())
 
     @property
     def back_accuracy(self) -> float:
-        """Accuracy of the back alone: the fraction of targets that are its top-1 predictions."""
+        """Top-1 accuracy of the back model alone."""
         return float(self.batch_back_correct.sum() / self.batch_tokens.sum())
 
     @property
     def accuracy_penalty(self) -> float:
-        """The accuracy penalty, `back_accuracy - accuracy`: above 0 where the stitched model is worse."""
+        """The accuracy penalty, `back_accuracy - accuracy`: above 0 if the stitched model is worse."""
         return self.accuracy_interval().value
 
     @typed
     def penalty_interval(self, confidence: OpenFraction = 0.95) -> Interval:
-        """The penalty, with its confidence interval over batches, from the paired differences of their losses."""
+        """The penalty with its confidence interval over batches, from paired differences of the two losses."""
         return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
 
     @typed
@@ -220,14 +220,14 @@ class StitchResult(Result):
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter, a module that maps `... d_front` to `... d_back`; in float64 if a model is float64, else in float32."""
+        """The adapter, in float64 if a model is float64, else in float32."""
         dtype = torch.float64 if "float64" in self.provenance.dtype else torch.float32
         weight = self.weight.to(dtype) if len(self.weight) else None
         return Adapter(self.kind, weight, self.bias.to(dtype) if len(self.bias) else None)
 
     @cached_property
     def model(self) -> StitchedModel:
-        """The stitched model, which runs, generates and can be given to `analyze`.
+        """The stitched model. It runs and generates, and `analyze` takes it.
 
         Raises:
             LayersimError: the result was read from a file, or one of its models is on a server.
@@ -251,7 +251,9 @@ class StitchResult(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
+        """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); default: the curve if the adapter was
+        trained.
+        """
         from ..reporting.lines import Series, lines, with_baselines
         from ..reporting.style import with_provenance, with_size
 
@@ -283,29 +285,30 @@ class StitchResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StitchGrid(Result):
-    """Stitches between some models at some stitch points, in all directions, each model with itself included.
+    """Stitching penalties of all ordered pairs of models, each model with itself included, at each stitch point.
 
     Tensors are float64; `seam` is the axis of stitch points.
 
     Attributes:
-        values: `front back seam`, the same as `penalty`: loss of the stitched model minus that of the back alone, in nats.
+        values: `front back seam`, the same as `penalty`: loss of the stitched model minus loss of the back model alone, in
+            nats.
         low: lower end of the penalty's 95 % confidence interval over batches.
-        high: the upper end.
+        high: upper end of the interval.
         loss: loss of the stitched model.
-        back_loss: loss of the back alone.
-        accuracy: fraction of the stitched model's first choices that are right.
-        accuracy_penalty: accuracy of the back alone minus that of the stitched model.
+        back_loss: loss of the back model alone.
+        accuracy: top-1 accuracy of the stitched model.
+        accuracy_penalty: accuracy of the back model alone minus accuracy of the stitched model.
         accuracy_low: lower end of the accuracy penalty's interval.
-        accuracy_high: the upper end.
-        stopped: the step, from 1, at which a training exploded; 0 where none did.
-        batch_tokens: `batch`, number of targets in each batch of the evaluation, the same for all.
-        batch_penalty: `front back seam batch`, sums of the difference of losses, for differences between stitches.
+        accuracy_high: upper end of the accuracy penalty's interval.
+        stopped: the step, from 1, at which a training exploded; 0 if none did.
+        batch_tokens: `batch`, number of targets in each batch of the evaluation, the same for all stitches.
+        batch_penalty: `front back seam batch`, sums of the loss differences, for `penalty_difference`.
         fronts: names of the models.
         seams: labels of the stitch points: the layer of each model.
         kind: the kind of adapter.
-        fit: how adapters were fitted.
-        unit: the unit of a target: "token", or "row" of a classifier.
-        groups: the group of each model; empty where no groups were given.
+        fit: method of the fit.
+        unit: unit of a target: "token", or "row" for a classifier.
+        groups: group of each model; empty if no groups were given.
     """
 
     file_kind: ClassVar[str] = "stitch_grid"
@@ -375,7 +378,7 @@ class StitchGrid(Result):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of the batches of the evaluation."""
+        """Indices of the evaluation batches."""
         return tuple(range(len(self.batch_tokens)))
 
     @property
@@ -392,22 +395,22 @@ class StitchGrid(Result):
     def penalty_difference(
         self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
     ) -> xarray.Dataset:
-        """Penalty of one stitch minus that of another, by stitch point, with its interval over batches.
+        """The penalty of one stitch minus the penalty of another, by stitch point, with its interval over batches.
 
-        `("a", "b")` minus `("b", "a")` is the asymmetry of two models: above 0 where the layers of "a" are of less use to "b"
-        than the other way round. `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
-        on these texts. By least squares and with identity a model loses nothing with itself, so that it equals the penalty.
+        `("a", "b")` minus `("b", "a")` is the asymmetry of two models: it is above 0 if "b" loses more by the layers of "a"
+        than "a" by those of "b". `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
+        on these texts. With identity or least squares, self-stitches cost nothing, so the difference equals the penalty.
 
         Args:
-            stitch: names of the front and of the back.
-            other: names of the front and of the back of the stitch that is subtracted.
-            confidence: of the interval.
+            stitch: names of the front model and of the back model.
+            other: names of both models of the stitch that is subtracted.
+            confidence: level of the interval, such as 0.95.
 
         Returns:
             `difference`, `difference_low` and `difference_high` over `seam`, in nats.
 
         Raises:
-            LayersimError: a name is not one of the models'.
+            LayersimError: a name is not the name of a model.
         """
         import xarray
 
@@ -431,7 +434,7 @@ class StitchGrid(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
+        """Plot a field by stitch point: a line for each direction, with known intervals. Self-stitches are dashed."""
         from ..reporting.figures import directions
         from ..reporting.interval_bands import intervals_in_words
         from ..reporting.style import with_size, with_subtitle

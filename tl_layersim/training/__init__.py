@@ -1,4 +1,4 @@
-"""Aligned training: fine-tuning with the loss of every layer, adapters trained with it, and comparison of models by layer.
+"""Aligned training: fine-tuning and adapter training with the loss of every layer, and evaluation of models by layer.
 
 Training objectives are in `objectives`, one class per file. No other package imports from here.
 """

@@ -1,4 +1,4 @@
-"""Training of adapters in the residual stream of a frozen model: its steps, its state, and evaluations."""
+"""`AdapterSteps`: training steps and evaluations of adapters in the residual stream of a frozen model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .training_data import TrainingData
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The settings of a training of adapters.
+    """Settings of adapter training.
 
     Attributes:
-        rank: of each adapter.
-        steps: of the optimiser, each on one batch.
-        lr: learning rate of the first step.
-        batch_size: rows of a step.
-        seed: of A and of the order of rows.
+        rank: rank of each adapter.
+        steps: number of optimiser steps, each on one batch.
+        lr: learning rate at the first step.
+        batch_size: number of rows in a step.
+        seed: seed of A and of the order of rows.
     """
 
     rank: int
@@ -41,22 +41,22 @@ class AdapterSettings:
     seed: int
 
     def rate(self, step: int) -> float:
-        """The learning rate at a step, counted from 0; it falls linearly."""
+        """The learning rate at a step, counted from 0. It decreases linearly."""
         return self.lr * (self.steps - step) / self.steps
 
 
 class AdapterSteps(TrainingSteps):
-    """The steps of AdamW on adapters, made in this process or on a server, and their state.
+    """AdamW training of adapters, in this process or on a server, with a state that can be saved and resumed.
 
     Args:
-        descent: makes steps and evaluations where the model is.
-        data: rows to train on, and rows to evaluate on.
+        descent: runs steps and evaluations, in this process or on a server.
+        data: training rows and held-out rows.
         model: description of the model.
-        settings: of the training.
+        settings: settings of the training.
 
     Attributes:
-        start: adapters that do not change the model yet, and moments, with which the training begins.
-        state: adapters and moments, and of each step the losses `layer`.
+        start: initial adapters, which do not change the model, and AdamW's initial moments.
+        state: adapters, moments, and the losses `layer` of each step.
     """
 
     title = "adapters"
@@ -77,7 +77,7 @@ class AdapterSteps(TrainingSteps):
         self._weights = torch.tensor(descent.weights, dtype=torch.float64)
 
     def restore(self, file: ResumableFile) -> None:
-        """Take over the state that a file holds.
+        """Load the state of a file.
 
         Raises:
             LayersimError: the file is damaged, or belongs to another run.
@@ -85,7 +85,7 @@ class AdapterSteps(TrainingSteps):
         self.state = file.resume(self._state_of) or self.state
 
     def run(self, file: ResumableFile) -> tuple[Parts, Tensor]:
-        """Train to the last step, and return the adapters and the losses `step layer` of all steps.
+        """Train to the last step. Returns the adapters and the losses of all steps, `step layer`.
 
         Raises:
             LayersimError: a loss or an adapter is not finite.
@@ -116,7 +116,7 @@ class AdapterSteps(TrainingSteps):
     def on_divergence(self, losses: Sequence[float]) -> None:
         raise LayersimError(
             f"The training diverged: a loss or an adapter is not finite by step {self.step + len(losses)} of {self.steps}. "
-            f"Take a lower lr, such as {self.settings.lr / 10:g}, with another checkpoint=."
+            f"Use a lower lr, such as {self.settings.lr / 10:g}, with another checkpoint=."
         )
 
     def apply(self) -> None:
@@ -128,7 +128,7 @@ class AdapterSteps(TrainingSteps):
         return ({"step": self.step}, parts | {"curve": torch.stack(curve)}) if curve else None
 
     def evaluate(self, parts: Parts) -> Tensor:
-        """Held-out loss `layer` with adapters, in nats."""
+        """Held-out loss of each layer with the adapters, `layer`, in nats."""
         count, size = len(self.eval_data), self.settings.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         losses, targets = torch.zeros((), dtype=torch.float64), 0
@@ -143,7 +143,7 @@ class AdapterSteps(TrainingSteps):
         return losses / targets
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """The inputs of a step or an evaluation on some rows."""
+        """The inputs of a step or an evaluation on these rows."""
         batch = data.take(rows)
         index, targets = positions_with_targets(self.head_reads, batch.targets, batch.attended, batch.main.shape[1])
         item = self.descent.item(batch.main, batch.options, index, targets, step, rate)
@@ -159,7 +159,7 @@ class AdapterSteps(TrainingSteps):
         return self._item(self.training_data, rows, step + 1, self.settings.rate(step))
 
     def _state_of(self, notes: Mapping[str, Any], tensors: Parts) -> tuple[Parts, list[Tensor]]:
-        """The state in a file, after a check that its tensors have the shapes of the initial state."""
+        """The state in a file. Raises an error if its tensors do not have the shapes of the initial state."""
         steps, start = len(curve_of(notes, tensors)), self.start
         parts = {name: tensors[name] for name in start}
         wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
@@ -169,7 +169,7 @@ class AdapterSteps(TrainingSteps):
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """The initial state of adapters of one rank: A normal with variance 1 / d_model, B zero, and the moments of AdamW zero."""
+    """The initial state of the adapters: A is normal with variance 1 / d_model; B and AdamW's moments are zero."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32

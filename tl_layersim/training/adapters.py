@@ -1,4 +1,4 @@
-"""`AlignedAdapters`: trained low-rank maps in the residual stream of a frozen model, saved in a file, applied in traces."""
+"""`AlignedAdapters`: the result of `train_adapters`, low-rank adapters in the residual stream of a frozen model."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ STAGES = ("before", "after")
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AlignedAdapters(Result):
-    """Low-rank adapters that change the output of some blocks to h + (h A') B', trained with the aligned loss.
+    """Low-rank adapters trained with the aligned loss; each changes the output h of a block to h + (h A') B'.
 
-    Losses are nats per target; those of `values` are of held-out data. Tensors are float64, except the adapters, which have the
-    dtype in which they were trained.
+    Losses are in nats per target. Tensors are float64; only the adapters have the dtype in which they were trained.
 
     Attributes:
         values: `stage layer`, the same as `losses`: held-out cross-entropy of each layer's residual, read by the model's own
             final norm and head, without the adapters and with them.
-        curve: `step`, the aligned loss of each step's batch, before the step.
-        curves: `step layer`, the losses of the layers that it sums.
-        down: `adapter direction dim`, A of each adapter.
-        up: `adapter dim direction`, B of each adapter.
-        weights: of the layers in the aligned loss.
-        blocks: numbers of the blocks with an adapter.
-        paths: of these blocks in the model.
+        curve: `step`, aligned loss of each step's batch, before the step.
+        curves: `step layer`, cross-entropy of each layer on that batch.
+        down: `adapter direction dim`, the matrix A of each adapter.
+        up: `adapter dim direction`, the matrix B of each adapter.
+        weights: weights of the layers in the aligned loss.
+        blocks: indices of the blocks with an adapter.
+        paths: module paths of these blocks.
     """
 
     file_kind: ClassVar[str] = "aligned_adapters"
@@ -78,27 +77,27 @@ class AlignedAdapters(Result):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names of the stages: without the adapters, and with them."""
+        """Names of the two stages: without and with the adapters."""
         return STAGES
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Numbers of the training steps, from 1."""
+        """Training steps, counted from 1."""
         return tuple(range(1, len(self.curve) + 1))
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the layers that have an adapter."""
+        """Names of the layers with an adapter."""
         return tuple(self.layers[block + 1] for block in self.blocks)
 
     @property
     def directions(self) -> tuple[int, ...]:
-        """Numbers of an adapter's directions: as many as its rank."""
+        """Indices of an adapter's rank-one directions."""
         return tuple(range(self.down.shape[1]))
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Numbers of the residual stream's coordinates."""
+        """Indices of the residual stream's dimensions."""
         return tuple(range(self.down.shape[2]))
 
     @property
@@ -113,14 +112,14 @@ class AlignedAdapters(Result):
     def apply(self, model: Any) -> None:
         """Apply the adapters to an nnsight model, inside a trace in this process or on a server.
 
-        Modules that are read after this in the same trace must lie above the last adapter, as nnsight runs a model once; a
-        further `tracer.invoke()` can read all modules.
+        Modules that are read afterwards in the same trace must lie above the last adapter, because nnsight runs the model once.
+        A further `tracer.invoke()` can read all modules.
 
         Args:
-            model: the model that is traced.
+            model: the traced model.
 
         Raises:
-            LayersimError: the model has another width than that of the training, or lacks the blocks of the adapters.
+            LayersimError: the model has another width than the adapters, or lacks their blocks.
 
         Examples:
             >>> import nnsight, tl_layersim as lsim

@@ -1,4 +1,4 @@
-"""`aligned_loss`: the weighted cross-entropies of all layers of a batch, for a custom training loop."""
+"""`aligned_loss`: the weighted sum of all layers' cross-entropies on a batch, for a custom training loop."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def aligned_loss(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    r"""The aligned loss of a batch, for a custom training loop: the weighted cross-entropies of all layers.
+    r"""The aligned loss of a batch, for a custom training loop: the weighted sum of all layers' cross-entropies.
 
     $$\sum_{l=1}^{L} w_l \, CE\big(W \, \mathrm{norm}(x^l), y\big)$$
 
-    The mean is over positions with a target. At most some thousands of rows of logits are held at once, and the model's own
-    logits are not computed.
+    Each cross-entropy is a mean over positions with a target. Logits are computed in chunks, and the model's own logits are not
+    computed.
 
     Args:
-        model: HookedTransformer, TransformerBridge or Hugging Face model, in training or evaluation mode, or what `open_model`
-            returns, whose `verify` has no effect here.
+        model: HookedTransformer, TransformerBridge or Hugging Face model, in training or evaluation mode, or the result of
+            `open_model`, whose `verify` has no effect here.
         tokens: `batch pos`, token ids; of a vision model its `pixel_values`, `batch channel height width`.
-        labels: the target of each position, `batch pos`, or `batch` for a classifier; -100 where a position has none. They are
-            not shifted. Default: the next token, where both positions are attended to.
+        labels: the target of each position, `batch pos`, or `batch` for a classifier; -100 for no target. Labels are not
+            shifted. Default: the next token, if both positions are attended.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
-        norm: "final" applies the model's final norm at every layer, "none" at the last alone.
+        norm: "final" applies the model's final norm at every layer, "none" only at the last.
         attention_mask: `batch pos`, 0 at padding.
-        inputs: further arguments of the model's forward pass, by name.
+        inputs: further keyword arguments of the model's forward pass.
 
     Returns:
         A scalar in nats, with its gradient.
 
     Raises:
-        LayersimError: the model has no known head, `tokens` or `attention_mask` has another shape, or the labels do not fit the
-            predictions.
+        LayersimError: the model has no known head, `tokens` or `attention_mask` has a wrong shape, or the labels do not match
+            the predictions.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
@@ -87,7 +87,7 @@ def aligned_loss(
 
 
 def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
-    """The labels as a tensor of the shape of the head's predictions, on the tokens' device."""
+    """The labels as a tensor with the shape of the head's predictions, on the device of the tokens."""
     if labels is None:
         if reads != "every" or tokens.is_floating_point():
             raise LayersimError("`labels` is None; a classifier needs one class for each row.")

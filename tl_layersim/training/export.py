@@ -1,4 +1,4 @@
-"""Export of a trained model as a folder that `from_pretrained` loads, from Hugging Face models and TransformerBridge."""
+"""Export of trained Hugging Face models and TransformerBridges to a folder that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ORIGINAL = "_original_component"
 
 
 def check_savable(model: Any) -> None:
-    """Refuse, before anything is trained, a model that cannot be written as a Hugging Face folder.
+    """Raise an error if a model cannot be written as a Hugging Face folder.
 
     Raises:
-        LayersimError: the model is of another kind, or has adapters.
+        LayersimError: the model is neither a Hugging Face model nor a TransformerBridge, or has adapters.
     """
     if hasattr(model, "peft_config"):
         raise LayersimError(
@@ -38,8 +38,8 @@ def check_savable(model: Any) -> None:
         )
     if _hugging_face(model) is None:
         raise LayersimError(
-            f"`save_to` writes Hugging Face models and TransformerBridges, and `model` is {type(model).__name__}. Leave it "
-            "out, and keep model.state_dict()."
+            f"`model` is {type(model).__name__}; `save_to` writes only Hugging Face models and TransformerBridges. Leave "
+            "`save_to` out, and save model.state_dict()."
         )
 
 
@@ -52,14 +52,14 @@ def _hugging_face(model: Any) -> nn.Module | None:
 def save_model(
     model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None, batch: TrainingBatch
 ) -> None:
-    """Write model and tokenizer; a failed write only warns, as the trained model and its curves are still in memory.
+    """Write model and tokenizer. A failed write gives a warning, because the trained model is still in memory.
 
     Args:
         model: the trained model.
-        folder: is created where it does not exist.
-        tokenizer: of the model, None where it has none.
-        heads: of layers below the last, written to `heads.safetensors`.
-        batch: a batch on which the written model must give the logits of the trained one.
+        folder: folder to write to; it is created if it does not exist.
+        tokenizer: tokenizer of the model; None if it has none.
+        heads: heads of the layers below the last, written to `heads.safetensors`.
+        batch: a batch on which the written model must give the trained model's logits.
 
     Raises:
         LayersimError: the logits differ.
@@ -82,9 +82,9 @@ def save_model(
 
 @contextmanager
 def without_additions(model: Any) -> Iterator[None]:
-    """A context in which parameters that TransformerBridge adds, such as a bias of zeros after the unembedding, stay fixed.
+    """A context that freezes the parameters that TransformerBridge adds, such as a zero bias of the unembedding.
 
-    The Hugging Face model that it wraps has no such parameters.
+    The wrapped Hugging Face model has no such parameters.
     """
     held = [parameter for parameter in additions(model) if not bool(parameter.detach().any())]
     try:
@@ -97,7 +97,7 @@ def without_additions(model: Any) -> Iterator[None]:
 
 
 def additions(model: Any) -> list[nn.Parameter]:
-    """Trainable parameters of a TransformerBridge that the model it wraps does not have."""
+    """Trainable parameters of a TransformerBridge that the wrapped model does not have."""
     inner = getattr(model, "original_model", None)
     if inner is not None and hasattr(inner, "save_pretrained"):
         with torch.device("meta"):
@@ -117,18 +117,17 @@ def additions(model: Any) -> list[nn.Parameter]:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter inside a bridge has in the plain model."""
+    """The name of a bridge's parameter in the plain Hugging Face model."""
     return name.replace(f".{ORIGINAL}", "")
 
 
 def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
     """A plain Hugging Face model with the weights of a TransformerBridge.
 
-    A bridge trains split copies of fused query-key-value weights, and leaves the fused weights as they were. The export joins
-    the copies.
+    A bridge trains split copies of fused query-key-value weights, not the fused weights. The export joins the copies.
 
     Raises:
-        LayersimError: the logits of the plain model are not those of the bridge.
+        LayersimError: the plain model and the bridge give different logits.
     """
     inner = bridge.original_model
     config = copy.deepcopy(inner.config)
@@ -163,9 +162,9 @@ def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
 
 
 def _joined_weights(part: Any, fresh: nn.Module) -> dict[str, Tensor]:
-    """Fused weights joined from their split copies, by the parameter names of the fresh attention module.
+    """Fused weights joined from their split copies, by parameter name of the new attention module.
 
-    The place of each number follows from splitting the numbers 0, 1, 2, ... in place of weights.
+    The order of the entries is found by splitting 0, 1, 2, ... in place of the weights.
     """
     marked = copy.deepcopy(fresh).double()
     places: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Fine-tuning of a whole model: optimiser steps of several forward passes, on one process or many, and evaluations."""
+"""`FineTuning`: optimiser steps and evaluations of a whole model, on one process or several."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ RECENT = 25
 
 
 class FineTuning(Descent):
-    """The steps of a fine-tune with AdamW.
+    """Fine-tuning with AdamW: optimiser steps, evaluations and state.
 
     Args:
-        objective: the loss that is minimised.
-        rows: rows to train on, and rows to evaluate on.
-        settings: of the training.
-        batch_size: rows of a forward pass.
+        objective: the training objective.
+        rows: training rows and held-out rows.
+        settings: settings of the training.
+        batch_size: number of rows in a forward pass.
 
     Attributes:
-        evaluations: by step, sums `3 layer` over the held-out data as `Objective.evaluate` gives them.
+        evaluations: sums of `Objective.evaluate` over the held-out data, `3 layer`, by step.
     """
 
     moments = ("step", "exp_avg", "exp_avg_sq")
@@ -71,7 +71,7 @@ class FineTuning(Descent):
         self._bar: Any = None
 
     def run(self, file: ResumableFile) -> None:
-        """Train to the last step, from the state in the file if it holds one.
+        """Train to the last step, from the saved state if the file has one.
 
         Raises:
             LayersimError: a loss is not finite, or the file belongs to another run.
@@ -87,7 +87,7 @@ class FineTuning(Descent):
             yield
 
     def loss_and_gradients(self) -> float:
-        """Mean loss of a step over the targets on all processes."""
+        """Compute a step's mean loss over the targets on all processes, and its gradients."""
         every, accelerator = self.settings.eval_every, self.accelerator
         if self.step == 0 or (every is not None and self.step % every == 0):
             self._evaluate()
@@ -122,7 +122,7 @@ class FineTuning(Descent):
         return f"loss {sum(recent) / len(recent):.3f}, held out by layer {by_layer}"
 
     def snapshot(self) -> Snapshot | None:
-        """Weights, moments, curve and evaluations; None in the middle of an optimiser step."""
+        """Weights, AdamW's moments, curve and evaluations for the file; None in the middle of an optimiser step."""
         if not self.consistent:
             return None
         curve = {"curve": torch.tensor(self.curve, dtype=torch.float64)}
@@ -130,7 +130,7 @@ class FineTuning(Descent):
         return {"step": self.step}, self.tensors() | curve | looks
 
     def _restore(self, notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load what `snapshot` gave."""
+        """Load the state that `snapshot` returned."""
         curve = curve_of(notes, tensors)
         self.load(tensors)
         looks = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
@@ -140,18 +140,18 @@ class FineTuning(Descent):
         self.consistent = False
         raise LayersimError(
             f"{what} The lr was {self.settings.rate(min(self.step, self.steps - 1)):.3g} and the weights "
-            f"{self.objective.stream.source.model.dtype}: take a lower lr, a longer warmup, or float32 weights."
+            f"{self.objective.stream.source.model.dtype}: use a lower lr, a longer warmup, or float32 weights."
         )
 
     def _rows(self) -> Iterator[list[int]]:
-        """The numbers of the rows that this process takes in each forward pass of the next step."""
+        """Indices of this process's rows in each forward pass of the next step."""
         for part in range(self.settings.accumulation):
             start = ((self.step * self.settings.accumulation + part) * self.ranks + self.rank) * self.batch_size
             yield [self._shuffle.row(place) for place in range(start, start + self.batch_size)]
 
     @contextmanager
     def _seeded(self, number: int) -> Iterator[None]:
-        """A context that seeds dropout by the seed and the number of the forward pass, so that no random state is saved."""
+        """A context that seeds dropout by the seed and the forward pass's index, so that no random state is saved."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed * 1_000_003 + number * self.ranks + self.rank)
             yield

@@ -1,4 +1,4 @@
-"""`finetune_aligned`: aligned fine-tuning of a model on data, with curves by layer."""
+"""`finetune_aligned`: fine-tune a model with the aligned loss, with held-out curves by layer."""
 
 from __future__ import annotations
 
@@ -41,22 +41,21 @@ def finetune_aligned(
 ) -> AlignedResult:
     """Fine-tune a model so that every layer, read by the model's own head, predicts the targets.
 
-    The model is trained in place; afterwards it is in the mode (training or evaluation) from before. Several processes started
-    by `accelerate launch` divide each step among them: a step equals that of a batch that is as many times larger.
+    The model is trained in place; its mode (training or evaluation) is restored at the end. Processes started by `accelerate
+    launch` share each step: n processes take n times as many rows in a step.
 
     Args:
         model: HookedTransformer, TransformerBridge or Hugging Face model: language models, token and row classifiers, vision
-            classifiers; or what `open_model` returns.
-        data: a `Data`, whose `batch_size` is the rows of a forward pass, or raw data, which is read with `batch_size=8`; for a
-            vision model with `pixel_values` and `labels`. Positions that are not counted have no targets.
+            classifiers; or the result of `open_model`.
+        data: a `Data`, whose `batch_size` is the number of rows in a forward pass, or raw data, which is read with
+            `batch_size=8`; for a vision model with `pixel_values` and `labels`. Positions that are not counted have no targets.
         training: the settings; default `AlignedTraining()`. Those of the paper are `AlignedTraining.paper_gpt2()` and
             `AlignedTraining.paper_bert(rows)`.
-        eval_data: held-out data of the curves by layer; raw data is read as `data` is. Default: the last tenth of the rows of
+        eval_data: held-out data for the curves by layer; raw data is read like `data`. Default: the last tenth of the rows of
             `data`, which are then not trained on.
         labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
             classifier, and for rows without tokens that have labels, `"data"`.
-        checkpoint: a file that keeps the state of an interrupted run; the same call, on the model as it was before the run,
-            continues with the same numbers.
+        checkpoint: file with the state of the run. The same call on the untrained model resumes from it, with the same numbers.
 
     Returns:
         An `AlignedResult`: the training loss, and held-out loss and accuracy by layer before, during and after; with
@@ -140,7 +139,7 @@ def finetune_aligned(
 
 @contextmanager
 def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
-    """A context with LoRA adapters in the model, which yields a function that merges them; unmerged adapters are removed."""
+    """A context with LoRA adapters in the model. It yields a function that merges them; otherwise they are removed."""
     if training.lora is None:
         yield lambda: None
         return

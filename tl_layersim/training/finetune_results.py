@@ -18,11 +18,11 @@ from ..lens.exit_heads import ExitHeads
 
 
 def rows_in_words(run: Provenance, training: bool) -> str:
-    """Number of the rows that were trained on, or of the held-out targets, as a figure names them.
+    """The number of training rows or of held-out targets, in words, for a figure.
 
     Args:
-        run: of the training.
-        training: whether the figure shows the training, not the evaluations.
+        run: record of the training.
+        training: whether the figure shows the training loss, not the evaluations.
     """
     if training:
         rows = run.options.get("train_rows")
@@ -33,20 +33,18 @@ def rows_in_words(run: Provenance, training: bool) -> str:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AlignedResult(Result):
-    """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer by evaluation. Tensors are float64.
+    """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer. Tensors are float64.
 
     Args:
-        exit_heads: the trained heads of the layers below the last, None where every layer has the model's own. Files of the
-            result do not hold them.
+        exit_heads: the trained heads of the layers below the last; None if all layers use the model's head. Files of the result
+            do not hold them.
 
     Attributes:
-        values: `look layer`, the same as `held_out_loss`: cross-entropy in nats of each layer, under
-            the head with which it was trained.
-        accuracy: `look layer`, fraction of targets that the layer predicts.
-        loss: `step`, the training loss at each optimiser step. With the alternating schedule odd steps train the last layer
-            alone.
+        values: `look layer`, the same as `held_out_loss`: cross-entropy of each layer in nats, under its trained head.
+        accuracy: `look layer`, top-1 accuracy of each layer.
+        loss: `step`, training loss at each optimiser step. In the alternating schedule, odd steps train the last layer alone.
         looks: number of optimiser steps before each evaluation.
-        unit: of a target: "token", or "row" of a classifier.
+        unit: unit of a target: "token", or "row" for a classifier.
     """
 
     file_kind: ClassVar[str] = "aligned_training"
@@ -97,8 +95,8 @@ class AlignedResult(Result):
         heads: ExitHeads | None = vars(self)["_exit_heads"]
         if heads is None:
             raise LayersimError(
-                "This result has no heads of layers below the last: only a training with objective='multi-head' in this "
-                "process has them. Use ExitHeads.load(path) for saved ones."
+                "This result has no heads for the layers below the last: only a result of objective='multi-head' from this "
+                "process has them. Load saved heads with ExitHeads.load(path)."
             )
         return heads
 
@@ -109,7 +107,7 @@ class AlignedResult(Result):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Numbers of the optimiser steps, from 1."""
+        """Optimiser steps, counted from 1."""
         return tuple(range(1, len(self.loss) + 1))
 
     def measured_on(self, field: str) -> str:

@@ -1,4 +1,4 @@
-"""`AlignedTrainer`: the objectives of aligned training in Hugging Face's Trainer."""
+"""`AlignedTrainer`: Hugging Face's `Trainer` with the objectives of aligned training."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .settings import AlignedTraining
 class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """`transformers.Trainer` with the losses of `AlignedTraining` in place of the model's own.
 
-    The schedule follows `state.global_step`, which counts optimiser steps. Labels are those of Hugging Face's collators: at
-    each position the token at that position, -100 where a position has no target; the model's own loss on a row shows whether
-    they are shifted. Settings that `TrainingArguments` has too (steps, lr, accumulation, ...) are taken from it, not from
-    `aligned`. Evaluation is the model's own.
+    The schedule follows `state.global_step`, which counts optimiser steps. Labels have the form of Hugging Face's collators:
+    the token at each position, -100 for no target. Whether labels are shifted is tested with the model's own loss on a row.
+    Settings that `TrainingArguments` has too (steps, lr, accumulation, ...) are taken from it, not from `aligned`. Evaluation
+    uses the model's own loss.
 
     Args:
-        model: as of `Trainer`, or what `open_model` returns. `model_init` may return either, too.
-        *args: as of `Trainer`.
+        model: as in `Trainer`, or the result of `open_model`. `model_init` may return either.
+        *args: as in `Trainer`.
         aligned: objective, schedule, weights, norm, beta, kl, layers_per_step; default `AlignedTraining()`.
-        **options: as of `Trainer`.
+        **options: as in `Trainer`.
 
     Raises:
         LayersimError: the objective needs parameters of its own, or the model has no known head.
@@ -75,7 +75,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.model_accepts_loss_kwargs = True
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A new model of `model_init`."""
+        """A new model from `model_init`."""
         self._given = OpenedModel.of(super().call_model_init(trial))
         return self._given.model
 
@@ -100,7 +100,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch: that of the schedule in training, the model's own in evaluation."""
+        """The loss of a batch: the aligned objective's in training, the model's own in evaluation."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
         batch = self._batch(inputs)
@@ -122,7 +122,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _batch(self, inputs: Mapping[str, Any]) -> TrainingBatch:
-        """A batch of the Trainer as a `TrainingBatch`, for the model that it trains now."""
+        """A batch of the Trainer as a `TrainingBatch` for the current model."""
         if self.accelerator.unwrap_model(self.model) is not self._opened:
             self._open()
         given = dict(inputs)
@@ -138,7 +138,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return TrainingBatch(main, given, labels, None if mask is None else mask.bool(), "" if name == TOKEN_IDS else name)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of a step, and their number of targets, which Trainer itself would derive from class names."""
+        """The batches of a step, and their number of targets. Trainer itself would guess the number from class names."""
         samples, known = super().get_batch_samples(epoch_iterator, num_batches, device)
         if known is None or not samples or "labels" not in samples[0]:
             return samples, known
@@ -150,10 +150,11 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return samples, count.to(device)
 
     def _own_shift(self, batch: TrainingBatch) -> bool | None:
-        """Whether the model's own loss shifts labels, tested on a row; None if no row of the batch has a target.
+        """Whether the model's own loss shifts labels, tested on one row; None if no row of the batch has a target.
 
         Raises:
-            LayersimError: its own loss is neither that of the last layer with shifted labels nor with unshifted ones.
+            LayersimError: the model's loss is not the last layer's cross-entropy, neither with shifted nor with unshifted
+                labels.
         """
         stream = self._objective.stream
         losses: dict[bool, float] = {}
@@ -181,10 +182,10 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Shift labels `batch pos` to targets `batch pos`: each target is the label of the next position, and the last has none."""
+    """Shift labels `batch pos` to targets `batch pos`: a position's target is the next position's label; the last has none."""
     return torch.cat([_cut(labels), torch.full_like(labels[:, :1], NO_LABEL)], 1)
 
 
 def _cut(labels: Tensor) -> Tensor:
-    """All labels but the first of each row, which is no position's target."""
+    """All labels except the first of each row, which is not the target of a position."""
     return labels[:, 1:]

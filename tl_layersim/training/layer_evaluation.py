@@ -1,4 +1,4 @@
-"""`evaluate_layers`: measures of every layer of two models side by side, such as before and after a fine-tune."""
+"""`evaluate_layers`: evaluates every layer of two models side by side, such as before and after a fine-tune."""
 
 from __future__ import annotations
 
@@ -43,29 +43,30 @@ SOURCE = " (Jiang, Zhou and Zhu 2024, {})."
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerChange(Result):
-    """Measures by layer of two models on the same data, such as before and after a fine-tune. Tensors are float64.
+    """Measures of each layer of two models on the same data, such as before and after a fine-tune. Tensors are float64.
 
     Attributes:
-        values: `model layer`, the same as `cross_entropy`, of the lens in nats.
-        perplexity: `model layer`, exp of it.
-        accuracy: `model layer`, fraction of targets that the layer predicts.
-        agreement: `model layer`, fraction of positions at which its prediction is the last layer's.
-        saturated: `model layer`, fraction of positions whose prediction does not change from this layer on, or from one below.
-        cosine_to_last: `model residual`, mean cosine to the output of the last block, centred as `center` says, at the
-            positions that the head reads: [CLS] or the last token of a classifier of rows, every token of a language model.
+        values: `model layer`, the same as `cross_entropy`: cross-entropy of the logit lens in nats.
+        perplexity: `model layer`, exp of the cross-entropy.
+        accuracy: `model layer`, top-1 accuracy of the logit lens.
+        agreement: `model layer`, fraction of positions with the same prediction as the last layer.
+        saturated: `model layer`, fraction of positions whose prediction does not change after this layer.
+        cosine_to_last: `model residual`, mean cosine to the output of the last block at the positions that the head reads:
+            [CLS] or the last token for a classifier of rows, every token for a language model. `center` sets the centring.
         exits: `model layer`, fraction of positions that exit after each block at `threshold`.
-        nc1: `model residual`, collapse within classes, see `NeuralCollapse`, of a classifier of rows at the position that the
-            head reads; NaN where the data has fewer than two classes, or all classes have the same mean.
+        nc1: `model residual`, within-class collapse (see `NeuralCollapse`) of a classifier of rows at the position that the
+            head reads; NaN if the data has fewer than two classes, or all classes have the same mean.
         early_share: `model`, fraction of positions that saturate before the last layer.
         exit_accuracy: `model`, accuracy of early exit at `threshold`.
-        exit_agreement: `model`, agreement of early exit at `threshold` with the last layer.
+        exit_agreement: `model`, agreement of early exit at `threshold` with the full model.
         speedup: `model`, blocks of the whole model over blocks run at `threshold`; checks are not counted.
-        speedup_at_agreement: `model`, the speed-up at the lowest measured threshold from which on the agreement is 95 %.
-        effective_depth: `model`, the least number of blocks with accuracy 1 - `eps`, all blocks where none has it.
+        speedup_at_agreement: `model`, speed-up at the lowest measured threshold that, like all higher ones, has an agreement of
+            95 %.
+        effective_depth: `model`, smallest number of blocks with accuracy 1 - `eps`; all blocks if none reaches it.
         models: names of the two models.
-        threshold: of the top probability.
-        eps: of the effective depth.
-        center: the centring of cosines, see `Cosine`.
+        threshold: exit threshold of the top probability.
+        eps: tolerated error of the effective depth.
+        center: centring of the cosines, see `Cosine`.
     """
 
     file_kind: ClassVar[str] = "layer_change"
@@ -216,10 +217,10 @@ class LayerChange(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MetricChange(Result):
-    """Metrics of the lens predictions by layer of two classifiers on the same data, see `TaskMetrics`. Tensors are float64.
+    """F1 and Matthews correlation of each layer of two classifiers on the same data, see `TaskMetrics`. Tensors are float64.
 
     Attributes:
-        values: `model layer`, the same as `f1`, the mean of the F1 of all classes.
+        values: `model layer`, the same as `f1`: macro F1, the mean over classes.
         mcc: `model layer`, Matthews correlation coefficient.
         models: names of the two models.
     """
@@ -262,12 +263,11 @@ class MetricChange(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerationQuality(Result):
-    """Quality of text that is generated from each layer by nucleus sampling from its lens. Tensors are float64.
+    """Quality of text sampled from each layer's logit lens (nucleus sampling). Tensors are float64.
 
     Attributes:
-        values: `model layer`, the same as `diversity`: mean over texts of the product over n = 2, 3, 4 of different n-grams of
-            tokens over all n-grams; 1 where no n-gram is repeated.
-        coherence: `model layer`, mean cosine of the embeddings of prompt and continuation; NaN without an embedder.
+        values: `model layer`, the same as `diversity`: mean over texts of the function `diversity`; 1 if no n-gram is repeated.
+        coherence: `model layer`, mean cosine between the embeddings of prompt and continuation; NaN without an embedder.
         texts: `model layer`, number of continuations that are long enough to count.
         models: names of the two models.
     """
@@ -324,7 +324,7 @@ def diversity(tokens: list[int]) -> float:
 
 
 def coherence(before: Tensor, after: Tensor) -> float:
-    """Mean cosine of the embeddings `text dimension` of prompts and continuations.
+    """Mean cosine between the embeddings of prompts and of their continuations, both `text dimension`.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.
@@ -339,15 +339,15 @@ Heads: TypeAlias = ExitHeads | str | os.PathLike[str] | None
 @typed
 @dataclass(frozen=True)
 class Continuations:
-    """Texts that every layer of the models of `evaluate_layers` continues, and how they are sampled and judged.
+    """Prompts for generation from each layer in `evaluate_layers`, with sampling settings and an embedder.
 
     Attributes:
-        prompts: the texts.
-        new_tokens: largest number of tokens of a continuation.
-        top_p: of nucleus sampling.
-        embed: turns texts into a table of embeddings `text dimension`, such as `SentenceTransformer(...).encode`; without it no
-            coherence is measured.
-        seed: of the sampling.
+        prompts: the prompts.
+        new_tokens: maximum number of new tokens.
+        top_p: probability mass of nucleus sampling.
+        embed: function from texts to embeddings `text dimension`, such as `SentenceTransformer(...).encode`; None to skip
+            coherence.
+        seed: seed of the sampling.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -379,29 +379,29 @@ def evaluate_layers(
     center: Literal["dataset", "none"] = "dataset",
     continuations: Continuations | None = None,
 ) -> Report:
-    """Compare the layers of two models: lens, saturation, cosine, exits, effective depth and neural collapse, side by side.
+    """Evaluate each layer of two models: logit lens, saturation, cosine, early exit, effective depth and neural collapse.
 
     Args:
-        before: a model, as in `analyze`; one with as many layers as the other.
+        before: a model, as in `analyze`. Both models must have the same number of layers.
         after: the other model.
         data: a `Data`, or raw data: held-out data, not the training data.
-        names: of the two models.
-        heads: for each model the `ExitHeads` of its layers below the last, or their file; None for the model's own head.
+        names: names of the two models.
+        heads: `ExitHeads` of the layers below the last, or their file, for each model; None for the model's own head.
         labels: the targets, see `LogitLens`. Default: next tokens; for a classifier, and for rows without
             tokens that have labels, the data's own.
-        threshold: of early exit.
-        eps: of the effective depth, see `LogitLensResult.effective_depth`.
+        threshold: exit threshold of the top probability.
+        eps: tolerated error of the effective depth, see `LogitLensResult.effective_depth`.
         center: see `Cosine`.
         continuations: prompts that each layer of each model continues (Hugging Face language models), such as
             `Continuations(["Once upon a time"])`; None for no generation.
 
     Returns:
-        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"` (keys that `names` does not
-        change), `"task_metrics"` (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) with
-        `continuations`. `to_html` writes the page.
+        A `Report` with `"layers"` (`LayerChange`), `"cosine_before"` and `"cosine_after"` (whatever `names` is),
+        `"task_metrics"` (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) with `continuations`.
+        `to_html` writes the page.
 
     Raises:
-        LayersimError: the models differ in depth, or read different tokens.
+        LayersimError: the models have different depths, or read different tokens.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), figures 5 to 9, 16, appendix C.2.
@@ -461,7 +461,7 @@ def _analyzers(
     heads: ExitHeads | None,
     classifies: bool,
 ) -> list[Analyzer]:
-    """The analyzers of one model, whose layers are read as its heads were trained."""
+    """The analyzers for one model, with its heads and the norm that they were trained with."""
     norm = _norm(heads)
     return [
         LogitLens(norm=norm, labels=targets, heads=heads),
@@ -473,7 +473,7 @@ def _analyzers(
 
 
 def _norm(heads: ExitHeads | None) -> Literal["final", "none"]:
-    """The norm with which the layers of a model are read."""
+    """The norm of the logit lens at layers below the last."""
     return "final" if heads is None else heads.norm
 
 
@@ -549,7 +549,7 @@ def _metric_change(reports: list[Report], like: LayerChange) -> MetricChange:
 def _quality(
     models: Sequence[tuple[OpenedModel, ExitHeads | None]], given: Continuations, tokenizer: Any, like: LayerChange
 ) -> GenerationQuality:
-    """Diversity and coherence of continuations from each layer of two models, each with the heads of its layers."""
+    """Diversity and coherence of continuations from each layer of two models."""
     depth, prompts, embed = like.values.shape[1], list(given.prompts), given.embed
     most = depth * len(prompts) * given.new_tokens
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Weighted cross-entropies of residuals under the model's head, in chunks of logits, and the weights of layers."""
+"""Weighted cross-entropies of residuals under the model's head, computed in chunks, and the weights of the layers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOGITS = 2**23
 
 
 def layer_weights(weights: Weights, n_layers: int) -> list[float]:
-    """The weights of the layers, the first block's first; the weights sum to 1.
+    """The weights of the layers in the aligned loss, from the first block to the last. They sum to 1.
 
     Raises:
-        LayersimError: the number of weights is not that of the layers, a weight is negative, or they do not sum to 1.
+        LayersimError: there is not one weight for each layer, a weight is negative, or they do not sum to 1.
 
     Examples:
         >>> layer_weights("linear", 3)
@@ -44,18 +44,18 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
 
 
 def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
-    """Positions, flattened from `batch pos`, at which the head's prediction has a target, and these targets.
+    """Flat indices of the positions `batch pos` whose prediction has a target, and these targets.
 
     Args:
-        reads: see `Head`; for "rows" the position is the first of each row.
-        targets: `batch pos`, or `batch` of a head that predicts a class for a row; NO_LABEL where a position has none.
-        attended: `batch pos`, None without padding.
-        positions: number of positions of a row in the residual stream.
+        reads: see `Head`. For "rows", the position is the first of each row.
+        targets: `batch pos`, or `batch` for a head that predicts a class for a row; NO_LABEL for no target.
+        attended: attention mask `batch pos`; None without padding.
+        positions: number of positions in a row of the residual stream.
     """
     if reads == "every":
         if targets.shape[-1] != positions:
             raise LayersimError(
-                f"`labels` has {targets.shape[-1]} labels in a row, and the residual stream {positions} positions. Soft "
+                f"`labels` has {targets.shape[-1]} labels in a row, but the residual stream has {positions} positions. Soft "
                 "prompts and image patches add positions."
             )
         flat = targets.flatten()
@@ -72,14 +72,14 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
 
 
 def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None = None) -> Tensor:
-    """Weighted sum of cross-entropies in nats, in chunks of tokens: at most `LOGITS` logits are held at once.
+    """Weighted sum of cross-entropies in nats, computed in chunks of tokens with at most `LOGITS` logits each.
 
     Args:
-        unembed: the model's way to logits.
-        x: `token d_model`, residuals, after the final norm where it is applied.
+        unembed: the model's final norm and head.
+        x: `token d_model`, residuals, after the final norm if it is applied.
         targets: `token`.
         weights: `token`, the weight of each cross-entropy.
-        head: in place of the last part of the model's own head.
+        head: replaces the last part of the model's own head.
     """
     linear = unembed.linear if head is None else head
     with torch.autocast(x.device.type, enabled=False):
@@ -93,10 +93,10 @@ def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, h
 
 
 class _Summed(torch.autograd.Function):
-    """Weighted sum of cross-entropies of a linear head; its derivatives are computed in the forward pass, chunk by chunk.
+    """Weighted sum of cross-entropies of a linear head, with gradients computed chunk by chunk in the forward pass.
 
-    torch's own `linear_cross_entropy` has no weights of rows: it would be called once for each layer, and hold a gradient of
-    the whole head for each until the backward pass.
+    torch's `linear_cross_entropy` has no weights of rows: it would be called for each layer, and hold a gradient of the whole
+    head for each call.
     """
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """Weighted sum of the cross-entropies of logits, in their dtype, whose derivative is computed in the forward pass."""
+    """Weighted sum of cross-entropies in the dtype of the logits, with the gradient computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None) -> Tensor:
-    """`summed_loss` of a head that is not one linear layer; logits of a chunk are computed again in the backward pass."""
+    """`summed_loss` for a head that is not one linear layer; the backward pass recomputes the logits of each chunk."""
 
     def loss(chunk: Tensor, chunk_targets: Tensor, chunk_weights: Tensor) -> Tensor:
         logits = logits_at(unembed, chunk, head)
@@ -166,30 +166,30 @@ def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head
 
 
 def refuse_other_labels(targets: Tensor, vocabulary: int, of: str = "") -> None:
-    """Refuse targets that are no class of the head.
+    """Raise an error if a target is not a class of the head.
 
     Args:
-        targets: any number of them, without NO_LABEL.
+        targets: targets of any shape, without NO_LABEL.
         vocabulary: number of logits of the head.
-        of: the argument that has the labels, with words that follow "labels" in the message.
+        of: words that follow "labels" in the message.
 
     Raises:
         LayersimError: a target is below 0, or not below `vocabulary`.
     """
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise LayersimError(
-            f"`labels`{of} contains numbers outside the model's classes: they go from {int(targets.min())} to "
-            f"{int(targets.max())}, the classes from 0 to {vocabulary - 1}."
+            f"`labels`{of} has values from {int(targets.min())} to {int(targets.max())}; the model's classes are 0 to "
+            f"{vocabulary - 1}."
         )
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` rows that cover `count` rows."""
+    """Slices that split `count` rows into chunks of at most `size` rows."""
     return (slice(start, start + size) for start in range(0, count, size))
 
 
 def rows_at_once(width: int) -> int:
-    """Number of rows of logits, `width` numbers each, that are held in memory at once."""
+    """Number of rows in a chunk of logits with `width` columns."""
     return max(1, LOGITS // width)
 
 

@@ -1,4 +1,4 @@
-"""The residual stream of a model in training, with gradients, and refusals of weights that cannot be trained in place."""
+"""`ResidualStream`: the residual stream of a model in training, with gradients, and checks that the model can be trained."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .losses import positions_with_targets, summed_loss
 
 
 def refuse_offloaded(module: torch.nn.Module) -> None:
-    """Refuse a model with offloaded weights, which are copies for the time of a call: an optimiser would not change them.
+    """Raise an error if the model has offloaded weights, which an optimiser cannot change.
 
     Args:
         module: the model.
 
     Raises:
-        LayersimError: names the first offloaded weight.
+        LayersimError: a weight is offloaded.
     """
     away = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if away:
@@ -46,7 +46,7 @@ def refuse_offloaded(module: torch.nn.Module) -> None:
 
 
 def refuse_float16(model: Model) -> None:
-    """Refuse a model in float16, in which gradients below 6e-8 are 0.
+    """Raise an error if the model is in float16, in which gradients below 6e-8 are 0.
 
     Raises:
         LayersimError: the weights are in float16.
@@ -56,19 +56,19 @@ def refuse_float16(model: Model) -> None:
 
 
 def no_known_head(model: Model) -> LayersimError:
-    """The error for a model whose final norm and head are not known."""
+    """The error for a model without a known final norm and head."""
     return LayersimError(
-        f"{model.name} has no known head, so its layers make no predictions that could be trained. Load it by "
+        f"{model.name} has no known head, so its layers make no predictions to train. Load it by "
         f"{classes_with_head(model.source)}, or open_model(model, unembed=[final norm, head])."
     )
 
 
 def refuse_frozen_integers(model: Any, lora: Any) -> None:
-    """Refuse a quantised model without adapters, of which norms and embeddings alone would be trained.
+    """Raise an error if a quantised model has no adapters, because only norms and embeddings would be trained.
 
     Args:
         model: the model.
-        lora: the setting of the training; its adapters are merged into the weights at the end, which are then rounded again.
+        lora: the setting `lora`, whose adapters are merged into the weights, which are then rounded again.
 
     Raises:
         LayersimError: the model has quantised weights and no adapters of its own.
@@ -88,11 +88,11 @@ class TrainingBatch:
     """Inputs and targets of one forward pass in training.
 
     Attributes:
-        main: `batch pos` token ids, or pixel values, features or embeddings.
+        main: token ids `batch pos`, or pixel values, features or embeddings.
         options: further arguments of the model's forward pass.
-        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where a position has none.
-        attended: `batch pos`, None without padding.
-        name: of the argument that takes `main`; "" for the first one.
+        targets: `batch pos`, or `batch` for a head that reads one position of a row; NO_LABEL for no target.
+        attended: attention mask `batch pos`; None without padding.
+        name: name of the argument that takes `main`; "" for the first one.
     """
 
     main: Tensor
@@ -125,10 +125,10 @@ class ResidualStream:
     """The residual stream, final norm and head of a model in this process, for training.
 
     Args:
-        source: of the model.
+        source: the source of the model.
 
     Raises:
-        LayersimError: the model has no known head, or its modules do not pass on one residual stream.
+        LayersimError: the model has no known head, or its blocks do not share one residual stream.
     """
 
     def __init__(self, source: HookedSource) -> None:
@@ -169,17 +169,17 @@ class ResidualStream:
 
     @property
     def _pad(self) -> int | None:
-        """The padding id by which a Hugging Face classifier, which ignores the mask, finds the last token of a row."""
+        """The padding id. Hugging Face classifiers use it, not the mask, to find the last token of a row."""
         pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
         return pad if self.reads == "last" and isinstance(pad, int) and pad >= 0 else None
 
     def residuals(self, layers: Collection[int], run: Callable[[], Any], whole: bool = False) -> dict[int, Tensor]:
-        """Residual stream `batch pos d_model` after each of some layers, counted from 1, with gradients.
+        """Residual stream `batch pos d_model` after each of the given layers, with gradients.
 
         Args:
-            layers: numbers of the layers.
-            run: starts the forward pass.
-            whole: whether the forward pass runs to its end, which a wrapper of several processes must see.
+            layers: layers, counted from 1.
+            run: runs the forward pass.
+            whole: whether the forward pass runs to its end, as wrappers for several processes need.
         """
         # A block that is computed again in the backward pass must not be left by an exception.
         recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
@@ -194,13 +194,12 @@ class ResidualStream:
     def at_targets(
         self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool | None
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """What the head reads of each layer where it has a target, `sample width`, after the final norm; and the targets.
+        """Inputs of the head at positions with a target, `sample width`, for each layer; and the targets.
 
         Args:
             batch: inputs and targets.
-            residuals: of each layer, `batch pos d_model`.
-            norm: whether the final norm is applied below the last layer; at the last layer it always is. None for no
-                norm at any layer.
+            residuals: residual stream after each layer, `batch pos d_model`.
+            norm: whether the final norm is applied below the last layer as well as at it; None for no norm at any layer.
         """
         pos = next(iter(residuals.values())).shape[1]
         index, targets = positions_with_targets(self.reads, batch.targets, self._read_from(batch), pos)
@@ -217,7 +216,7 @@ class ResidualStream:
         return read, targets
 
     def _read_from(self, batch: TrainingBatch) -> Tensor | None:
-        """Positions `batch pos` among which a classifier reads the last one."""
+        """Mask `batch pos` of positions; a classifier reads the last of them in each row."""
         if self._pad is None or batch.main.is_floating_point():
             return batch.attended
         kept = batch.main != self._pad
@@ -231,13 +230,13 @@ class ResidualStream:
         run: Callable[[], Any] | None = None,
         whole: bool = False,
     ) -> tuple[Tensor, int]:
-        """Sum of cross-entropies over the targets and, weighted, over layers; and the number of targets.
+        """Weighted sum over layers of the cross-entropies, summed over targets; and the number of targets.
 
         Args:
             batch: inputs and targets.
             terms: weights by layer.
             norm: whether the final norm is applied below the last layer.
-            run: starts the forward pass; None for the model's own.
+            run: runs the forward pass; None for the model's own.
             whole: see `residuals`.
         """
         residuals = self.residuals(terms, run or (lambda: self.call(batch)), whole)
@@ -245,7 +244,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """Weighted sum over layers of the summed cross-entropy of what the head reads of each layer, see `at_targets`."""
+        """Weighted sum over layers of the summed cross-entropy of the head's inputs, see `at_targets`."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])
@@ -254,13 +253,13 @@ class ResidualStream:
         return summed_loss(self.unembed, x, targets.to(device).repeat(len(terms)), weights)
 
     def check(self, batch: TrainingBatch) -> int:
-        """Check on one row that the final norm and head, applied to the last layer, give the model's logits.
+        """Check on one row that final norm and head, applied to the last layer, give the model's logits.
 
         Returns:
             The number of logits.
 
         Raises:
-            LayersimError: they do not.
+            LayersimError: the logits differ.
         """
         batch = batch.first_row
         classes = 0
@@ -300,7 +299,7 @@ class ResidualStream:
 
 
 def usable(value: Any) -> Any:
-    """An input that autograd can save: a copy of a tensor that was created under `torch.inference_mode()`."""
+    """An input that autograd can save: tensors from `torch.inference_mode()` are copied."""
     unusable = isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled()
     return value.clone() if unusable else value
 
@@ -310,7 +309,7 @@ _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 def check_once(stream: ResidualStream, batch: TrainingBatch, paths: Any) -> None:
-    """`ResidualStream.check`, once for each model and its paths."""
+    """Run `ResidualStream.check` once for each model and its module paths."""
     known = _CHECKED.setdefault(stream.module, set())
     if paths not in known:
         stream.check(batch)
@@ -319,7 +318,7 @@ def check_once(stream: ResidualStream, batch: TrainingBatch, paths: Any) -> None
 
 @contextmanager
 def training_mode(module: nn.Module) -> Iterator[None]:
-    """A context in training mode; each module's previous mode is restored at the end."""
+    """A context that sets the model to training mode, and restores each module's mode at the end."""
     before = {part: part.training for part in every_module(module)}
     try:
         for part in before:
@@ -331,14 +330,15 @@ def training_mode(module: nn.Module) -> Iterator[None]:
 
 
 def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStream:
-    """The residual stream of a model that is trained in this process.
+    """The `ResidualStream` of a model in this process.
 
     Args:
         model: the model, or an `OpenedModel`.
-        either_stack: whether the caller gives encoder-decoders the inputs of both stacks, so that the decoder can be trained.
+        either_stack: whether the caller passes the inputs of both stacks of an encoder-decoder, so that the decoder can be
+            trained.
 
     Raises:
-        LayersimError: the model cannot be trained, because its weights are not modules of this process.
+        LayersimError: the model cannot be trained, because its modules are not in this process.
     """
     opened = OpenedModel.of(model)
     if is_detr(getattr(opened.model, "config", None)):

@@ -1,4 +1,4 @@
-"""Settings of a fine-tune, and the file of a training."""
+"""`AlignedTraining`: settings of a fine-tune; and the file with the state of a training."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .objectives.objective import Objective
 
 
 def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> ResumableFile:
-    """Open the resumable file of a training; nothing is saved if `path` is None.
+    """Open the file that stores the state of a training; nothing is stored if `path` is None.
 
     Args:
-        path: of the file.
-        identity: model, data and settings. A file of another run is refused.
+        path: path of the file.
+        identity: model, data and settings of the run. A file with another identity raises an error.
     """
     return ResumableFile(path, "training", identity, _refuse)
 
 
 def curve_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any]:
-    """The loss of each step, or its losses by layer, from a file of a training."""
+    """The loss of each step, or the losses by layer, from the file of a training."""
     curve: list[Any] = tensors["curve"].tolist()
     if len(curve) != notes["step"]:
         raise ValueError(f"step is {notes['step']!r}, and the curve has {len(curve)} steps")
@@ -40,12 +40,12 @@ def curve_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[An
 
 
 def _refuse(path: Path, identity: Any, found: Any) -> None:
-    """Refuse a file of another run, and a model whose weights are not those with which the run in the file began."""
+    """Raise an error if the file belongs to another run, or the model's weights are not the initial weights of that run."""
     ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
     if ours == theirs and identity["model"] != found["model"]:
         raise LayersimError(
-            f"`model` is {identity['model'][0]} with other weights than those with which the run in {path} began. Load it "
-            "again, or pass another checkpoint path."
+            f"`model` is {identity['model'][0]}, but its weights are not the initial weights of the run in {path}. Load the "
+            "model again, or pass another checkpoint path."
         )
     refuse_other_run(path, identity, found)
 
@@ -53,43 +53,43 @@ def _refuse(path: Path, identity: Any, found: Any) -> None:
 @typed
 @dataclass(frozen=True)
 class AlignedTraining:
-    r"""The settings of aligned fine-tuning, which trains every layer to predict the targets.
+    r"""Settings of aligned fine-tuning, which trains every layer to predict the targets.
 
     The defaults are for short runs; `paper_gpt2` and `paper_bert` are the settings of the paper's experiments.
 
     $CE_l$ is the cross-entropy of layer l's residual under the model's own final norm and head. The objectives are:
 
-    - `"aligned"`: $\sum_l w_l CE_l$ (equation 5);
-    - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, both of what the head reads at targets (appendix B.3);
-    - `"multi-head"`: $\sum_l w_l CE'_l$ with a head of its own for each layer below the last, copied from the model's at the
-      start, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, through which no gradient reaches $p^L$;
+    - `"aligned"`: $\sum_l w_l CE_l$ (equation 5); - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ at positions
+      with a target (appendix B.3); - `"multi-head"`: $\sum_l w_l CE'_l$ with a separate head for each layer below the last,
+      initialised as a copy of the model's, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, without gradient through
+      $p^L$;
     - `"standard"`: $CE_L$ alone, for comparison at the same budget.
 
     Args:
-        objective: name of the objective, see above; each is one file in `training/objectives/`.
-        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, which protects the last layer;
-            "always": the objective at each. A step is one step of the optimiser. Default: as in the paper, "always" of
-            "cosine-reg", else "alternating".
+        objective: name of the objective, see above.
+        schedule: "alternating" trains $CE_L$ at odd optimiser steps and the objective at even ones, which protects the last
+            layer; "always" trains the objective at each step. Default, as in the paper: "always" for "cosine-reg", else
+            "alternating".
         weights: $w_l$: "linear" is 2 l / (L (L + 1)), "uniform" 1 / L; or one number for each layer, which must sum to 1.
-        norm: "final" applies the model's final norm at every layer, "none" at the last alone.
-        beta: of "cosine-reg".
-        cosine_over: of "cosine-reg", the positions of the cosines: "targets", those of $CE_L$, as in the paper; "attended", all
-            that are attended to.
+        norm: "final" applies the model's final norm at every layer, "none" only at the last.
+        beta: $\beta$ of "cosine-reg".
+        cosine_over: positions of the cosines in "cosine-reg": "targets", those of $CE_L$, as in the paper; or "attended", all
+            attended positions.
         kl: $\kappa$ of "multi-head".
-        steps: of the optimiser.
-        lr: the highest learning rate of AdamW; small models need a higher one.
-        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the end.
-        weight_decay: on weights of two or more dimensions, not on biases and norms.
+        steps: number of optimiser steps.
+        lr: peak learning rate of AdamW; small models need a higher one.
+        warmup: steps over which the rate rises linearly from 0, before it falls linearly to 0 at the end.
+        weight_decay: weight decay of tensors with two or more dimensions; biases and norms have none.
         clip: largest Euclidean norm of a step's gradient; infinite for no limit.
-        accumulation: batches in a step. All their tokens have one weight: a step equals that of a single larger batch.
-        layers_per_step: number of layers drawn at random at each step, None for all; the expected loss is the same, its noise
-            larger. A step then costs fewer unembeddings, and nothing above the highest layer drawn.
+        accumulation: number of batches in a step. Every token has the same weight, as in a single larger batch.
+        layers_per_step: number of layers drawn at random at each step; None for all. The expected loss is the same, with more
+            noise. A step computes fewer unembeddings, and no blocks above the highest drawn layer.
         eval_every: steps between evaluations on held-out data; None for one before and one after.
         mixed_precision: "bf16" for autocast; the loss itself is computed in float32.
-        gradient_checkpointing: compute activations again in the backward pass instead of holding them (Hugging Face models).
-        lora: a `peft.LoraConfig`: only its adapters are trained, and merged into the weights at the end.
-        save_to: a folder for the trained model, as `from_pretrained` loads it.
-        seed: of the order of the rows, of drawn layers and of dropout.
+        gradient_checkpointing: recompute activations in the backward pass to save memory (Hugging Face models).
+        lora: a `peft.LoraConfig`. Only its adapters are trained; they are merged into the weights at the end.
+        save_to: folder for the trained model, which `from_pretrained` loads.
+        seed: seed of the row order, the drawn layers and dropout.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5, appendices B.3 and C.2.
@@ -164,7 +164,7 @@ class AlignedTraining:
         number of steps is three epochs (appendix C.2, "Setup in AlignedBERT"); all other settings are those of `paper_gpt2`.
 
         Args:
-            rows: number of rows that are trained on, without those held out.
+            rows: number of training rows, without the held-out rows.
 
         Examples:
             >>> AlignedTraining.paper_bert(rows=2490).steps
@@ -173,7 +173,7 @@ class AlignedTraining:
         return replace(cls.paper_gpt2(), steps=3 * math.ceil(rows / 32))
 
     def _refuse_unused(self, objective: type[Objective]) -> None:
-        """Refuse settings of other objectives."""
+        """Raise an error if a setting of another objective is given."""
         owners: dict[str, list[str]] = {}
         for name, other in OBJECTIVES.all().items():
             for setting in other.own_settings:
@@ -197,19 +197,19 @@ class AlignedTraining:
         return OBJECTIVES.named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
-        """Weights of the layers whose cross-entropies a step sums, by layer from 1."""
+        """Weights of the cross-entropies that a step sums, by layer from 1."""
         objective = OBJECTIVES.named(self.objective)
         return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
-        """All settings that affect the results, for the provenance."""
+        """The settings that affect the results, for the provenance."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
         options["schedule"] = self.schedule or OBJECTIVES.named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
         return options if lora is None else options | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
 
     def check_folder(self) -> None:
-        """Refuse a `save_to` folder that cannot be created, before anything is computed."""
+        """Raise an error if the folder `save_to` cannot be created."""
         folder = None if self.save_to is None else Path(self.save_to).resolve()
         if folder is not None:
             refuse_unwritable_folder(folder if folder.exists() else folder.parent, "save_to")

@@ -1,4 +1,4 @@
-"""`train_adapters`: low-rank adapters in the residual stream of a frozen nnsight model, in this process or on a server."""
+"""`train_adapters`: train low-rank adapters in a frozen nnsight model, in this process or on a server."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def no_traced_model(model: Any) -> LayersimError:
 
 
 def refuse_untrainable(model: Model) -> None:
-    """Refuse, before any data is read, a model that adapters cannot be trained through.
+    """Raise an error if adapters cannot be trained in this model.
 
     Raises:
-        LayersimError: the server does not differentiate, the head or the width is unknown, or the weights are in float16.
+        LayersimError: the server computes no gradients, the head or the width is unknown, or the weights are in float16.
     """
     need_stream(model, "Aligned training")
     if model.calls != "gradients":
@@ -82,33 +82,37 @@ def train_adapters(
 
     The output h of block l is changed to $x^l = h + (h A_l^T) B_l^T$, the input of the next block. A and B are trained with the
     aligned loss $\sum_l w_l \, CE(W \, \mathrm{norm}(x^l), y)$ over all layers, with the model's own final norm and head. All
-    other weights are frozen. A server makes the steps of a model that it holds: requests carry tokens, A and B, no activations.
+    other weights are frozen. If the model is on a server, the server runs the steps: requests hold tokens, A and B, no
+    activations.
 
-    A starts as normal numbers of variance 1 / d_model and B as zeros, so that the model is unchanged at the start. The change
-    is a product with h, and AdamW's steps do not depend on the size of gradients: one learning rate fits residual streams of
-    any size. It falls linearly to 0.
+    A is initialised as normal with variance 1 / d_model and B as zero, so that the model is unchanged at the start. One
+    learning rate fits residual streams of any size, because the change is a product with h and AdamW's steps do not depend on
+    the size of gradients. The rate falls linearly to 0.
 
     Args:
-        model: an nnsight model, or what `open_model` returns. A server must be a trusted one.
-        data: a `Data`, whose `batch_size` is the rows of a step, or raw data. Positions that are not counted have no targets.
+        model: an nnsight model, or the result of `open_model`. A server must be trusted, because a sandbox computes no
+            gradients.
+        data: a `Data`, whose `batch_size` is the number of rows in a step, or raw data. Positions that are not counted have no
+            targets.
         at: the blocks that get an adapter, by number, negative from the end, or by the name of their output
             (`blocks.2.hook_resid_post`); default: all.
-        rank: of each adapter.
-        steps: of the optimiser, each on one batch.
-        lr: the learning rate of the first step.
+        rank: rank of each adapter.
+        steps: number of optimiser steps, each on one batch.
+        lr: learning rate at the first step.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
-        seed: of A and of the order of batches.
-        eval_data: held-out data of the losses by layer; raw data is read as `data` is. Default: the last tenth of the rows of
+        seed: seed of A and of the order of batches.
+        eval_data: held-out data for the losses by layer; raw data is read like `data`. Default: the last tenth of the rows of
             `data`, which are then not trained on.
         labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for
             a classifier `"data"`.
-        checkpoint: a file that keeps an interrupted training; the same call continues from it, with the same numbers.
+        checkpoint: file with the state of the training; the same call resumes from it, with the same numbers.
 
     Returns:
         The adapters, with their learning curve and held-out losses by layer.
 
     Raises:
-        LayersimError: the model is no nnsight model, has no known head, or is on a server whose sandbox computes no gradients.
+        LayersimError: the model is not an nnsight model, has no known head, or is in a server's sandbox, which computes no
+            gradients.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; Hu et al. 2022 (arXiv 2106.09685) for low-rank maps.
@@ -160,13 +164,13 @@ def train_adapters(
     if not adapters.aligned("after") <= adapters.aligned("before"):
         warn(
             f"On held-out data the aligned loss rose from {adapters.aligned('before'):.4g} to {adapters.aligned('after'):.4g}. "
-            f"Take more data, fewer steps, or lr={lr / 10:g}."
+            f"Use more data, fewer steps, or lr={lr / 10:g}."
         )
     return adapters
 
 
 def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile) -> dict[str, Any]:
-    """Evaluate, train and evaluate again: the adapters, their curves and held-out losses, as fields of `AlignedAdapters`."""
+    """Evaluate, train and evaluate again. Returns the adapters, curves and held-out losses as fields of `AlignedAdapters`."""
     with training.descent.evaluating():
         _check_lens(source, training.eval_data)
         before = training.evaluate(training.start)
@@ -188,7 +192,7 @@ def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile)
 
 
 def _check_lens(source: NNsightSource, data: TrainingData) -> None:
-    """Check on one row that the modules pass on one residual stream, and that the lens at the last layer gives the logits."""
+    """Check on one row that the blocks share one residual stream, and that the lens at the last layer gives the logits."""
     row = data.batch([0])
     source.settle(row)
     need_stream(source.model, "Aligned training")

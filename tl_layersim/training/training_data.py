@@ -1,4 +1,4 @@
-"""Training data and held-out data: rows with targets, taken by number."""
+"""`TrainingData`: rows with targets, for training or evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELD_OUT = 10
 
 
 class TrainingData:
-    """Rows with at least one target each.
+    """Rows with at least one target each, taken by index.
 
     Args:
         batches: the data.
@@ -40,7 +40,7 @@ class TrainingData:
 
     Attributes:
         rows: the rows.
-        label_range: the lowest and the highest target of the data.
+        label_range: lowest and highest target in the data.
     """
 
     def __init__(self, batches: Batches, labels: str | Tensor, model: Model, module: torch.nn.Module) -> None:
@@ -69,11 +69,11 @@ class TrainingData:
         return len(self.rows)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Some rows as a batch without targets."""
+        """Rows as a `Batch`, without targets."""
         return self.batches.batch([self.rows[number] for number in numbers], 0)
 
     def take(self, numbers: Sequence[int]) -> TrainingBatch:
-        """Some rows as one batch."""
+        """Rows as a `TrainingBatch`, with targets."""
         batch = self.batch(numbers)
         args, options = forward_arguments(self.module, batch, self.model)
         name = "" if args else next(name for name in (self.model.main_input, EMBEDDINGS) if name in options)
@@ -93,10 +93,10 @@ class TrainingData:
         return found
 
     def split(self) -> tuple[TrainingData, TrainingData]:
-        """All rows but the last tenth for training, and the last tenth, which is held out.
+        """Split off the last tenth of the rows as held-out rows; the others are for training.
 
         Raises:
-            LayersimError: the data has a single row.
+            LayersimError: the data has only one row.
         """
         if len(self) < 2:
             raise LayersimError(
@@ -109,15 +109,15 @@ class TrainingData:
 
 
 def refuse_labels(training_rows: TrainingData, eval_rows: TrainingData, classes: int) -> None:
-    """Refuse data with targets that are no class of the head.
+    """Raise an error if the data has targets that are not classes of the head.
 
     Args:
-        training_rows: to train on.
-        eval_rows: to evaluate on.
+        training_rows: the training rows.
+        eval_rows: the held-out rows.
         classes: number of logits of the head.
 
     Raises:
-        LayersimError: the data has such targets.
+        LayersimError: a target is not a class of the head.
     """
     refuse_other_labels(torch.tensor(training_rows.label_range), classes)
     # Rows held out of `data` have its range.
@@ -133,16 +133,16 @@ def open_training_data(
     usual: str | Tensor,
     count_positions: Callable[[Batch], int] | None,
 ) -> tuple[TrainingData, TrainingData]:
-    """The rows to train on, and the rows to evaluate on.
+    """The training rows and the held-out rows.
 
     Args:
-        data: to train on.
-        eval_data: to evaluate on, None for the last tenth of the rows.
-        labels: as the user passed them.
+        data: the training data.
+        eval_data: the held-out data; None for the last tenth of the rows.
+        labels: the argument `labels` of the caller.
         model: description of the model, with its tokenizer.
         module: the model.
-        usual: the same labels, as `usual_labels` gives them.
-        count_positions: see `CanCountPositions`; None to refuse rows without token ids.
+        usual: the labels after `usual_labels`.
+        count_positions: see `CanCountPositions`. If None, rows without token ids raise an error.
     """
     if data.selection.pooled:
         raise LayersimError("`positions` is 'mean', but each target belongs to one position.")
@@ -160,14 +160,14 @@ def open_training_data(
 def record_of_training(
     model: Model, rows: tuple[TrainingData, TrainingData], options: dict[str, Any], seconds: float, seed: int
 ) -> Provenance:
-    """The record of a training; `tokens`, `sequences` and `batches` are those of the evaluation.
+    """The provenance of a training; `tokens`, `sequences` and `batches` count the held-out data.
 
     Args:
         model: description of the model before the training.
-        rows: to train on, and to evaluate on.
+        rows: training rows and held-out rows.
         options: settings of the training.
-        seconds: of the whole call.
-        seed: of the training.
+        seconds: duration of the whole call.
+        seed: seed of the training.
     """
     trained_on, held_out = rows
     data = trained_on.batches.data

@@ -38,7 +38,7 @@ from .recorder import Call, Callbacks, Choice, Recorder, stack_side
 
 
 def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Refuse a model or an analyzer that needs more than the forward passes of the user's loop.
+    """Raise an error if a model or an analyzer needs more than the forward passes of the user's loop.
 
     Args:
         source: the model.
@@ -46,7 +46,7 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
         plan: the sites that each analyzer reads.
 
     Raises:
-        LayersimError: names the analyzer and what it needs.
+        LayersimError: names the analyzer and its need.
     """
     if stack_side(source) == "both":
         raise in_both_stacks(source.module)
@@ -54,7 +54,7 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
         analyzer.check(*plan.models(name, [source.model], [source]))
         instead = "lsim.analyze(model, data, analyzers)"
         if analyzer.label_source:
-            reason = f"labels={analyzer.options().get('labels')!r} are those of the data, and a loop has tokens only"
+            reason = f"labels={analyzer.options().get('labels')!r} come from the data, and a loop has only tokens"
         elif analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every":
             reason = f"the head of {source.model.name} classifies whole rows, and it is not known where a row ends"
         elif analyzer.needs_rows:
@@ -72,7 +72,7 @@ BUFFERED_TOKENS = 2048
 
 
 class Probe:
-    """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`.
+    """Collects sums of a model's forward passes inside `with lsim.attach(...) as probe`.
 
     `results()` is the report so far, also inside the block; `reset()` begins anew, such as for each epoch. A forward pass in
     another thread than the one that entered the block is an error. An error of the probe is raised by `results()`, never in the
@@ -99,7 +99,7 @@ class Probe:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with empty sums."""
+        """Start with empty sums."""
         # Forward passes stand in the place of rows.
         self._tree = SumTree(1 if self._intervals else None)
         # By kernel, the views that wait until they are enough for one call.
@@ -126,7 +126,7 @@ class Probe:
 
     @property
     def mask(self) -> Tensor | None:
-        """Mask `batch pos` of the positions to count in the next forward passes.
+        """Mask `batch pos` of the positions to count in the following forward passes.
 
         None counts the positions of the model's attention mask, or all; `positions=` selects among them. The mask holds until
         it is replaced. Single-position steps of cached generation always count.
@@ -138,7 +138,7 @@ class Probe:
         self._mask = None if mask is None else as_mask(mask)
 
     def results(self) -> Report:
-        """The report of all forward passes so far, at any time inside the block and after it.
+        """The report of all forward passes so far; can be called inside the block and after it.
 
         Raises:
             LayersimError: no forward pass ran, or too few for an analyzer; activations were not finite; or a forward pass could
@@ -162,7 +162,7 @@ class Probe:
         return numbers
 
     def reset(self) -> None:
-        """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers those that follow.
+        """Forget all forward passes so far, such as at the end of an epoch. `results()` then covers the following ones.
 
         The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
         before the reset too.
@@ -198,7 +198,7 @@ class Probe:
         return self._tree.add(self._block(0, pending)) if pending else self._tree
 
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
-        """The report of some analyzers."""
+        """The report of some of the analyzers."""
         analyzers = {name: self._analyzers[name] for name in names}
         tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
@@ -261,7 +261,7 @@ class Probe:
         self._tree = self._tree.add(self._block(count, own))
 
     def _first_row(self, call: Call) -> tuple[int, bool]:
-        """The number of the first row of a forward pass among all rows, and whether its rows are those of the pass before.
+        """Index of a forward pass's first row among all rows, and whether its rows continue the pass before.
 
         Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
         """
@@ -273,7 +273,7 @@ class Probe:
         return self._last[0], False
 
     def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
-        """Whether views are enough for a call of a kernel: many tokens, or a pool of rows.
+        """Whether there are enough views to call a kernel: many tokens, or a pool of rows.
 
         Cached generation gives one position at a time, and few calls are faster than many.
         """
@@ -288,12 +288,12 @@ class Probe:
         return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
     def _block(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
-        """The sums of one forward pass."""
+        """Sums of one forward pass."""
         names = (*self._immediate, *self._waiting)
         return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
 
     def _reduced(self, name: str, views: list[View]) -> Sums:
-        """What a kernel returns for some views; nothing if it fails."""
+        """Output of a kernel for some views; empty if the kernel fails."""
         kernel = (self._immediate | self._deferred | self._pooled)[name]
         try:
             joined = _by_row(views) if name in self._pooled else _joined(views)
@@ -309,7 +309,7 @@ class Probe:
 
 
 def _dtype_of(source: HookedSource) -> str:
-    """The dtype of the model's first weights at this moment."""
+    """Current dtype of the model's first weights."""
     first = next(source.module.parameters(), None)
     return str(first.dtype) if first is not None else "unknown"
 
@@ -326,7 +326,7 @@ def _joined(views: list[View]) -> View:
 
 
 def _by_row(views: list[View]) -> View:
-    """Join several views, whose sequence numbers are those of all rows, into one in which the samples of a row follow."""
+    """Join several views whose sequence numbers count all rows, so that the samples of a row follow each other."""
     rows = torch.cat([view.sequence for view in views])
     number = torch.unique(rows, return_inverse=True)[1]
     joined = _with_sequence(views, number)
@@ -365,7 +365,7 @@ def attach(
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     intervals: bool = False,
 ) -> Probe:
-    """Run analyzers on every forward pass of a model inside a `with` block: your own loop, a training step, `generate`.
+    """Run analyzers on every forward pass of a model inside a `with` block: in your own loop, a training step or `generate`.
 
     Outputs, gradients and state of the model do not change, and every hook is removed at the end, also after an exception.
     Errors of the probe are raised by `probe.results()`, not in the loop. Positions that the model's attention mask excludes are
@@ -373,13 +373,13 @@ def attach(
     measured if these hooks were added before.
 
     Args:
-        model: HookedTransformer, TransformerBridge or a Hugging Face model; or what `open_model` returns.
-        analyzers: as in `analyze`, without those that need a first pass over the data.
+        model: HookedTransformer, TransformerBridge or a Hugging Face model; or the result of `open_model`.
+        analyzers: as in `analyze`, but only analyzers that need no first pass over the data.
         at: the sites to read, see `analyze`.
         per_head: see `analyze`.
         positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
-            are counted by "all" and "last" only. Columns of data and "assistant" are not available: set `probe.mask`.
-        intervals: keep the sums of 16 to 32 blocks of forward passes, from which every result gets confidence intervals, see
+            are counted only by "all" and "last". Columns of data and "assistant" are not available: set `probe.mask`.
+        intervals: keep the sums of 16 to 32 blocks of forward passes, which give every result confidence intervals, see
             `analyze`.
 
     Returns:

@@ -19,13 +19,13 @@ from .recorder import Call, Choice
 
 @dataclass(frozen=True)
 class ForwardPassPositions:
-    """Chooses the counted positions of each forward pass.
+    """Chooses the positions of each forward pass that are counted.
 
     Attributes:
-        rule: the rule of the run.
-        source: the model, whose padding ids are refused in tokens without a mask.
-        whole_rows: whether an analyzer takes rows as samples, so that forward passes of one position are refused.
-        notes: counts the rows without a mask.
+        rule: the rule of the run for positions.
+        source: the model; its padding ids raise an error in tokens without a mask.
+        whole_rows: whether an analyzer takes rows as samples, so that forward passes of a single position raise an error.
+        notes: the notes, which count the rows without a mask.
     """
 
     rule: Positions
@@ -34,11 +34,11 @@ class ForwardPassPositions:
     notes: Notes = field(default_factory=Notes)
 
     def choose(self, call: Call, mask: Tensor | None) -> Choice:
-        """The counted and the attended positions of a forward pass.
+        """Mask of the counted and mask of the attended positions of a forward pass.
 
         Args:
             call: the forward pass.
-            mask: `probe.mask`.
+            mask: the mask `probe.mask`.
 
         Raises:
             LayersimError: the positions are not known, or the rule does not apply to this forward pass.
@@ -49,7 +49,7 @@ class ForwardPassPositions:
         return Choice(self._selected(call, known), attended, self.rule.pooled, has_tokens)
 
     def _selected(self, call: Call, known: Tensor) -> Tensor:
-        """The positions that the rule selects among those of the mask."""
+        """Mask of the positions that the rule selects, among the positions of the given mask."""
         if self.rule.rule == "all":
             return known
         if continues(call) and self.rule.rule != "last":
@@ -65,7 +65,7 @@ class ForwardPassPositions:
         return torch.stack([self.rule.select(row, counted) for row, counted in rows]).to(known.device)
 
     def _known(self, call: Call, mask: Tensor | None) -> Tensor:
-        """The positions of `probe.mask` or of the model's attention mask, `batch pos`."""
+        """Mask from `probe.mask` or from the model's attention mask, `batch pos`."""
         batch, pos = call.shape
         if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
             raise LayersimError(
@@ -81,7 +81,7 @@ class ForwardPassPositions:
         return torch.ones(call.shape, dtype=torch.bool) if pos == 1 else self._attended(call)
 
     def _attended(self, call: Call) -> Tensor:
-        """The positions of the model's attention mask, or all where it was called without one."""
+        """Positions of the model's attention mask; all positions if the model was called without a mask."""
         attention = call.attention
         if attention is None:
             if call.tokens is not None and tuple(call.tokens.shape) == call.shape:
@@ -98,14 +98,14 @@ class ForwardPassPositions:
             return torch.ones(call.shape, dtype=torch.bool)
         if not _has_mask_shape(attention, call):
             raise LayersimError(
-                f"`attention_mask` has shape {tuple(getattr(attention, 'shape', ()))}; the probe finds padding in one of shape "
-                f"{call.shape} only. Set `probe.mask` before the forward pass."
+                f"`attention_mask` has shape {tuple(getattr(attention, 'shape', ()))}; the probe finds padding only in a "
+                f"mask of shape {call.shape}. Set `probe.mask` before the forward pass."
             )
         attended: Tensor = attention[:, -call.shape[1] :].bool()
         return attended
 
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
-        """Refuse padding at the ends of rows that no mask excludes, so that the model attended to it."""
+        """Raise an error if rows start or end with padding that no mask excludes, so that the model attended to it."""
         self.notes.runs.add(tokens.cpu(), self.source.model)
         if mask_of(tokens.cpu(), self.source.model) is not None:
             raise LayersimError(

@@ -1,4 +1,4 @@
-"""Recorder: hooks in a user's loop, and one view for each complete forward pass of it.
+"""Recorder: hooks on the model of a user's loop, which collect a view of each complete forward pass.
 
 Forward passes may be nested, fail half way, generate with a cache, or be run again by gradient checkpointing.
 """
@@ -33,7 +33,7 @@ from ..sources.hooks import StopForward, in_kernel, on_enter, on_leave, temporar
 
 
 class ProbeHook:
-    """A forward hook or forward pre-hook that is not copied with its module.
+    """A forward hook or forward pre-hook that is not copied when its module is copied.
 
     A deep copy of the module has no hook in place of this one. A pickled module has a hook that does nothing.
 
@@ -84,13 +84,13 @@ def _nothing(*_: Any) -> None:
 
 
 def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
-    """A hook that only reads, and that lets forward passes under `torch.compile` go on.
+    """A hook that only reads, and lets forward passes under `torch.compile` continue.
 
     The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
 
     Args:
-        hook: of any arguments.
-        missed: called while such a graph is made.
+        hook: the hook, with any arguments.
+        missed: function that is called while `torch.compile` makes a graph that has no place for the hook.
     """
     # Its functions have no annotations.
     compiler: Any = torch.compiler
@@ -127,10 +127,10 @@ class Call:
 
     Attributes:
         shape: `batch pos` of the activations in the blocks (one position per row in cached generation).
-        tokens: `batch pos`, None if the model was called with embeddings.
-        attention: the attention mask of the stack that is read, in the form that the model was given, None if there is none.
-        cached: whether the model was given keys and values of earlier positions, which the mask then covers too.
-        start: the token id with which the model itself begins its decoder input; None in any other stack.
+        tokens: `batch pos`; None if the model was called with embeddings.
+        attention: attention mask of the stack that is read, in the form that the model was given; None if there is none.
+        cached: whether the model was given cached keys and values of earlier positions, which the mask then covers too.
+        start: token id with which the model itself begins its decoder input; None in any other stack.
     """
 
     shape: tuple[int, int]
@@ -162,11 +162,11 @@ class Callbacks:
     """Functions that a recorder calls.
 
     Attributes:
-        on_view: takes the view of each complete forward pass, and its call.
-        choose: gives the positions of a call that count.
-        compare: called once, after the head has run, with `unembed_gap` of lens and logits, and the dtype of the logits;
-            None to compare nothing.
-        on_error: takes errors, which must not end the user's forward pass.
+        on_view: receives the view of each complete forward pass, and its call.
+        choose: returns the positions of a call that count.
+        compare: receives, once the head has run for the first time, the `unembed_gap` between lens and logits and the dtype of
+            the logits; None to compare nothing.
+        on_error: receives errors, which must not end the user's forward pass.
     """
 
     on_view: Callable[[View, Call], None]
@@ -177,7 +177,7 @@ class Callbacks:
 
 @dataclass
 class Pass:
-    """What was read of one forward pass.
+    """Activations that were read so far in one forward pass.
 
     Attributes:
         call: its shape and inputs.
@@ -193,7 +193,7 @@ class Pass:
 
 
 class Frame:
-    """One running call of the model (level 0) or of a stack inside it.
+    """A running call of the model (level 0) or of a stack inside it.
 
     The lowest frame, of level -1, stands for activations outside of any call.
     """
@@ -217,7 +217,7 @@ class Frame:
 
     @property
     def outermost(self) -> Frame:
-        """The call of the model that this frame is a part of."""
+        """The call of the model that this frame belongs to."""
         frame = self
         while frame.inner and frame.parent is not None:
             frame = frame.parent
@@ -225,15 +225,15 @@ class Frame:
 
     @property
     def seen(self) -> list[int]:
-        """The sites that were read of the pass that is not complete."""
+        """The sites read so far in the pass that is not complete."""
         return [] if self.reading is None else self.reading.seen
 
 
 def stack_side(source: HookedSource) -> Side:
-    """The stack of an encoder-decoder whose residual stream is read.
+    """Which stack of an encoder-decoder has its residual stream read.
 
     Returns:
-        "encoder" or "decoder"; "" for a model of one stack, "both" for blocks of both or of none.
+        "encoder" or "decoder"; "" for a model of one stack, "both" if blocks of both or of none are read.
     """
     return (encoder_or_decoder(source.module, source.paths) or "both") if encoder_and_decoder(source.module) else ""
 
@@ -243,7 +243,7 @@ class Recorder:
 
     Args:
         source: the model.
-        callbacks: functions that take views, choose positions, compare logits and take errors.
+        callbacks: functions that receive views, choose positions, compare logits and receive errors.
     """
 
     def __init__(self, source: HookedSource, callbacks: Callbacks) -> None:
@@ -265,7 +265,7 @@ class Recorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """A context with hooks on the model, its stacks and every site."""
+        """Context with hooks on the model, its stacks and every site."""
         source = self.source
         with temporary_hooks() as handles, temporary_hooks() as testing:
 
@@ -291,7 +291,7 @@ class Recorder:
     # ---- registration of hooks
 
     def _watch(self, module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], None]) -> RemovableHandle:
-        """Register a hook that takes the first tensor of a module's input or output."""
+        """Register a hook that reads the first tensor of a module's input or output."""
         if incoming:
             return self._on_enter(module, lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
         return on_leave(module, self._hook(module, lambda _m, _args, output: see(first_tensor(output))))
@@ -300,7 +300,7 @@ class Recorder:
         return on_enter(module, self._hook(module, handle))
 
     def _hook(self, module: torch.nn.Module, handle: Callable[..., None]) -> ProbeHook:
-        """A hook whose errors do not end the user's forward pass."""
+        """Wrap a hook so that its errors do not end the user's forward pass."""
 
         def call(*args: Any) -> None:
             # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing uses the same test.
@@ -321,7 +321,7 @@ class Recorder:
         return ProbeHook(module, uncompiled(call, self._miss))
 
     def _stop(self, error: Exception) -> None:
-        """Report the first error, and read nothing more."""
+        """Report the first error, and stop reading."""
         if not self.stopped:
             self.stopped = True
             self.on_error(error)
@@ -408,7 +408,7 @@ class Recorder:
         frame.cached |= kwargs.get("past_kv_cache_entry") is not None
 
     def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Compare the lens with the output of the head, on the first row of its first call."""
+        """Compare the lens with the head's output, on the first row of its first call."""
         frame, compare = self.frame, self.compare
         hidden, frame.last = frame.last, None
         lens = None if hidden is None or compare is None or not self._counts(frame) else self._lens()
@@ -450,7 +450,7 @@ class Recorder:
             self.on_view(self._view(reading), reading.call)
 
     def _expected(self, site: int, frame: Frame) -> bool:
-        """True if this site is the next of the forward pass, or the first of a new one, which then begins."""
+        """Whether this site is the next one of the forward pass, or the first of a new pass, which then begins."""
         if self.order is None:
             # A site that was read in this pass begins another pass.
             if site in frame.seen:
@@ -470,11 +470,11 @@ class Recorder:
         return False
 
     def _counts(self, frame: Frame) -> bool:
-        """True where the running layers belong to a forward pass."""
+        """Whether the running layers belong to a forward pass."""
         return self.direct or frame.level >= 0
 
     def _start(self, site: int, here: Frame, hidden: Tensor) -> Pass:
-        """Choose the positions of a forward pass that count, when its first site is read."""
+        """Choose the counted positions of a forward pass, when its first site is read."""
         shape = (hidden.shape[0], hidden.shape[1] if hidden.dim() > 2 else 1)
         if hidden.dim() == 2 and here.tokens is not None and here.tokens.dim() == 2 and here.tokens.numel() == shape[0]:
             # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
@@ -496,7 +496,7 @@ class Recorder:
         return not_once(self.names[site], self.points[site].module, why)
 
     def _lens(self) -> Unembed | None:
-        """The logit lens, made anew for each forward pass: weights may change their dtype, device or module in a loop."""
+        """The logit lens, made anew for each forward pass because weights may change dtype, device or module in a loop."""
         head = self.source.model.head
         return None if head is None else open_head(self.source.module, head)[1]
 
@@ -524,7 +524,7 @@ def _is_tokens(value: Any) -> TypeGuard[Tensor]:
 
 
 def _stacks(source: HookedSource) -> list[torch.nn.Module]:
-    """The model and the modules inside it that contain all blocks, outermost first; a caller may run each of them."""
+    """The model and the modules in it that contain all blocks, outermost first; a caller may run any of them."""
     modules = [source.module]
     for root in (source.module, vars(source.module).get("original_model")):
         names = {id(sub): name for name, sub in root.named_modules()} if isinstance(root, torch.nn.Module) else {}

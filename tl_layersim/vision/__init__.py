@@ -1,4 +1,4 @@
-"""Models of images: the towers of a CLIP, zero-shot classifiers, and detectors."""
+"""Vision models: the two towers of a CLIP, zero-shot classifiers, and detectors."""
 
 import lazy_loader
 

@@ -36,15 +36,15 @@ from ..sources.model import Model
 
 @dataclass(frozen=True)
 class DetectionWeights:
-    """Weights of the terms in a DETR's matching cost and in its loss, from its configuration.
+    """Weights of the terms in a DETR's matching cost and loss, from its configuration.
 
     Attributes:
-        class_cost: of the probability of the object's class, in the matching cost.
-        bbox_cost: of the L1 distance of the boxes.
-        giou_cost: of their generalised IoU.
-        no_object: of the class "no object" in the cross-entropy.
-        bbox_loss: of the L1 distance in the loss.
-        giou_loss: of 1 - generalised IoU.
+        class_cost: weight of the probability of the object's class, in the matching cost.
+        bbox_cost: weight of the L1 distance between boxes, in the matching cost.
+        giou_cost: weight of the generalised IoU of boxes, in the matching cost.
+        no_object: weight of the class "no object" in the cross-entropy.
+        bbox_loss: weight of the L1 distance between boxes, in the loss.
+        giou_loss: weight of 1 - generalised IoU, in the loss.
     """
 
     class_cost: float
@@ -56,14 +56,14 @@ class DetectionWeights:
 
     @staticmethod
     def of(config: Any) -> DetectionWeights:
-        """The weights in the configuration of a DETR."""
+        """Read the weights from the configuration of a DETR."""
         costs = (config.class_cost, config.bbox_cost, config.giou_cost)
         losses = (config.eos_coefficient, config.bbox_loss_coefficient, config.giou_loss_coefficient)
         return DetectionWeights(*map(float, (*costs, *losses)))
 
 
 def corners(boxes: Tensor) -> Tensor:
-    """Boxes `... 4` as left, top, right and bottom, from centre x, centre y, width and height."""
+    """Convert boxes `... 4` from centre x, centre y, width and height to left, top, right and bottom."""
     centre, half = boxes[..., :2], boxes[..., 2:] / 2
     return torch.cat([centre - half, centre + half], -1)
 
@@ -76,7 +76,7 @@ def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
     with C the smallest box around A and B.
 
     Args:
-        a: `... 4`, centre x, centre y, width and height.
+        a: boxes `... 4` as centre x, centre y, width and height.
         b: boxes of a shape that broadcasts with `a`, with areas above 0.
 
     Source:
@@ -97,7 +97,7 @@ def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: DetectionWeights) -> tuple[Tensor, Tensor]:
-    """Queries and objects that are matched one to one, with the least total cost.
+    """Match queries and objects one to one with the smallest total cost.
 
     The cost of a query and an object is that of transformers' `HungarianMatcher`: minus the probability of the object's class,
     plus the L1 distance of the boxes, minus their generalised IoU, each with its weight.
@@ -105,11 +105,11 @@ def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: DetectionWei
     Args:
         logits: `query class`, float64.
         boxes: `query 4`, float64.
-        objects: in the image.
-        weights: of the cost.
+        objects: the objects in the image.
+        weights: weights of the cost.
 
     Returns:
-        Indices of matched queries, ascending, and of their objects: as many as the fewer of both.
+        Indices of matched queries, ascending, and of their objects. There are as many as the smaller of both numbers.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -127,9 +127,9 @@ def detection_kernel(
 
     Args:
         view: activations of one batch, all queries of each image.
-        heads: of the model.
-        objects: by row of the data.
-        weights: of the matching cost and the loss.
+        heads: the heads of the model.
+        objects: the objects, by row of the data.
+        weights: weights of the matching cost and the loss.
     """
     assert view.row is not None
     logits, boxes = heads(view.activations[1:])
@@ -185,21 +185,21 @@ class DetectionResult(Result):
     object.
 
     Attributes:
-        values: `layer`, the same as `accuracy`: fraction of matched queries whose most likely class is that of their object;
-            "no object" is one of the classes.
+        values: `layer`, the same as `accuracy`: fraction of matched queries whose most likely class is their object's; "no object"
+            is one of the classes.
         box_l1: `layer`, mean absolute difference between the four coordinates (centre x, centre y, width, height) of a matched
             query's box and of its object's, as a fraction of the image's width or height. transformers' `loss_bbox` is four
             times this mean.
         giou: `layer`, mean generalised intersection over union of matched queries and their objects, -1 to 1.
         no_object: `layer`, fraction of queries without an object whose most likely class is "no object"; NaN if every query
             has one.
-        cross_entropy: `layer`, of the classes, in nats, over all queries; those without an object have the weight
-            `eos_coefficient` of the configuration.
+        cross_entropy: `layer`, cross-entropy of the classes in nats, over all queries. Queries without an object have the
+            weight `eos_coefficient` of the configuration.
         loss: `layer`, weighted sum of cross-entropy, L1 distance and 1 - generalised IoU, as transformers adds them for a layer
             on one batch of all images.
         images: number of images.
         objects: number of objects in them.
-        matched: number of matched queries: that of objects, unless an image has more objects than the model has queries.
+        matched: number of matched queries: the number of objects, unless an image has more objects than the model has queries.
     """
 
     file_kind: ClassVar[str] = "detection"
@@ -252,7 +252,7 @@ class DetectionResult(Result):
 
     @property
     def accuracy(self) -> Tensor:
-        """Fraction of matched queries with the class of their object, `layer`; the same as `values`."""
+        """Fraction of matched queries that predict the class of their object, `layer`; the same as `values`."""
         return self.values
 
     def measured_on(self, field: str) -> str:
@@ -275,7 +275,7 @@ NAME = "detection"
 
 @typed
 def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> DetectionResult:
-    r"""Compare the objects that each decoder layer of a DETR predicts with those in the images.
+    r"""Compare the objects that each decoder layer of a DETR predicts with the objects in the images.
 
     The output of each layer passes through the model's own decoder norm, class head and box head. For each image and layer,
     queries are matched to objects one to one with the least total cost, that of transformers' `HungarianMatcher`,
@@ -286,12 +286,12 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     the first image, logits and boxes of the last layer are compared with the model's own.
 
     Args:
-        model: `DetrForObjectDetection` of transformers; of a `DetrForSegmentation`, its part `model.detr`.
-        data: a `Data`, or raw data: a mapping with `pixel_values`, and `pixel_mask` where images of a batch differ in size, a
-            data set, a DataLoader, or an iterable of these; for images themselves, `Data(images, tokenizer=processor)`.
+        model: `DetrForObjectDetection` of transformers; for a `DetrForSegmentation`, its part `model.detr`.
+        data: a `Data`, or raw data: a mapping with `pixel_values`, and `pixel_mask` if images of a batch differ in size, a data
+            set, a DataLoader, or an iterable of these; for images themselves, `Data(images, tokenizer=processor)`.
         labels: for each image a mapping with `class_labels`, a whole number for each object, and `boxes`, `object 4`: centre x,
-            centre y, width and height as fractions of the image. Default: those in the column `labels` of the data, as
-            transformers' detectors take them.
+            centre y, width and height as fractions of the image. Default: the column `labels` of the data, in the form of
+            transformers' detectors.
 
     Returns:
         A `DetectionResult`: accuracy, box L1, generalised IoU and loss, each by layer.
@@ -341,10 +341,10 @@ class _Detection(Analyzer):
     """The analyzer that `detection_by_layer` runs.
 
     Args:
-        source: of the model.
-        heads: of the model.
+        source: source of the model.
+        heads: the heads of the model.
         images: the data with the objects in each image.
-        weights: of the matching cost and the loss.
+        weights: weights of the matching cost and the loss.
     """
 
     name: ClassVar[str] = NAME
@@ -356,7 +356,9 @@ class _Detection(Analyzer):
     weights: DetectionWeights
 
     def check_heads(self, batch: Batch) -> None:
-        """Refuse heads that do not give the model's own logits and boxes at the last layer, on the first image of a batch."""
+        """Raise an error if heads do not give the model's own logits and boxes at the last layer, on the first image of a
+        batch.
+        """
         row = batch.first_row
         with torch.no_grad():
             ours = self.heads(self.source.collect(row).activations[1:])

@@ -47,22 +47,22 @@ class TowerSimilarity(Result):
     tower's own final norm and projection. Layer 0 is what enters block 0.
 
     Attributes:
-        values: `vision_layer text_layer`, mean over pairs of the cosine between the image's and the text's vector.
+        values: `vision_layer text_layer`, cosine between the image's and the text's vector, mean over pairs.
         std: `vision_layer text_layer`, standard deviation of this cosine over pairs (divided by N).
-        mismatched: `vision_layer text_layer`, mean of the cosine between an image and the text of another pair, over all
-            N (N - 1) such combinations of the data, not of a batch; NaN for one pair. Two rows with the same text count as
-            different pairs.
-        vision: `vision_layer other_vision_layer`, mean over images of the cosine between two layers of the vision tower.
-        text: `text_layer other_text_layer`, mean over texts of the cosine between two layers of the text tower.
+        mismatched: `vision_layer text_layer`, cosine between an image and the text of another pair, mean over all N (N - 1)
+            such combinations of the data, not only of a batch; NaN for one pair. Two rows with the same text count as different
+            pairs.
+        vision: `vision_layer other_vision_layer`, cosine between two layers of the vision tower, mean over images.
+        text: `text_layer other_text_layer`, cosine between two layers of the text tower, mean over texts.
         cka: `vision_layer text_layer`, linear CKA between residuals of images and of their texts, without norms and projections
-            (unbiased, averaged over minibatches, see `CKA`); NaN at layers whose vectors are all equal, and everywhere if no
+            (unbiased, averaged over minibatches, see `CKA`). NaN at layers whose vectors are all equal, and everywhere if no
             batch has four pairs.
         vision_to_last: `comparison vision_layer`, cosine of each vision layer with the last vision layer, with the last text
             layer of the same pair, and with the last text layer of other pairs.
-        text_to_last: `comparison text_layer`, the same for text layers, with the towers exchanged.
-        text_layers: names of the layers of the text tower; `layers` are those of the vision tower.
+        text_to_last: `comparison text_layer`, the same for each text layer, with the towers exchanged.
+        text_layers: names of the layers of the text tower; `layers` has the names of the vision tower.
         comparisons: labels of the axis `comparison`.
-        projected: whether norms and projections were applied; else residuals are compared as they are.
+        projected: whether norms and projections were applied; if not, residuals are compared as they are.
         pairs: number of pairs N.
     """
 
@@ -161,12 +161,12 @@ COMPARISONS = ("last layer of the same tower", "last layer of the other tower", 
 
 @dataclass(frozen=True)
 class TowerComparison(Analyzer):
-    """Cosine between the layers of two towers through their projections, and CKA without them.
+    """The analyzer that `tower_similarity` runs: cosines through the towers' projections, and CKA without them.
 
     Args:
-        minibatch: samples in a minibatch of CKA.
-        seed: of the shuffle of CKA.
-        projections: of both towers, None to compare residuals as they are.
+        minibatch: number of samples in a minibatch of CKA.
+        seed: random seed of the shuffle into minibatches of CKA.
+        projections: projections of both towers; None to compare residuals as they are.
     """
 
     name: ClassVar[str] = "tower_similarity"
@@ -216,7 +216,7 @@ class TowerComparison(Analyzer):
         )
 
     def _of_cka(self, sums: Sums, run: Run) -> Tensor:
-        """CKA between the layers at which rows differ; NaN at others, such as [CLS] before the first attention."""
+        """CKA between layers; NaN at a layer whose vectors are equal in all rows, such as [CLS] before the first attention."""
         found = torch.full_like(sums["matched"], math.nan)
         own = dict(sums.fields)
         if "samples" not in own:
@@ -234,12 +234,12 @@ class TowerComparison(Analyzer):
 
 
 def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None) -> dict[str, Tensor]:
-    """Sums over pairs of the cosines between all layers, and of unit vectors.
+    """Sums over pairs of the cosines between all layers, and sums of the unit vectors.
 
     Args:
-        vision: activations of images, one sample a row.
-        text: activations of the texts of the same rows, one sample a row.
-        projections: of both towers, None to compare residuals as they are.
+        vision: activations of the images, one sample for each row.
+        text: activations of the texts in the same rows, one sample for each row.
+        projections: projections of both towers; None to compare residuals as they are.
     """
     images, texts = (
         unit(view.activations if projections is None else projections[number](view.activations))
@@ -262,7 +262,7 @@ def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembe
 
 
 def _symmetric(values: Tensor) -> Tensor:
-    """Cosines within a tower: at most 1, and exactly 1 of a layer with itself."""
+    """Cosines within a tower: at most 1, and exactly 1 for a layer with itself."""
     return values.clamp(-1, 1).fill_diagonal_(1.0)
 
 
@@ -301,11 +301,11 @@ def tower_similarity(
     Args:
         clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
         data: a `Data`, or raw data, which is read in batches of 64: pairs of an image and a text, one in each row. A mapping
-            with `pixel_values`, `input_ids` and `attention_mask`; batches of these; or rows with a column of images and one of
-            texts, with the model's processor as `Data(rows, tokenizer=processor)`.
-        projected: False compares residuals as they are, without norms and projections, in models whose towers have one width.
-        minibatch: samples in a minibatch of CKA, see `CKA`.
-        seed: of the shuffle into minibatches.
+            with `pixel_values`, `input_ids` and `attention_mask`; batches of these; or rows with a column of images and a
+            column of texts, with the model's processor as `Data(rows, tokenizer=processor)`.
+        projected: False compares residuals as they are, without norms and projections; the towers must have one width.
+        minibatch: number of samples in a minibatch of CKA, see `CKA`.
+        seed: random seed of the shuffle into minibatches.
         checkpoint: a file for partial sums, see `analyze`.
 
     Returns:
@@ -349,7 +349,7 @@ def tower_similarity(
 
 
 def _refuse_images_alone(data: Any) -> None:
-    """Refuse images without texts.
+    """Raise an error for images without texts.
 
     Raises:
         LayersimError: the data are images or pixels alone.
@@ -365,7 +365,7 @@ def _refuse_images_alone(data: Any) -> None:
 def _projections(
     clip: torch.nn.Module, sources: tuple[TowerSource, TowerSource], projected: bool
 ) -> tuple[Unembed, Unembed] | None:
-    """The projections of both towers; None where residuals are compared.
+    """The projections of both towers; None if residuals are compared as they are.
 
     Raises:
         LayersimError: a projection is missing, or residuals of different widths are compared.

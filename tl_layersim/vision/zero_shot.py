@@ -1,4 +1,4 @@
-"""`zero_shot`: zero-shot classification of images by every layer of a CLIP's vision tower, from prompts of the classes."""
+"""`zero_shot`: zero-shot classification of images by every layer of a CLIP's vision tower, with a prompt for each class."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Normalise(torch.nn.Module):
     """Divides vectors by their norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors `... width` of norm 1."""
+        """Divide vectors `... width` by their norm."""
         return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
 
 
@@ -46,9 +46,9 @@ class ZeroShotClassifier(torch.nn.Module):
 
     Args:
         clip: the model; its modules are shared, not copied.
-        tower: its vision tower.
-        vectors: `class width`, of norm 1.
-        class_names: of the classes.
+        tower: vision tower of the model.
+        vectors: `class width`, vectors of the classes, of norm 1.
+        class_names: names of the classes.
     """
 
     main_input_name = "pixel_values"
@@ -70,7 +70,7 @@ class ZeroShotClassifier(torch.nn.Module):
         self.training = clip.training
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Logits `batch class`: cosines of images and classes, times the model's scale.
+        """Logits `batch class`: cosines between images and classes, times the model's scale.
 
         Args:
             pixel_values: `batch channel height width`.
@@ -81,7 +81,7 @@ class ZeroShotClassifier(torch.nn.Module):
         return tensor_of(x)
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> ZeroShotSource:
-        """The source by which `analyze` and `attach` read this model."""
+        """The source with which `analyze` and `attach` read this model."""
         refuse_paths(layers, unembed, "a zero-shot classifier")
         path = f"{self._tower.path}.{self._tower.blocks}"
         count = len(self.get_submodule(path))  # type: ignore[arg-type]  # a list of modules
@@ -95,7 +95,7 @@ class ZeroShotClassifier(torch.nn.Module):
 
 
 class ZeroShotSource(HookedSource):
-    """Source of a zero-shot classifier: the residual stream of the vision tower, and the classifier as its lens."""
+    """Source of a zero-shot classifier: reads the residual stream of the vision tower, with the classifier as the lens."""
 
     module: ZeroShotClassifier
 
@@ -127,7 +127,7 @@ def zero_shot(
     top_k: int | tuple[int, ...] | list[int] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> LogitLensResult:
-    """Zero-shot accuracy of every layer of a CLIP's vision tower, from prompts of the classes.
+    """Zero-shot accuracy of every layer of a CLIP's vision tower, with a prompt for each class.
 
     Each layer's [CLS] goes through the vision tower's own final norm and projection; its logits are the cosines with the
     vectors of the classes, times the model's logit scale. At the last layer these are the model's own logits, and that is
@@ -135,14 +135,14 @@ def zero_shot(
 
     Args:
         clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
-        images: a `Data`, or raw data: images or `pixel_values`, with a column `label` where `labels="data"`. Its `tokenizer` is
-            the model's processor, or the tokenizer of the prompts where images come as pixels.
+        images: a `Data`, or raw data: images or `pixel_values`, with a column `label` for `labels="data"`. Its `tokenizer` is
+            the model's processor, or the tokenizer of the prompts if images come as pixels.
         class_names: names of the classes, in the order of their labels.
-        template: the prompt of a class, with {} for its name; or several.
-        prompts: in place of names and a template, one prompt or a list of prompts for each class, as texts or as token ids.
-        labels: the true classes, as in `LogitLens`: "data" for the column `label` or `labels`, or a tensor with one for each
-            row.
-        top_k: the k of top-k accuracy. Default: 1, and 5 where there are more than five classes.
+        template: the prompt for a class, with {} in place of its name; or several prompts.
+        prompts: prompts for each class, one or a list, as texts or token ids; in place of `class_names` and `template`.
+        labels: the true classes, as in `LogitLens`: "data" for the column `label` or `labels`, or a tensor with an entry for
+            each row.
+        top_k: the k of top-k accuracy. Default: 1, and 5 if there are more than five classes.
         checkpoint: a file for partial sums, see `analyze`.
 
     Returns:
@@ -197,7 +197,7 @@ def zero_shot_classifier(
     prompts: Any = None,
     tokenizer: Any = None,
 ) -> ZeroShotClassifier:
-    """The vision tower of a CLIP with a head of class vectors: a classifier that `analyze` takes like any other.
+    """The vision tower of a CLIP with class vectors as its head: a classifier that `analyze` takes like any other model.
 
     A class's vector is the mean of its prompts' vectors of norm 1, divided by its norm, as CLIP's own code computes it. The
     text tower runs once, here. The logits for one prompt are checked against the model's `logits_per_image`.
@@ -210,10 +210,10 @@ def zero_shot_classifier(
         tokenizer: the model's processor or tokenizer. Default: `clip.tokenizer`.
 
     Returns:
-        A torch module, from `pixel_values` to logits `batch class`, for `LogitLens`, `Saturation`, `ExitCurve` and others.
+        A torch module from `pixel_values` to logits `batch class`, for `LogitLens`, `Saturation`, `ExitCurve` and others.
 
     Raises:
-        LayersimError: as `zero_shot` for the model and its prompts.
+        LayersimError: as for `zero_shot`, on the model and its prompts.
 
     Examples:
         >>> import tl_layersim as lsim, torch
@@ -244,10 +244,11 @@ def zero_shot_classifier(
 def _prompts_by_class(
     class_names: Sequence[str] | None, template: str | Sequence[str], prompts: Any
 ) -> tuple[tuple[str, ...], list[list[Any]]]:
-    """Names of the classes, and the prompts of each.
+    """Names of the classes, and the prompts for each class.
 
     Raises:
-        LayersimError: neither names nor prompts are given, or both; a template has no place for a name; or a class has none.
+        LayersimError: neither names nor prompts are given, or both; a template has no place for a name; or a class has no
+            prompt.
     """
     if (class_names is None) == (prompts is None):
         raise LayersimError("`class_names` or `prompts` must be given, and not both.")
@@ -273,7 +274,7 @@ def _prompts_by_class(
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """The prompts of one class: a text, a row of token ids, or several of these."""
+    """The prompts for one class as a list, from a text, a row of token ids, or several of these."""
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
         return list(prompts)
     ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
@@ -282,13 +283,13 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _unpadded(prompt: Any) -> Any:
-    """A prompt, with a mask where it is a row of token ids alone, which has no padding."""
+    """Add a mask to a prompt that is a row of token ids alone, which has no padding."""
     is_row = isinstance(prompt, Tensor) and prompt.dim() == 1
     return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if is_row else prompt
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
-    """The token ids of each prompt, and its vector of norm 1, `prompt width`, float64.
+    """Token ids of each prompt, and its vector of norm 1, `prompt width`, float64.
 
     Raises:
         LayersimError: a prompt is longer than the context of the text tower, or has no end-of-text token.

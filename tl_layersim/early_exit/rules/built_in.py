@@ -1,4 +1,4 @@
-"""The exit rules of this package: largest probability, margin, patience, and the change of the residual's direction."""
+"""The exit rules of this package: maximum probability, margin, patience, and cosine between consecutive residuals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .exit_rule import CheckedTokens, ExitRule, RuleState
 class CosineRule(ExitRule):
     """A token exits when the cosine similarity of the residuals that enter and leave the block exceeds the threshold.
 
-    The rule reads no logits: a check costs no unembedding, and only tokens that exit are unembedded.
+    The rule does not read logits, so only tokens that exit are unembedded.
 
     Source:
         Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "hidden-state saturation".
@@ -37,7 +37,7 @@ class CosineRule(ExitRule):
 class MarginRule(ExitRule):
     r"""A token exits when its two largest probabilities differ by more than the threshold, $p_{(1)} - p_{(2)} > t$.
 
-    Probabilities are computed in float64: float32 rounds both $1 - p$ and the threshold near 1.
+    Probabilities are computed in float64, because float32 rounds $1 - p$ and thresholds near 1.
 
     Source:
         Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "softmax response".
@@ -58,7 +58,7 @@ class MarginRule(ExitRule):
 class MaxProbRule(ExitRule):
     r"""A token exits when the largest probability of its layer's logits exceeds the threshold, $\max_v p_v > t$.
 
-    Probabilities are computed in float64: float32 rounds both $1 - p$ and the threshold near 1.
+    Probabilities are computed in float64, because float32 rounds $1 - p$ and thresholds near 1.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3.

@@ -1,4 +1,4 @@
-"""ExitRule: the abstract class of the rules that decide which tokens exit at a check."""
+"""`ExitRule`: base class of the rules that decide which tokens exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RuleState = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class CheckedTokens:
-    """The tokens at one check, the point after a block at which an exit rule is evaluated.
+    """The tokens at one check. A check evaluates the exit rule after a block.
 
     Attributes:
         logits: `token vocabulary`, the model's own final norm and head applied to `leaving`; `token candidate` over the ids of
@@ -34,7 +34,7 @@ class CheckedTokens:
 
 @dataclass(frozen=True, eq=False)
 class ExitRule(ABC):
-    """Decides, for each token at a check, whether the token exits.
+    """Base class of exit rules: decides at each check which tokens exit.
 
     A subclass in a module of its own in this package is available as `EarlyExit(model, rule=name)`; no other file changes. An
     instance holds settings only. A rule that compares layers keeps what it needs in the state, which the caller creates with
@@ -75,16 +75,16 @@ class ExitRule(ABC):
 
     @property
     def never(self) -> bool:
-        """Whether no token can exit, so that checks need not be evaluated."""
+        """Whether no token can exit at this threshold, so that checks are skipped."""
         return self.threshold >= self.unreachable
 
     @property
     def gives_logits(self) -> bool:
-        """Whether a check computes logits over the whole vocabulary, which are then the logits of the tokens that exit."""
+        """Whether a check computes logits over the whole vocabulary; tokens that exit then use these logits."""
         return self.reads_logits and self.shortlist is None
 
     def new_state(self, count: int) -> RuleState:
-        """The state of tokens that have passed no check yet; empty for rules that decide at each layer anew.
+        """The initial state of tokens; empty for rules that do not compare layers.
 
         Args:
             count: number of tokens.
@@ -97,7 +97,7 @@ class ExitRule(ABC):
 
         Args:
             tokens: the tokens at the check.
-            state: of `new_state`; updated in place.
+            state: the state that `new_state` returned; updated in place.
 
         Returns:
             `token`, bool, on any device.

@@ -1,4 +1,4 @@
-"""The kinds of adapters: identity, change of basis, one with an offset, and one of the normalised residual beside a skip."""
+"""The adapter kinds of this package: identity, linear, affine, and affine of the normalised residual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Affine(AdapterKind):
 
 
 class AffineNorm(AdapterKind):
-    r"""$y = h + W\, \mathrm{LN}(h) + b$ with a layer norm without weights; without the first $h$ where the widths differ.
+    r"""$y = h + W\, \mathrm{LN}(h) + b$ with a layer norm without weights. The first $h$ is left out if the widths differ.
 
     Source:
         Brown et al. 2023 (arXiv 2310.14993), appendix C.1, in the form of Belrose et al. 2023 (arXiv 2303.08112).

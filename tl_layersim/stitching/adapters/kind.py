@@ -16,12 +16,12 @@ class AdapterKind(ABC):
 
     $$ y = [h +]\; W \varphi(h)\; [+\, b] $$
 
-    `features` is $\varphi$ and `adds_residual` decides about the first bracket. Both are static methods that need torch alone:
-    they travel to NDIF servers as source.
+    `features` is $\varphi$; `adds_residual` says whether the first bracket is present. Both are static methods that need torch
+    alone, because they are sent to NDIF servers as source.
 
     Class attributes:
-        - `name`: the name that users write and that files hold.
-        - `has_weight`: whether there is a $W$. A kind without one is the map $\varphi$ itself, and nothing of it is fitted.
+        - `name`: value of `adapter=` in `stitch`; files hold it too.
+        - `has_weight`: whether there is a $W$. Without it the adapter is $\varphi$ itself and is not fitted.
         - `has_bias`: whether there is a $b$. The closed form then centres features and targets.
         - `needs_equal_widths`: whether both residual streams must be of one width.
     """
@@ -42,11 +42,11 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def features(hidden: Tensor) -> Tensor:
-        """Features `... d_front` of residuals `... d_front`; the adapter's weight multiplies these features."""
+        """Features of residuals, both `... d_front`; the weight multiplies the features."""
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:
-        """Whether the adapter between streams of these widths has a skip connection, which adds the residual itself."""
+        """Whether the adapter has a skip connection, which adds the residual itself, between streams of these widths."""
         return False
 
     def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

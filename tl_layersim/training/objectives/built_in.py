@@ -57,8 +57,8 @@ class AlignedObjective(Objective):
 class CosineRegularisedObjective(Objective):
     r"""The last layer's loss with a cosine regulariser, $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, at every step.
 
-    The regulariser is a mean over the features that the head reads where there is a target, before the final norm, as $CE_L$
-    is; with `cosine_over="attended"` over all positions that are attended to.
+    The regulariser is a mean over the positions with a target, of the head's input before the final norm; with
+    `cosine_over="attended"`, over all attended positions.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, "Alternative Approach for Enhancing Layer-wise Representation
@@ -88,7 +88,9 @@ class CosineRegularisedObjective(Objective):
         return loss + self.settings.beta * len(targets) * self._distance(features)
 
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
-        """Weighted cosine distance of each layer's features `sample width` to the last layer's, averaged over samples."""
+        """Weighted sum over layers of the mean cosine distance between a layer's features `sample width` and the last
+        layer's.
+        """
         last = _direction(features[self.stream.n_layers])
         parts = [
             weight * (1 - nn.functional.cosine_similarity(_direction(features[layer]), last, dim=-1)).sum() / max(1, len(last))
@@ -98,16 +100,16 @@ class CosineRegularisedObjective(Objective):
 
 
 def _direction(x: Tensor) -> Tensor:
-    """Vectors of the same direction whose squares do not overflow, in float32, or in float64 if `x` is."""
+    """Vectors rescaled so that their squares do not overflow, in float32, or in float64 if `x` is float64."""
     return scaled(x if x.dtype == torch.float64 else x.float())[0]
 
 
 class MultiHeadObjective(Objective):
-    r"""The weighted cross-entropies of all layers, $\sum_l w_l CE'_l$, each layer below the last read by a head of its own.
+    r"""The weighted cross-entropies of all layers, $\sum_l w_l CE'_l$, with a separate head for each layer below the last.
 
-    A layer's own head is a linear layer with the shape of the last part of the model's head, and begins as its copy. Parts
-    before it, such as BERT's pooler, are shared. With `kl`, the loss has a further term
-    $\kappa \sum_l w_l KL(p^L \| p^l)$, through which no gradient reaches $p^L$.
+    A layer's own head is a linear layer, initialised as a copy of the last part of the model's head. Earlier parts, such as
+    BERT's pooler, are shared. With `kl`, the loss has a further term $\kappa \sum_l w_l KL(p^L \| p^l)$, through which no
+    gradient reaches $p^L$.
     """
 
     name = "multi-head"
@@ -138,7 +140,7 @@ class MultiHeadObjective(Objective):
         return total
 
     def _divergence(self, last: Tensor, x: Tensor, head: nn.Linear) -> Tensor:
-        """Sum over tokens of KL(last layer || this layer), in chunks; its gradient does not reach the last layer."""
+        """Sum over tokens of KL(last layer || this layer), in chunks. No gradient reaches the last layer."""
         unembed = self.stream.unembed
 
         def of_chunk(last_chunk: Tensor, chunk: Tensor) -> Tensor:
@@ -153,7 +155,7 @@ class MultiHeadObjective(Objective):
 
 
 def _copy_of(linear: nn.Linear) -> nn.Linear:
-    """A linear layer with the same weights, all of which are trained, and without hooks."""
+    """A copy of a linear layer without hooks, with all weights trainable."""
     # On the meta device, so that no random numbers are drawn.
     copy = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     copy.weight = nn.Parameter(linear.weight.detach().clone())

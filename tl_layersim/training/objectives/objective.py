@@ -1,4 +1,4 @@
-"""Base class of training objectives: the loss of a batch at a step, and the evaluation of every layer.
+"""`Objective`: base class of training objectives, with the evaluation of every layer.
 
 An objective is a module, so that `DistributedDataParallel` and autocast can wrap its forward pass.
 """
@@ -43,22 +43,23 @@ class ObjectiveSettings(Protocol):
 
 
 class Objective(nn.Module, ABC):
-    """The loss that a fine-tune minimises.
+    """Base class of training objectives: a module whose forward pass is the loss of a batch.
 
-    A loss is a sum over targets. The training divides it by the number of targets of the whole step, so that the grouping of
-    rows into forward passes changes nothing.
+    A loss is a sum over targets. The training divides it by the number of targets in the step, so that the grouping of rows
+    into forward passes has no effect.
 
     Args:
-        stream: residual stream of the model that is trained.
-        settings: of the training.
+        stream: residual stream of the trained model.
+        settings: settings of the training.
 
     Attributes:
-        name: under which `AlignedTraining(objective=...)` selects the objective.
-        own_settings: names of the settings that only this objective (or few objectives) reads. Elsewhere they are refused.
-        schedule: the default of the setting `schedule`.
+        name: value of `AlignedTraining(objective=...)` that selects the objective.
+        own_settings: names of the settings that only this objective (or a few objectives) reads. Other objectives raise an
+            error.
+        schedule: default of the setting `schedule`.
         has_own_parameters: whether the objective trains parameters that are not part of the model.
-        weights: w_l of each layer, the first block's first.
-        heads: a linear layer for each layer below the last, where layers have heads of their own; else None.
+        weights: w_l of each layer, from the first block to the last.
+        heads: a linear head for each layer below the last; None if all layers use the model's head.
     """
 
     name: ClassVar[str]
@@ -80,16 +81,16 @@ class Objective(nn.Module, ABC):
 
     @classmethod
     def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
-        """Weights of the layers whose cross-entropies `loss` sums at a step, by layer from 1; default: all w_l above 0."""
+        """Weights of the cross-entropies that `loss` sums at a step, by layer from 1. Default: all w_l above 0."""
         return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
 
     @abstractmethod
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        """The loss of this objective, a sum over the targets of a batch.
+        """The loss of this objective on a batch, summed over targets.
 
         Args:
             batch: inputs and targets.
-            step: of the optimiser, from 0.
+            step: optimiser step, counted from 0.
             run: see `forward`.
         """
 
@@ -98,19 +99,19 @@ class Objective(nn.Module, ABC):
 
         Args:
             batch: inputs and targets.
-            step: of the optimiser, from 0.
-            run: makes the whole forward pass, where a wrapper of the model must see it; None for the model's own, which ends at
-                the highest layer of the loss.
+            step: optimiser step, counted from 0.
+            run: runs the whole forward pass, for wrappers such as `DistributedDataParallel`; None for a forward pass that ends
+                at the highest layer of the loss.
         """
         return self.last_layer_loss(batch, run) if self.is_standard(self.settings, step) else self.loss(batch, step, run)
 
     def last_layer_loss(self, batch: TrainingBatch, run: Callable[[], Any] | None) -> Tensor:
-        """Cross-entropy of the last layer, summed over the targets of a batch."""
+        """Cross-entropy of the last layer, summed over the targets."""
         return self.stream.loss(batch, {self.stream.n_layers: 1.0}, self.norms_every_layer, run, whole=run is not None)[0]
 
     @property
     def norms_every_layer(self) -> bool:
-        """Whether the model's final norm is applied below the last layer too."""
+        """Whether the model's final norm is also applied below the last layer."""
         return self.settings.norm == "final"
 
     def residuals(self, batch: TrainingBatch, run: Callable[[], Any] | None) -> dict[int, Tensor]:
@@ -119,11 +120,11 @@ class Objective(nn.Module, ABC):
         return self.stream.residuals(layers, run or (lambda: self.stream.call(batch)), whole=run is not None)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimiser updates, by name: all of the model and the objective that require a gradient."""
+        """The parameters that the optimiser updates, by name: those of model and objective that require a gradient."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def head_of(self, layer: int) -> nn.Linear | None:
-        """The layer's own head, None for the model's."""
+        """The layer's own head; None if it uses the model's head."""
         if self.heads is None or layer == self.stream.n_layers:
             return None
         head = self.heads[layer - 1]
@@ -131,9 +132,9 @@ class Objective(nn.Module, ABC):
         return head
 
     def exit_heads(self) -> ExitHeads | None:
-        """A copy of the heads of the layers below the last; None where every layer has the model's own head.
+        """A copy of the heads of the layers below the last; None if all layers use the model's head.
 
-        The model's weights, with which they belong together, are those that it has now.
+        The copy records the model's current weights, which the heads belong to.
         """
         heads = [head for layer in range(1, self.stream.n_layers) if (head := self.head_of(layer)) is not None]
         if not heads:
@@ -148,7 +149,7 @@ class Objective(nn.Module, ABC):
 
     @torch.no_grad()
     def evaluate(self, batch: TrainingBatch) -> Tensor:
-        """Sums of a batch by layer: `3 layer`, float64: cross-entropies, correct predictions, number of targets."""
+        """Sums over a batch for each layer, `3 layer`, float64: cross-entropy, correct predictions, number of targets."""
         stream = self.stream
         read, targets = stream.at_targets(batch, self.residuals(batch, None), self.norms_every_layer)
         sums = torch.zeros(3, stream.n_layers, dtype=torch.float64)
