@@ -1,5 +1,4 @@
-"""`analyze_on_ray`: runs `analyze` on a Ray cluster, where each worker holds a copy of the model and measures shards of the
-data."""
+"""`analyze_on_ray`: runs `analyze` on a Ray cluster; each worker loads the model and measures shards of the data."""
 
 from __future__ import annotations
 
@@ -283,15 +282,14 @@ def _tokens(part: ShardPart) -> int:
 
 def _refuse_other_run(given: str, part: ShardPart, identity: Mapping[str, Any], counts: DataCounts) -> None:
     if words := differing_entries(identity, part.identity):
-        raise LayersimError(f"{given} another run than the other parts, with {words}.")
+        raise LayersimError(f"{given} a different run from the other parts, with {words}.")
     if part.counts != counts:
-        raise LayersimError(f"{given} other rows than the other parts, which have {counts.tokens} tokens.")
+        raise LayersimError(f"{given} different rows from the other parts, which have {counts.tokens} tokens.")
 
 
 @contextmanager
 def _connected() -> Iterator[Any]:
-    """A context manager that connects this process to a cluster by `ray.init()`, unless it is connected, and yields the package
-    ray."""
+    """A context manager that connects this process to a Ray cluster, unless it is connected, and yields the package ray."""
     try:
         import ray
     except ImportError as error:

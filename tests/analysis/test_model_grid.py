@@ -1,4 +1,4 @@
-"""`compare_grid`: all pairs of many models, each of which runs once a batch."""
+"""`compare_grid`: all pairs of many models, with one forward pass of each model per batch."""
 
 from __future__ import annotations
 
@@ -273,3 +273,9 @@ def wide():
     torch.manual_seed(3)
     config = GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=100, n_positions=64, bos_token_id=1, eos_token_id=2)
     return GPT2LMHeadModel(config).eval()
+
+
+def test_the_limit_of_memory_holds_for_the_sums_of_all_pairs():
+    models = {name: tiny_llama(seed=seed) for seed, name in enumerate("abc")}
+    with pytest.raises(lsim.LayersimError, match="`max_memory_gb` is 1e-06"):
+        lsim.compare_grid(models, random_tokens(32), lsim.CKA(minibatch=8, max_memory_gb=1e-6))

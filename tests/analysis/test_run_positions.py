@@ -404,7 +404,7 @@ def test_rows_of_pixels_are_measured_at_their_patches(rule, places):
 
 
 def test_a_function_of_token_ids_has_nothing_to_say_on_pixels():
-    with pytest.raises(lsim.LayersimError, match="function of token ids, and the rows have none"):
+    with pytest.raises(lsim.LayersimError, match="function of token ids, but the rows have none"):
         lsim.analyze(vision(), lsim.Data(PIXELS, positions=lambda tokens: tokens == 0), lsim.Cosine(center="none"))
 
 

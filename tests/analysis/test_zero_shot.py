@@ -152,7 +152,7 @@ def test_bad_classes_and_labels_are_refused(case):
     ("images", "message"),
     [
         (["a text", "another"], "`images`.*'a text'"),
-        (torch.ones(2, 5, dtype=torch.int64), "takes `pixel_values`, and the data are tokens"),
+        (torch.ones(2, 5, dtype=torch.int64), "takes `pixel_values`, but the data are tokens"),
         (PIXELS[:, :, :4], "`pixel_values`.* 3 x 4 x 8"),
     ],
 )

@@ -170,8 +170,8 @@ def test_a_token_is_nowhere(hub, report, caplog, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("call", "says", "do"),
     [
-        (lambda r: r.push_to_hub("me/layers"), "you are not logged in", "hf auth login"),
-        (lambda r: r.push_to_hub("me/layers", token="hf_wrong"), "you are not logged in", "HF_TOKEN"),
+        (lambda r: r.push_to_hub("me/layers"), "requires a login", "hf auth login"),
+        (lambda r: r.push_to_hub("me/layers", token="hf_wrong"), "requires a login", "HF_TOKEN"),
         (lambda r: r.push_to_hub("me/a b", token=TOKEN), "cannot have a repository of this name", "user/name"),
         (lambda r: lsim.load("hf://me/missing"), "no repository me/missing", "Check the name"),
         (lambda r: lsim.load("hf://me/empty"), "no such file in me/empty", "hf://me/empty/other.safetensors"),

@@ -88,7 +88,7 @@ def test_the_second_sentence_of_a_pair_reaches_the_model_in_every_form_of_data()
 
 @pytest.mark.filterwarnings("ignore:The vocabularies")
 def test_a_model_that_takes_no_segments_is_not_compared_on_pairs():
-    with pytest.raises(lsim.LayersimError, match=r"`token_type_ids` in the data is no input of LlamaForCausalLM"):
+    with pytest.raises(lsim.LayersimError, match=r"`token_type_ids` in the data is not an input of LlamaForCausalLM"):
         lsim.compare(tiny_llama(), tiny_bert(), pairs(), lsim.CKA(minibatch=16))
     alone = pairs() | {"token_type_ids": torch.zeros(6, 20, dtype=torch.long)}
     found = lsim.compare(tiny_llama(), tiny_bert(), alone, lsim.CKA(minibatch=16))

@@ -178,7 +178,7 @@ def test_two_detectors_are_compared_at_the_same_queries():
 def test_text_and_tokens_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`data`.*DetrForObjectDetection.*`pixel_values`"):
         lsim.analyze(tiny_detr(), ["a text"], COSINE)
-    with pytest.raises(lsim.LayersimError, match="takes `pixel_values`, and the data are tokens"):
+    with pytest.raises(lsim.LayersimError, match="takes `pixel_values`, but the data are tokens"):
         lsim.analyze(tiny_detr(), torch.ones(2, 5, dtype=torch.long), COSINE)
 
 

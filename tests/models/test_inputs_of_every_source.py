@@ -164,7 +164,7 @@ def test_counting_positions_leaves_the_model_as_it_was():
 def test_what_the_model_does_not_take_is_refused_or_named():
     with pytest.raises(lsim.LayersimError, match=r"`data`.*`pixel_values`.*\['x'\]"):
         lsim.analyze(image_vit(), {"x": pixels()}, "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, but the data are tokens"):
         lsim.analyze(image_vit(), random_tokens(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"`data`.*\['pixel_values'\]"):
         lsim.analyze(tiny_llama(), {"pixel_values": pixels()}, "cosine")

@@ -349,7 +349,7 @@ def test_a_kernel_that_runs_out_of_memory_names_the_batch_size(wrap):
 
 
 def test_a_kernel_of_two_models_names_the_batch_size():
-    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large: the measurement"):
+    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large: measuring"):
         lsim.compare(tiny_llama(), tiny_gpt2(), lsim.Data(texts(), batch_size=5), HungryCKA())
 
 

@@ -32,11 +32,11 @@ def test_images_of_another_size(wrap, shape, given, do):
 def test_texts_and_images_for_the_other_kind_of_model():
     with pytest.raises(lsim.LayersimError, match=r"`data`.*ViTForImageClassification.*`pixel_values`"):
         lsim.analyze(image_vit(), ["a text", "another"], "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, but the data are tokens"):
         lsim.analyze(image_vit(), random_tokens(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"images, features or embeddings, and BertForSeq(.|\n)*takes token ids"):
         lsim.analyze(pair_bert(), pixels(), "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, and the data are tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, but the data are tokens"):
         lsim.compare(pair_bert(), image_vit(), lsim.Data(random_tokens(), positions="all"), lsim.CKA(minibatch=16))
 
 
@@ -72,7 +72,7 @@ def test_images_by_another_name_or_without_a_name(make, name, options):
     assert torch.equal(named, expected)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=3)
     for data in ((x, y), loader):
-        with pytest.raises(lsim.LayersimError, match="several things without names") as error:
+        with pytest.raises(lsim.LayersimError, match="several inputs without names") as error:
             called(lsim.analyze, model, data, cosine, **options)
         assert f"'{name}'" in str(error.value)
         assert "token" not in str(error.value)

@@ -57,5 +57,5 @@ def test_a_packed_row_with_the_end_of_a_document_of_the_fit_is_left_out():
 
 def test_one_document_is_split_with_a_warning():
     for tokens in (None, [[9, number + 10, 9, 9] for number in range(10)]):
-        with pytest.warns(lsim.LayersimWarning, match="one document"):
+        with pytest.warns(lsim.LayersimWarning, match="eval_data="):
             assert split([0] * 10 if tokens is None else [-1] * 10, tokens) == (list(range(8)), [8, 9])

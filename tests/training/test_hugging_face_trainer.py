@@ -138,7 +138,7 @@ class TestTrainersLabels(TestTrainer):
                 return out
 
         model = Mine(tiny_llama().config)
-        with pytest.raises(lsim.LayersimError, match=r"`model`.* 5\.\d+ .* 4\.\d+.*unembed="):
+        with pytest.raises(lsim.LayersimError, match=r"`model`.* 5\.\d+\b.* 4\.\d+.*unembed="):
             lsim.AlignedTrainer(model, self.arguments(tmp_path, remove_unused_columns=False), train_dataset=self.rows()).train()
 
     def test_a_model_that_is_made_for_each_training(self, tmp_path):

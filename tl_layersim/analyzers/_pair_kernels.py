@@ -87,7 +87,7 @@ class PairRelation:
         signs: `term`, the sign of each product of terms.
         numbers: numbers by layer that are summed over minibatches; {} in a name stands for the side, x or y.
         by_row: `layer row row term`, the terms by pair of rows, for samples on a grid `row position`; None if not asked for.
-        own_signs: signs in `by_row` of the terms of a row with itself.
+        own_signs: signs of the terms on the diagonal of `by_row`, which pair a row with itself.
     """
 
     terms: Tensor

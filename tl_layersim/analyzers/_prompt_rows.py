@@ -48,7 +48,7 @@ def prompt_fields(name: str, sums: Sums, first: Sums, known: str) -> dict[str, A
         name: name of the quantity.
         sums: sums of the main pass over the data.
         first: sums of `row_counts_kernel`; empty without values by row.
-        known: name of the sums that count the samples that have the quantity.
+        known: name of the sums with the number of samples at which the quantity is defined.
     """
     none = torch.zeros(0, dtype=torch.float64)
     return {

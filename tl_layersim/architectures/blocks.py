@@ -270,8 +270,8 @@ def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
         given: the argument that does not name a tower.
     """
     return LayersimError(
-        f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads "
-        f"one: {given}. Pass model.vision_model or model.text_model, or use tower_similarity(clip, pairs)."
+        f"{type(module).__name__} has a vision and a text tower, and a call reads only one of them: "
+        f"{given}. Pass model.vision_model or model.text_model, or use tower_similarity(clip, pairs)."
     )
 
 
@@ -286,8 +286,7 @@ def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
 
 
 def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
-    """Whether a convolution follows block 0, as in the largest DeBERTa-v2, so that block 1 does not receive block 0's
-    output."""
+    """Whether a convolution lies between block 0 and block 1, as in the largest DeBERTa-v2."""
     blocks, _, number = paths[0].rpartition(".")
     beside = module.get_submodule(blocks.rpartition(".")[0]) if blocks else module
     is_first = number == "0" and len(paths) > 1

@@ -164,7 +164,7 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
         return 1 if is_first or not channels.last else -1
     raise LayersimError(
         f"The modules at {name} do not tell which axis of the activations, {' x '.join(map(str, shape))}, holds channels. "
-        "Name the convolution, norm or linear map that gives them."
+        "Name the convolution, norm or linear layer that computes them."
     )
 
 

@@ -262,7 +262,7 @@ def detection_heads(module: torch.nn.Module, unembed: Unembed | None) -> Detecti
             if "detr" in kind
             else "its heads do not predict classes and boxes of object queries"
         )
-        raise LayersimError(f"`model` is {with_article(type(module).__name__)}, which is no DETR: {reason}.")
+        raise LayersimError(f"`model` is {with_article(type(module).__name__)}, which is not a DETR: {reason}.")
     if unembed is None:
         raise LayersimError(
             f"`model` is {with_article(type(module).__name__)} without a class head and a box head; load "

@@ -111,7 +111,7 @@ def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = 
             f"The activations at {name or 'this site'} are not batch x pos x width: their shape is "
             f"{' x '.join(map(str, hidden.shape))}"
             + (f", for {shape[0]} x {shape[1]} positions." if shape is not None else ".")
-            + " For sites of images with numbers of positions of their own: positions='mean'."
+            + " If the site has its own number of positions for an image, pass positions='mean'."
         )
     if hidden.dim() > 3:
         hidden = hidden.flatten(2)

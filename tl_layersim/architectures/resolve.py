@@ -255,8 +255,8 @@ def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
         if -len(names) <= layer < 0:
             return layer % len(names)
     raise LayersimError(
-        f"`{argument}` names block {layer!r}; blocks are {own[0]} to {own[-1]}, negative from the end, or names such as "
-        f"{names[0]}."
+        f"`{argument}` names block {layer!r}; it must be {own[0]} to {own[-1]}, a negative index from the end, or a "
+        f"name such as {names[0]}."
     )
 
 
@@ -282,7 +282,7 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
         module: an encoder-decoder, or a model of stages.
         home: paths of the blocks that are read if `at` names no stack.
         named: whether the user named these blocks; then no other stack can be read.
-        at: as in `find_points`.
+        at: see `find_points`.
 
     Raises:
         LayersimError: `at` names no site, sites of both stacks, sites outside the stack of `layers`, or cross-attention sites
@@ -310,7 +310,7 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
             (
                 f"`at` is {brief(at)}, sites of both encoder and decoder, which have positions of their own"
                 if side == "both"
-                else f"`at` is {brief(at)}, sites of the {side}, and `layers` names blocks of the {read}"
+                else f"`at` is {brief(at)}, sites of the {side}, but `layers` names blocks of the {read}"
             )
             + ". Read one stack in a call, such as at='encoder.attn_out'."
         )
@@ -327,7 +327,7 @@ def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any
     reached |= {read} if families else set()
     if named and reached - {read}:
         raise LayersimError(
-            f"`at` is {brief(at)}, sites of {' and '.join(sorted(reached - {read}))}, and `layers` names blocks of "
+            f"`at` is {brief(at)}, sites of {' and '.join(sorted(reached - {read}))}, but `layers` names blocks of "
             f"{read or 'no stage'}; leave out layers=."
         )
     if len(reached) > 1:

@@ -286,8 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Norm of the difference between the lens at the last layer and the model's logits at the end of a row, and norm of the
-    logits.
+    """Norm of the lens logits at the last layer minus the model's logits, at the end of a row; and norm of the logits.
 
     Args:
         unembed: the lens.

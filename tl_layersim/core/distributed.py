@@ -1,5 +1,4 @@
-"""Data-parallel runs over several processes: each copy of the model runs some of the batches, and sums are added over
-copies."""
+"""Data-parallel runs over several processes: each copy of the model runs a part of the batches, and sums are added."""
 
 from __future__ import annotations
 

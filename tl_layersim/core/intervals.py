@@ -57,9 +57,9 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            f"The function of `interval` returns {number_text(float(what(result)))} on all data, a maximum, a minimum, an "
-            "index or a count; it has no interval, because it changes in jumps from block to block. Return an entry at a fixed "
-            "place, a mean or a difference."
+            f"The function passed to `interval` returns {number_text(float(what(result)))}, a maximum, a minimum, an index or "
+            "a count. Such a number has no interval, because it changes in jumps from block to block. Return an entry at a "
+            "fixed index, a mean or a difference."
         )
     return found
 
@@ -149,8 +149,7 @@ def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """A tensor field of a replicate, aligned with the labels of the result; NaN at labels that occur only in the left-out
-    block.
+    """A replicate's tensor field, aligned with the result's labels; NaN at labels that occur only in the left-out block.
 
     Args:
         replicate: the result without one block, or the result itself.
@@ -260,7 +259,7 @@ def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
     """Half the width of each headline number's interval; empty if the result has no intervals.
 
     Args:
-        result: with or without replicates.
+        result: a result with or without replicates.
         level: confidence level.
     """
     return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result, level).items()}
@@ -274,7 +273,7 @@ def headline_intervals(result: Any, level: float = 0.95) -> dict[str, Confidence
     of a field has the interval of the field.
 
     Args:
-        result: with or without replicates.
+        result: a result with or without replicates.
         level: confidence level.
     """
     value = result.headline() if result.has_intervals else {}
@@ -325,7 +324,7 @@ def _stacked_replicates(value: Tensor, replicates: list[Tensor]) -> Tensor:
     if any(one.shape != value.shape for one in replicates):
         other = next(one for one in replicates if one.shape != value.shape)
         raise LayersimError(
-            f"The function of `interval` returns numbers of shape {tuple(value.shape)} on all data and of {tuple(other.shape)} "
-            "without a block; the shape must not depend on the data."
+            f"The function passed to `interval` returns shape {tuple(value.shape)} on all data and shape {tuple(other.shape)} "
+            "without one block; the shape must not depend on the data."
         )
     return torch.stack(replicates) if replicates else value.new_zeros(0, *value.shape)

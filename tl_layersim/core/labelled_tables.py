@@ -116,7 +116,7 @@ def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> 
 
     each = list(tables.values())
     if any(dim in {*table.dims, *table.variables} for table in each):
-        raise LayersimError(f"`dim` is {dim!r}, which the tables{f' of {name!r}' if name else ''} have already.")
+        raise LayersimError(f"`dim` is {dim!r}, a name that the tables{f' of {name!r}' if name else ''} use already.")
     if len(kinds := dict.fromkeys(table.attrs.get("result", "") for table in each)) > 1:
         raise LayersimError(f"`runs` holds {' and '.join(kinds)}; it must hold results of one analyzer.")
     _warn_of_other_options(each, name)
@@ -162,8 +162,7 @@ def _provenance(result: Any) -> dict[str, str | int | float]:
 
 
 def _depths(result: Any, axis: str) -> list[float]:
-    """The relative depth of each site along an axis: 0 at the first site of the model, 1 at the last; empty if there are no
-    sites."""
+    """The relative depth of each site along an axis: 0 at the model's first site, 1 at its last; empty without sites."""
     sites = result.coordinates("column") if axis == "column" else result.layers
     labels = result.coordinates(axis)
     if not in_depth_order(sites) or not all(label in sites for label in labels):

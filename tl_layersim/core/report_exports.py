@@ -138,7 +138,9 @@ def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
     try:
         yield
     except hub.OfflineModeIsEnabled as error:
-        raise _error("is not asked: offline mode is on", error, repo, "unset HF_HUB_OFFLINE, then " + call) from error
+        raise _error(
+            "was not contacted, because offline mode is on", error, repo, "unset HF_HUB_OFFLINE, then " + call
+        ) from error
     except hub.HFValidationError as error:
         raise _error(
             "cannot have a repository of this name", error, repo, "pass user/name, of letters, digits, -, _ and ."
@@ -149,25 +151,27 @@ def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
         ) from error
     except hub.GatedRepoError as error:
         raise _error(
-            f"wants you to accept the conditions of {repo}", error, repo, "accept them on its page, then " + LOGIN
+            f"requires you to accept the conditions of {repo}", error, repo, "accept them on its page, then " + LOGIN
         ) from error
     except hub.RepositoryNotFoundError as error:
         do = f"check the name; for a private repository {LOGIN}" if reading else LOGIN
         raise _error(f"has no repository {repo} that you may {'read' if reading else 'write'}", error, repo, do) from error
     except hub.LocalTokenNotFoundError as error:
-        raise _error("does not know you: you are not logged in", error, repo, LOGIN) from error
+        raise _error("requires a login", error, repo, LOGIN) from error
     except hub.HfHubHTTPError as error:
         if reading and isinstance(error, hub.RemoteEntryNotFoundError):
             raise _error(f"has no such file in {repo}", error, repo, f"pass one of {_files_of(repo)}") from error
         code = getattr(error.response, "status_code", 0)
         if code in (401, 403):
-            why = "does not know you: you are not logged in" if code == 401 else f"does not let you write to {repo}"
+            why = "requires a login" if code == 401 else f"does not let you write to {repo}"
             do = LOGIN if code == 401 else "use a token with write access, or a repository in your own account"
             raise _error(why, error, repo, do) from error
         raise _error(f"answered with an error ({code})", error, repo, f"try again later: {call}") from error
     except (not_reached, hub.LocalEntryNotFoundError) as error:
         if constants.is_offline_mode():
-            raise _error("is not asked: offline mode is on", error, repo, "unset HF_HUB_OFFLINE, then " + call) from error
+            raise _error(
+                "was not contacted, because offline mode is on", error, repo, "unset HF_HUB_OFFLINE, then " + call
+            ) from error
         do = f"check the connection, then {call}"
         raise _error(f"cannot be reached at {constants.ENDPOINT}", error, repo, do) from error
 
@@ -280,7 +284,7 @@ class ReportExports(Mapping[str, Any], ABC):
         return write_csv(self, path)
 
     def to_latex(self) -> str:
-        """The headline numbers as a LaTeX table, with half of their 95 % intervals after `intervals=True`.
+        """The headline numbers as a LaTeX table; with `intervals=True`, each has ± half its 95 % interval.
 
         It uses the package booktabs. `result.to_latex(field)` is the table of a field.
 
@@ -293,7 +297,7 @@ class ReportExports(Mapping[str, Any], ABC):
         return latex(headline_table(self), 2)
 
     def to_markdown(self) -> str:
-        """The headline numbers as a Markdown table, with half of their 95 % intervals after `intervals=True`."""
+        """The headline numbers as a Markdown table; with `intervals=True`, each has ± half its 95 % interval."""
         return markdown(headline_table(self))
 
     @typed

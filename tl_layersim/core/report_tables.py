@@ -216,7 +216,7 @@ def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
-    """The headline numbers of all results as a table of texts, with half their interval widths; see `Report.to_latex`.
+    """The headline numbers of all results as a table of texts, with ± half the interval; see `Report.to_latex`.
 
     Args:
         report: results by name.
@@ -228,7 +228,7 @@ def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
 
 
 def field_table(result: Any, field: str) -> pandas.DataFrame:
-    """A field as a table of texts with half its interval widths, one line per label of the first axis; see `Result.to_latex`.
+    """A field as a table of texts, with ± half the interval and one line per label of the first axis; see `Result.to_latex`.
 
     Args:
         result: the result that has the field.

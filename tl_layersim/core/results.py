@@ -335,8 +335,7 @@ class Result(ABC):
         return {}
 
     def measured_on(self, field: str) -> str:
-        """Number and kind of a field's samples for its figure, such as "40 queries"; empty if they are the run's tokens or
-        rows."""
+        """A field's samples for its figure, such as "40 queries"; empty if they are the run's tokens or rows."""
         return ""
 
     def first_layer(self) -> str:
@@ -424,8 +423,8 @@ class Report(ReportExports):
     def __init__(self, results: Mapping[str, Result]) -> None:
         if broken := [name for name in results if not name or "/" in name]:
             raise LayersimError(
-                f"The name {broken[0]!r} of a result must not be empty or hold a slash, which separates names in files and "
-                "loggers."
+                f"A result of the report is named {broken[0]!r}; a name must not be empty or contain a slash, which separates "
+                "names in files and loggers."
             )
         self._results = dict(results)
 

@@ -131,8 +131,7 @@ class ResumableFile:
         return True
 
     def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write the state and return whether it was written. A failed write only warns, because the results are still in
-        memory."""
+        """Write the state and return whether it was written; a failed write only warns, as the state is still in memory."""
         try:
             return self.write(notes, tensors)
         except OSError as error:

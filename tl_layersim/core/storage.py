@@ -345,7 +345,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     if header["format"] != FORMAT:
         other = "a newer" if header["format"] > FORMAT else "an older"
         raise LayersimError(
-            f"{path} was written by {other} tl_layersim, in format {header['format']}; this one reads {FORMAT}."
+            f"{path} was written by {other} tl_layersim, in format {header['format']}; this version reads format {FORMAT}."
         )
     if metadata.get(CHECKSUM) != checksum(text, tensors):
         raise LayersimError(
@@ -354,7 +354,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         )
     if header["kind"] not in kinds:
         raise LayersimError(
-            f"{path} holds another kind of data, a {header['kind']} and not a {' or a '.join(kinds)}. Read it with "
+            f"{path} holds a {header['kind']}, not a {' or a '.join(kinds)}. Read it with "
             + READERS.get(header["kind"], "`lsim.load` if it is a result or a report, or with `checkpoint=`")
             + "."
         )

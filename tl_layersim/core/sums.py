@@ -272,7 +272,7 @@ def most_nodes(leaves: int, intervals: bool) -> int:
 
 @dataclass(frozen=True)
 class SumTree:
-    """Sums of consecutive rows as nodes of a binary tree over all rows of the data (`pairwise_summation`).
+    """Sums of consecutive rows as nodes of a binary tree over all rows of the data, see `push`.
 
     A node holds the sums of `2 ** k` rows; the index of the first is a multiple of `2 ** k`. Two nodes with a common parent are
     added as soon as both exist. The sums of all data therefore depend on the number of rows alone: trees over parts of the

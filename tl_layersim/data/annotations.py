@@ -158,7 +158,7 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
     if not bool(((boxes >= 0) & (boxes <= 1 + BOX_ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
         raise LayersimError(
             f"`labels` of image {row} holds {BOXES} with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and "
-            f"a least width or height of {float(boxes[:, 2:].min()):.4g}; a box is centre x, centre y, width and height as "
+            f"a smallest width or height of {float(boxes[:, 2:].min()):.4g}; a box is centre x, centre y, width and height as "
             "fractions of the image, and has an area."
         )
     return Objects(numbers, boxes)

@@ -138,8 +138,7 @@ class Batch:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Row and position of each token in the data, each `batch pos`; the row is -1 if a batch row joins several data
-        rows."""
+        """Row and position of each token in the data, each `batch pos`; the row is -1 if a batch row joins several."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -197,7 +196,7 @@ class Batch:
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
-        """Give rows without token ids `count` positions, all of them attended.
+        """The batch with `count` attended positions per row, for rows without token ids.
 
         Args:
             count: number of positions in the model's residual stream.
@@ -242,7 +241,9 @@ class Batches:
                 f"`seq_len` is {self.data.seq_len}; the context of {self.model.name} has {self.model.context} tokens."
             )
         if self.data.pack and self.model.reads_rows:
-            raise LayersimError(f"`pack` joins texts, and the head of {self.model.name} reads a row as one.")
+            raise LayersimError(
+                f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row."
+            )
 
     @property
     def one_shot(self) -> bool:
@@ -327,7 +328,7 @@ class Batches:
             return
         if self.data.is_used_up:
             raise LayersimError(
-                "`data` is a generator, and an earlier pass has read rows that are not kept for this model. Pass list(data)."
+                "`data` is a generator that an earlier pass has consumed, and its rows were not kept. Pass list(data)."
             )
         kept = KeptRows(self.model.tokenizer, self.model.processor)
         self.data.keep(self._read_by, kept)
@@ -436,7 +437,7 @@ class Batches:
         given = {name: getattr(self.data, name) for name in ("seq_len", "max_tokens")}
         if named := [f"`{name}` is {value}" for name, value in given.items() if value is not None]:
             raise LayersimError(
-                f"{named[0]}; it applies to tokens, and the rows have none. "
+                f"{named[0]}; it applies to tokens, but the rows have none. "
                 "Pass fewer rows instead, such as data.select(range(n))."
             )
 

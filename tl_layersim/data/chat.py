@@ -176,7 +176,7 @@ def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[d
         # A template writes nothing for a key that it does not know.
         if "role" not in message or not message.keys() & {"content", "tool_calls"}:
             raise LayersimError(
-                f"`data` has a chat in row {number} with a message of {', '.join(message) or 'no key'}; a message has role and "
-                "content."
+                f"`data` has a chat in row {number} with a message whose keys are {', '.join(message) or 'none'}; a message "
+                "has role and content."
             )
     return found

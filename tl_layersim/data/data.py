@@ -132,8 +132,7 @@ RECORDED = (
 @typed
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Data with its reading options. Every function that takes data accepts a `Data`, or raw data, which is read with the
-    defaults.
+    """Data with its reading options. Functions that take data accept a `Data`, or raw data, which gets the default options.
 
     The rows are tokenised by the first call that needs them and kept for later calls of models with the same tokenizer, up to
     256 MB. `print(data)` then shows how many rows and positions they have.
@@ -246,8 +245,7 @@ class Data:
 
     @property
     def _state(self) -> int | None:
-        """A version number of a list or tensor, which changes if it grows or is changed in place; the rows are then read
-        anew."""
+        """A number that changes if a list grows or a tensor is changed in place; the rows are then read anew."""
         if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
             return self.source._version
         return len(self.source) if isinstance(self.source, list | tuple) else None

@@ -131,13 +131,13 @@ def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
     """
     if model.processor is None:
         raise LayersimError(
-            "`data` contains images, and no processor is known that turns them into inputs of the model. Pass "
+            "`data` contains images, but no image processor is known for the model. Pass "
             "`Data(..., tokenizer=AutoImageProcessor.from_pretrained(name))`."
         )
     found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
     if model.main_input == PIXELS and len(found[PIXELS]) != len(images):
         raise LayersimError(
-            f"`data` has {len(images)} rows, of which the processor makes {len(found[PIXELS])} images; a row of {model.name} "
+            f"`data` has {len(images)} rows, but the processor makes {len(found[PIXELS])} images; a row of {model.name} "
             "is one image."
         )
     return {name: found[name] for name in found if name == model.main_input or name in model.inputs}

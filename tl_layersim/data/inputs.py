@@ -59,7 +59,9 @@ def as_values(name: str, values: Any) -> Tensor:
     try:
         return number_tensor(values)
     except ValueError as error:
-        raise LayersimError(f"`{name}` in the data is an input of the model and not a table of numbers: {error}.") from error
+        raise LayersimError(
+            f"`{name}` in the data is an input of the model; it must be a table of numbers: {error}."
+        ) from error
 
 
 def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:
@@ -132,8 +134,7 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
 
 def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Collate the inputs of a batch, `row ...`; also return the names of the positional inputs, which are zero-padded to
-    `width`.
+    """Collate the inputs of a batch, `row ...`. Positional inputs are zero-padded to `width`; their names are returned too.
 
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
@@ -379,6 +380,6 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
     """The error for data that lacks the decoder's tokens or the encoder's inputs, if a decoder is read."""
     return LayersimError(
-        f"`data` needs the inputs of both stacks to read the decoder of {model.name}, such as `input_ids` and "
-        f"`decoder_input_ids`, and holds {given}. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
+        f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
+        f"`decoder_input_ids`. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
     )

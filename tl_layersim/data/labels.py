@@ -111,8 +111,8 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
     """Warn if a table of labels has more rows than the data, because an extra first row would shift all labels."""
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
         warnings.warn(
-            f"labels has {len(labels)} rows, and {run.sequences} rows of data were read (those without tokens are not). Row i "
-            "of the labels belongs to row i of the data.",
+            f"`labels` has {len(labels)} rows, but {run.sequences} rows of data were read (rows without tokens are skipped). "
+            "Row i of the labels belongs to row i of the data.",
             LayersimWarning,
             stacklevel=3,
         )

@@ -118,8 +118,8 @@ class RunsAtEnds:
         for (end, pad), count in self.counts.most_common(1):
             if count > 1 and count >= SHARE * self.rows:
                 return (
-                    f"{count} of {self.rows} rows of tokens have token {pad} twice or more at the {end} and nowhere else, and "
-                    f"came without an attention mask: these positions are counted. If token {pad} is padding, pass "
+                    f"{count} of {self.rows} rows without an attention mask have token {pad} twice or more at the {end} and "
+                    f"nowhere else; these positions are counted. If token {pad} is padding, pass "
                     f"{_with_mask(f'tokens != {pad}', model)}."
                 )
         return ""
@@ -149,8 +149,8 @@ def masked_warning(pads: Sequence[int]) -> str:
     """The warning that a mask was derived from padding ids."""
     ids = " and ".join(map(str, sorted(set(pads))))
     return (
-        f"Tokens came without an attention mask: the padding, id {ids} at the ends of rows, is left out as if masked. Pass "
-        "{'input_ids': tokens, 'attention_mask': mask}, or probe.mask = mask in attach, to set it yourself."
+        f"Tokens came without an attention mask, so the padding (id {ids} at the ends of rows) was masked. To set the mask "
+        "yourself, pass {'input_ids': tokens, 'attention_mask': mask}, or probe.mask = mask in attach."
     )
 
 

@@ -116,7 +116,7 @@ class Positions:
             LayersimError: the rule is a function.
         """
         if callable(self.rule):
-            raise LayersimError("`positions` is a function of token ids, and the rows have none.")
+            raise LayersimError("`positions` is a function of token ids, but the rows have none.")
 
     def _indices(self, tokens: Tensor) -> Tensor:
         """The indices that the function selects among the attended tokens of a row."""
@@ -145,7 +145,7 @@ class Positions:
 
     def _unmarked(self) -> LayersimError:
         if self.rule == "assistant":
-            return LayersimError("`positions='assistant'` needs chat messages, and `data` has rows that are none.")
+            return LayersimError("`positions='assistant'` needs chat messages, but `data` has rows of another kind.")
         near = difflib.get_close_matches(str(self.rule), RULES, n=1)
         return LayersimError(
             f"`positions` is {self.rule!r}; it must be {', '.join(map(repr, RULES))}, a slice, a function of a row's token "

@@ -79,7 +79,7 @@ class Reader:
             level: see `inputs.Level`.
         """
         if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
-            raise LayersimError(f"`column` is {self.column!r}, and `data` holds a {type(data).__name__} without columns.")
+            raise LayersimError(f"`column` is {self.column!r}, but `data` holds a {type(data).__name__} without columns.")
         if isinstance(data, str):
             yield Text(data, None)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
@@ -107,11 +107,11 @@ class Reader:
         elif isinstance(data, tuple) and len(data) != 1:
             if self.model.main_input != TOKEN_IDS and data and (is_floats(data[0]) or is_image(data[0]) or is_images(data[0])):
                 raise LayersimError(
-                    "`data` holds several things without names. Pass a mapping for each batch, such as "
+                    "`data` holds several inputs without names. Pass a mapping for each batch, such as "
                     f"{{'{self.model.main_input}': x, 'label': y}} for (x, y)."
                 )
             raise LayersimError(
-                f"`data` holds {len(data)} things together, as a DataLoader gives tokens and masks. Pass the tokens alone, or "
+                f"`data` holds batches of {len(data)} unnamed tensors, as from a DataLoader. Pass the tokens alone, or "
                 "{'input_ids': ..., 'attention_mask': ...}."
             )
         elif isinstance(data, Iterable) and not isinstance(data, bytes):
@@ -141,12 +141,12 @@ class Reader:
         """The row that the model's processor makes from an image."""
         if self.model.main_input != PIXELS:
             raise LayersimError(
-                f"`data` holds an image ({type(image).__name__}), and {self.model.name} takes `{self.model.main_input}`."
+                f"`data` holds an image ({type(image).__name__}), but {self.model.name} takes `{self.model.main_input}`."
             )
         yield from rows_without_tokens(processed([image], self.model), PIXELS, "batch", None, self.model)
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Chat | Row]:
-        """Items of a mapping (a batch or an example): rows of the main input or of tokens, chats, or texts."""
+        """Items of a batch or an example: rows of the main input, rows of tokens, chats, or texts."""
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.column if isinstance(self.column, str) else None
         images = image_column(data, self.model, named)
@@ -314,12 +314,12 @@ def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
     if tokens.dim() > 2 and not tokens.is_floating_point() and model.main_input != TOKEN_IDS:
         last = ", with channels first: .movedim(-1, -3)" if tokens.shape[-1] in (1, 3, 4) else ""
         raise LayersimError(
-            f"`data` holds whole numbers of {tokens.dim()} axes, such as images of bytes, and {model.name} takes "
+            f"`data` holds whole numbers of {tokens.dim()} axes, such as uint8 images, but {model.name} takes "
             f"`{model.main_input}`. Pass floats: torch.as_tensor(data).float() / 255{last}."
         )
     if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
         raise LayersimError(
-            f"`data` contains images, features or embeddings, and {model.name} takes token ids. Name other inputs as its "
+            f"`data` contains images, features or embeddings, but {model.name} takes token ids. Name other inputs as its "
             "forward does, such as {'inputs_embeds': embeddings}."
         )
     if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:

@@ -80,7 +80,7 @@ def tokenizer_of(model: ModelInputs) -> Any:
         LayersimError: the model has no tokenizer.
     """
     if model.tokenizer is None and model.main_input in ROW_AXES:
-        raise LayersimError(f"`data` holds texts, and {model.name} takes `{model.main_input}`.")
+        raise LayersimError(f"`data` holds texts, but {model.name} takes `{model.main_input}`.")
     if model.tokenizer is None:
         raise LayersimError(f"{model.name} has no tokenizer, so texts cannot be read. Pass `Data(..., tokenizer=...)`.")
     return model.tokenizer
@@ -200,7 +200,7 @@ class TextRows:
         if self.notes.cut:
             self.notes.once(
                 f"{self.notes.cut} of {self.notes.texts} texts are longer than seq_len={self.length} tokens. The model's head "
-                "reads a row as one, so each of them was cut to one row: pass a larger seq_len= to keep more"
+                "makes one prediction per row, so each of them was cut to one row: pass a larger seq_len= to keep more"
                 + (f", at most {self.model.context}." if self.model.context else ".")
             )
 
@@ -275,7 +275,7 @@ class TextRows:
             ids = item.ids
             if item.inputs or item.segments is not None:
                 raise LayersimError(
-                    "`pack` joins texts, and these have further inputs that belong to one text each: "
+                    "`pack` is True, which joins texts, but each text has its own inputs: "
                     f"{', '.join(item.inputs) or SEGMENTS}."
                 )
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
@@ -299,6 +299,6 @@ def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> L
     fits = model.context is None or tokens <= model.context
     remedy = f"seq_len={tokens}" if fits else f"tokenizer(texts, truncation=True, max_length={longest})"
     return LayersimError(
-        f"`data` has {given} of {tokens} tokens, longer than `seq_len`, {longest}, and the head of {model.name} reads a row as "
-        f"one. Pass {remedy}, or texts."
+        f"`data` has {given} of {tokens} tokens, but `seq_len` is {longest}, and the head of {model.name} makes one prediction "
+        f"per row, so the row is not split. Pass {remedy}, or texts."
     )

@@ -24,7 +24,7 @@ from ..sources.model import Model
 from ..split import LocalSplitModel
 from .full_model_check import positions_read
 from .full_sequence import Rows
-from .rules import EXIT_RULES
+from .rules.built_in import MaxProbRule
 from .rules.exit_rule import ExitRule
 from .supported_models import open_for_early_exit, reads_pixels
 
@@ -177,11 +177,9 @@ def check_curve(curve: ExitCurveResult, rule: type[ExitRule], heads: ExitHeads |
     Raises:
         LayersimError: it measures other rules, or was measured with other heads.
     """
-    if not rule.has_exit_curve:
-        measured = [name for name, other in EXIT_RULES.all().items() if other.has_exit_curve]
+    if rule is not MaxProbRule:
         raise LayersimError(
-            f"`curve` cannot be used with rule={rule.name!r}: an exit curve measures the exits of "
-            f"{' or '.join(map(repr, measured))}."
+            f"`curve` cannot be used with rule={rule.name!r}: an exit curve measures the exits of {MaxProbRule.name!r}."
         )
     measured_with, own = curve.provenance.options.get("heads"), None if heads is None else str(heads)
     if measured_with != own:

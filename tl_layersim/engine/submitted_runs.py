@@ -168,7 +168,7 @@ class _Recipe:
 
 @dataclass
 class _Record:
-    """File header of a saved run: the entries on what happened before it was saved."""
+    """File header of a saved run: the entries on the time before it was saved."""
 
     sent: float
     place: dict[str, Any]

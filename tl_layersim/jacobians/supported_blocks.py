@@ -44,7 +44,7 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
     refuse_edits(model.changes, what)
     if model.calls == "none":
         raise LayersimError(
-            f"{what} replays blocks, which {model.source} does not offer. A source of your own needs Model(calls=...)."
+            f"{what} replays blocks, which {model.source} does not allow. A custom source must set Model(calls=...)."
         )
     if model.calls == "values" and not differences:
         raise LayersimError(

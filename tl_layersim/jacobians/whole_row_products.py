@@ -115,8 +115,7 @@ class RowProducts:
         return image
 
     def _by_differences(self, v: Tensor) -> Tensor:
-        """J v by central differences, `n sample d_model`. The first direction is repeated with twice the step, for
-        `step_error`."""
+        """J v by central differences; the first direction is repeated with twice the step, for `step_error`."""
         length = self.x.norm(dim=-1)[None, :, None]
         relative = STEP if self.call.hidden.dtype in (torch.float32, torch.float64) else HALF_PRECISION_STEP
         size = relative * length / v.norm(dim=-1, keepdim=True).clamp(min=1e-30)

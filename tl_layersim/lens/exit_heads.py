@@ -185,7 +185,7 @@ class ExitHeads:
             )
         if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
             raise LayersimError(
-                f"`heads` were trained with weights {self.weights_hash}, and {model.name} has weights {model.weights_hash}. "
+                f"`heads` were trained with weights {self.weights_hash}, but {model.name} has weights {model.weights_hash}. "
                 "If its weights were only cast or converted: ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
             )
 
@@ -204,7 +204,7 @@ def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
         return None
     found: ExitHeads = heads if isinstance(heads, ExitHeads) else ExitHeads.load(heads)
     if norm and found.norm != norm:
-        raise LayersimError(f"`norm` is {norm!r}, and `heads` were trained with norm={found.norm!r}.")
+        raise LayersimError(f"`norm` is {norm!r}, but `heads` were trained with norm={found.norm!r}.")
     return found
 
 

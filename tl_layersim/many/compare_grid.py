@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,17 +43,8 @@ from ..sources.open import OpenedModel, records_of
 from .groups import group_labels
 from .model_grid import ModelGrid, either_order
 
-# What a run asks of an analyzer.
-PROPERTIES = (
-    "name",
-    "one_pass",
-    "first_without_model",
-    "needs_unembed",
-    "needs_sites",
-    "needs_calls",
-    "needs_rows",
-    "prompts",
-)
+# Class attributes that are those of the measure.
+OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
 # Options that identify the analyzer in a checkpoint, and that the results of pairs do not record.
 IDENTITY = ("analyzer", "code")
 
@@ -77,7 +69,7 @@ class AllPairs(Analyzer):
     distance: Callable[[Any], float] | None = None
 
     def __post_init__(self) -> None:
-        for name in PROPERTIES:
+        for name in OF_MEASURE:
             object.__setattr__(self, name, getattr(self.measure, name))
         if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
             raise LayersimError(
@@ -100,8 +92,17 @@ class AllPairs(Analyzer):
         return getattr(self.measure, "seed", None)
 
     @property
+    def max_memory_gb(self) -> float:
+        """Limit for the sums of all pairs, in GB."""
+        return getattr(self.measure, "max_memory_gb", math.inf)
+
+    @property
     def whole_rows(self) -> bool:
         return self.measure.whole_rows
+
+    @property
+    def reads_head(self) -> bool:
+        return self.measure.reads_head
 
     @property
     def needs_positions(self) -> bool:

@@ -45,7 +45,7 @@ class ModelGrid(Result):
         "column_model",
         label="Distance",
         title="Distances between models",
-        caption="How much the layers of each two models differ, layer by layer; for CKA the square root of the summed squared "
+        caption="Distance between two models, layer by layer; for CKA, the square root of the summed squared "
         "angles arccos(CKA) of equal layers (Brown et al. 2023, equation 2). Similar models stand side by side, by average "
         "linkage.",
     )

@@ -119,8 +119,8 @@ def relate(
     Args:
         values: numbers by model: a mapping, a pandas Series, or a variable of a labelled table over one axis, such as
             `mean_coupling` of `BlockCoupling` over models; one number for each prompt as a sequence or a tensor; or a pandas
-            DataFrame with a column for each of several predictors. The names of Series and columns are those of the axes in
-            figures.
+            DataFrame with a column for each of several predictors. Figures label their axes by the names of the
+            Series and columns.
         scores: the scores, by the same names or in the same order.
         shape: "line", or "exponential" for score = a exp(b value), fitted by least squares of the score to one predictor.
         confidence: confidence level of the intervals and of the band.

@@ -140,7 +140,7 @@ class CouplingMatrices(Result):
         "other",
         label="Coupling",
         title="Coupling of Jacobians on one prompt",
-        caption="1 where the Jacobian of a connection is diagonal between the singular vectors of another one "
+        caption="1 if the Jacobian of a connection is diagonal in the singular vectors of another connection "
         "(Aubry et al. 2025, figures 2 to 4).",
         within=(0, 1),
     )

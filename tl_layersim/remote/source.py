@@ -90,7 +90,7 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
     def _ask_offer(self) -> ServerOffer:
-        """The `offer`, from the server's status and from a request with one row."""
+        """Limits and properties of the server for this model, from its status and from a request with one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)

@@ -59,7 +59,7 @@ def check_lens(source: Source, batch: Batch) -> None:
     """
     if not isinstance(source, CanUnembed):
         raise LayersimError(
-            f"The model of {type(source).__name__} has the head {source.model.head}, so the source must be a `CanUnembed`, "
+            f"{type(source).__name__} has a model with the head {source.model.head}, so it must inherit from `CanUnembed`, "
             "whose `unembed_gap` checks the logit lens."
         )
     refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(batch)), source.model)
@@ -141,11 +141,11 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
     named = ", ".join(model.layers[1:4]) + (", ..." if len(model.layers) > 4 else "")
     if model.stream == "none":
         raise LayersimError(
-            f"{what} needs the residual stream, and these modules do not pass it on: {named}. Leave out layers=, or name "
+            f"{what} needs the residual stream, but these modules do not pass it on: {named}. Leave out layers=, or name "
             "whole blocks."
         )
     if model.stream == "parts" and not parts:
-        raise LayersimError(f"{what} needs every block of the residual stream, and layers= names {named}.")
+        raise LayersimError(f"{what} needs every block of the residual stream, but layers= names {named}.")
 
 
 def need_equal_width(model: Model, what: str) -> None:
@@ -279,8 +279,8 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
         return
     if not isinstance(source, HookedSource) or not is_transformer_lens(source.module):
         raise LayersimError(
-            f"`verify` is given for {source.model.name} ({source.model.source}), which is no TransformerLens model in this "
-            "process."
+            f"`verify` is given for {source.model.name} ({source.model.source}), which is not a TransformerLens model in "
+            "this process."
         )
     processing = stream_processing(source.module)
     if processing:
@@ -434,7 +434,7 @@ def _dtype(source: HookedSource) -> torch.dtype:
 def _differ(source: HookedSource, reference: HookedSource, given: str) -> LayersimError:
     kind = type(source.module).__name__
     return LayersimError(
-        f"The residual stream of {source.model.name} ({kind}) is not that of {type(reference.module).__name__}: {given}. If "
+        f"The residual stream of {source.model.name} ({kind}) differs from {type(reference.module).__name__}'s: {given}. If "
         f"the weights of the {kind} were changed on purpose: verify=model, a Hugging Face model with the same weights."
     )
 
@@ -450,8 +450,8 @@ def _refuse_other_modules(module: torch.nn.Module) -> None:
     bridged = [path for path, sub in module.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
     if bridged:
         raise LayersimError(
-            f"`verify` is a {type(module).__name__} that a TransformerBridge wraps, and {bridged[0]} is TransformerLens's. "
-            "Pass copy.deepcopy(model), made before the bridge."
+            f"`verify` is a {type(module).__name__} that a TransformerBridge has changed: {bridged[0]} belongs to "
+            "TransformerLens. Pass copy.deepcopy(model), made before the bridge."
         )
 
 

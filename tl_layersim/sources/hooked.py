@@ -178,9 +178,9 @@ class SiteReader:
             point, count = self.points[site], len(self.seen)
             if site in self.seen or (self.order is not None and site != self.order[count]):
                 raise LayersimError(
-                    f"{point.name} ran after {count} of {len(self.points)} sites were read, so its module {point.module} does "
-                    "not run once and in order in a forward pass. Name the blocks in the order in which they run, as "
-                    "layers=[...]; a hook of yours must not run the model again."
+                    f"{point.name} ran after {count} of {len(self.points)} sites were read, so its module {point.module} runs "
+                    "twice or out of order. Name the blocks in the order in which they run, as layers=[...], and remove hooks "
+                    "that run the model again."
                 )
             self.buffer.put(
                 site, to_positions(whole_tensor(hidden, point.name), point.channels, point.name, self.pos), point.part
@@ -204,7 +204,7 @@ def whole_tensor(hidden: Tensor, name: str) -> Tensor:
         return hidden
     if not all(placement.is_replicate() for placement in placements):
         raise LayersimError(
-            f"The activations at {name} are {' x '.join(map(str, hidden.shape))} in parts on several processes (sequence "
+            f"The activations at {name}, {' x '.join(map(str, hidden.shape))}, are split over several processes (sequence "
             "parallelism); every process must hold all of them."
         )
     whole: torch.Tensor = shared.to_local()

@@ -179,7 +179,7 @@ def refuse_unknown(changes: str, argument: str) -> None:
 
     Args:
         changes: changes to the model, see `hooks_on` and `edits_of`.
-        argument: that names the file of the run.
+        argument: name of the argument that holds the run's file.
 
     Raises:
         LayersimError: a change has contents that are unknown.
@@ -220,7 +220,7 @@ def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 
 def _envoys_in(values: Mapping[str, Any]) -> Iterator[Any]:
-    """The nnsight envoys among captured values, whose names must not depend on the process."""
+    """The nnsight envoys, and the envoys inside them, among the values that an edit captures."""
     for value in values.values():
         if hasattr(type(value), "interleave"):
             yield from value.modules()
@@ -390,7 +390,7 @@ def _multipliers() -> tuple[Tensor, Tensor]:
 def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
     """A module's class, and its plain attributes as names and texts."""
     kept = {name for name in vars(module) if name in PRIVATE or not name.startswith("_")} - PASSING
-    # Libraries that place a model wrap its methods, such as `to`. `model_changes` names a `forward` that is replaced.
+    # Libraries that place a model wrap its methods, such as `to`. `hooks_on` names a `forward` that is replaced.
     kept -= {name for name in kept if callable(getattr(type(module), name, None))}
     plain = [(name, text) for name in sorted(kept) if (text := _plain_text(vars(module)[name])) is not None]
     return f"{type(module).__module__}.{type(module).__qualname__}", plain

@@ -106,14 +106,14 @@ def _in_dtype(values: Tensor, model: Model) -> Tensor:
 
 def _not_taken(name: str, model: Model) -> LayersimError:
     return LayersimError(
-        f"`{name}` in the data is no input of {model.name}, which takes "
+        f"`{name}` in the data is not an input of {model.name}, which takes "
         f"{', '.join(dict.fromkeys((model.main_input, *model.inputs)))}."
     )
 
 
 def _not_tokens(model: Model) -> LayersimError:
     return LayersimError(
-        f"{model.name} takes `{model.main_input}`, and the data are tokens. Pass data={{'{model.main_input}': ...}}, or "
+        f"{model.name} takes `{model.main_input}`, but the data are tokens. Pass data={{'{model.main_input}': ...}}, or "
         "images with tokenizer=processor."
     )
 

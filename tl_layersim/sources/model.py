@@ -373,8 +373,7 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
 
 
 def _bridge_data(model: Any) -> dict[str, Any]:
-    """The fields of `Model` for reading data: a TransformerBridge has the inputs of its Hugging Face model, a HookedTransformer
-    only tokens."""
+    """The fields of `Model` for reading data; a bridge has the inputs of its Hugging Face model."""
     if type(model).__name__ != "TransformerBridge":
         return {}
     wrapped = model.original_model

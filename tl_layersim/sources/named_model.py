@@ -143,7 +143,7 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
         first = first if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {first}"
         raise LayersimError(
             f"`{option}` is {name}, which could not be loaded"
-            + ("" if Path(name).is_dir() else "; there is no folder of this name, and the hub gave no such model")
+            + ("" if Path(name).is_dir() else "; there is no folder of this name, and no such model on the hub")
             + f": {first}"
         ) from error
 

@@ -324,7 +324,7 @@ def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
-    """nnsight's keyword arguments for a trace in this process or in the local simulation."""
+    """Nnsight's keyword arguments for a trace in this process or in the local simulation."""
     from nnsight.modeling.mixins.remotable import Remotable
 
     if not remote:

@@ -154,8 +154,8 @@ def refusing_full_memory(batch: Batch, work: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise LayersimError(
-            f"`batch_size` is too large: the measurement of a batch, after its forward pass, ran out of memory: {work}, "
-            f"{_size_of(batch)}: {first_line(error)}. Use {_smaller(batch)}."
+            f"`batch_size` is too large: measuring a batch after its forward pass ran out of memory ({work}, "
+            f"{_size_of(batch)}): {first_line(error)}. Use {_smaller(batch)}."
         ) from error
 
 

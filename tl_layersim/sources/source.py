@@ -66,7 +66,9 @@ class Source(ABC):
         Raises:
             LayersimError: activations cannot leave the process that computes them.
         """
-        raise LayersimError(f"Activations of a {type(self).__name__} stay where they are computed: {self.model.name}.")
+        raise LayersimError(
+            f"Activations of a {type(self).__name__} cannot leave the process that computes them: {self.model.name}."
+        )
 
 
 class HasModule(Source):
@@ -337,7 +339,7 @@ class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositi
         """Set the blocks, the head and the residual layers by the paths of the blocks."""
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Start with reading the residual layers in whole batches, without splits for memory."""
+        """Read the residual layers, in whole batches until one runs out of memory."""
         self._parts = RowParts()
         self._residual = self._reading = SitesRead(self._with_channels(points), order)
 

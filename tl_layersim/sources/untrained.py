@@ -58,7 +58,7 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
     if shapes != own:
         different = next(name for name in shapes | own if shapes.get(name) != own.get(name))
         raise LayersimError(
-            f"`model` has no untrained twin: {different} has shape {shapes.get(different)}, and its configuration describes "
+            f"`model` has no untrained twin: {different} has shape {shapes.get(different)}, but its configuration gives "
             f"{own.get(different)}."
         )
     if hasattr(model, "tokenizer") and not hasattr(made, "tokenizer"):
@@ -100,6 +100,6 @@ def _made(model: Any) -> Any:
     elif hasattr(type(model), "_from_config") and getattr(model, "config", None) is not None:
         return type(model)(copy.deepcopy(model.config))
     raise LayersimError(
-        f"`model` is {with_article(type(model).__name__)}, which makes no model from a configuration; it must be a Hugging "
+        f"`model` is {with_article(type(model).__name__)}, which cannot be made from a configuration; it must be a Hugging "
         "Face model, a HookedTransformer, or a TransformerBridge without compatibility mode."
     )

@@ -99,8 +99,7 @@ def without_values() -> Iterator[None]:
 
 
 class _PythonValues(TorchFunctionMode):
-    """Replaces functions that read values in Python, and attention, which would allocate `pos pos` weights on the meta
-    device."""
+    """Replaces functions that read values in Python, and attention, which would allocate `pos pos` weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

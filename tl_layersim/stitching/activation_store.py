@@ -119,8 +119,8 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
     stop_of_fit = int((last < first[start_of_evaluation]).sum())
     if not stop_of_fit and start:
         warn(
-            "The adapter is fitted and evaluated on rows of the same document, so the penalty says nothing about new text. Pass "
-            "several documents, or eval_data= with other documents."
+            "The adapter is fitted and evaluated on rows of the same document, so the penalty says nothing about new text. "
+            "Pass several documents, or eval_data= with other documents."
         )
         stop_of_fit = start_of_evaluation = start
     return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(first))

@@ -1,4 +1,4 @@
-"""Fits of adapters: least squares from sums over tokens, gradient descent on the back's loss, or one after the other.
+"""Fits of adapters by least squares, by gradient descent on the back model's loss, or by one after the other.
 
 `own_moments` and `cross_moments` are sent to NDIF servers as source, so they need torch and the standard library alone.
 """
@@ -446,7 +446,7 @@ def descend(
 
 
 def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, training: StitchTraining) -> str:
-    """Name of the adapter to keep: the last one; the best one, with a warning, if the loss exploded or rose."""
+    """Choose the adapter to keep: the last one, or, if the loss exploded or rose, the best one, with a warning."""
     last, start = ends[0], ends[-1]
     losses: dict[str, float] = {}
     if state.stopped < 0:

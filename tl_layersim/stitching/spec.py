@@ -104,8 +104,8 @@ class StitchSpec:
     def _refuse_training(self, back: SplitModel) -> None:
         if back.model.calls != "gradients":
             raise LayersimError(
-                f"`fit` is {self.fit!r}, which needs gradients through {back.model.name}; the sandbox of this server has "
-                "none. Use fit='lstsq'."
+                f"`fit` is {self.fit!r}, which needs gradients through {back.model.name}; the sandbox of this server computes "
+                "no gradients. Use fit='lstsq'."
             )
         if (local := back.local) is not None:
             refuse_inference_weights(local.module)
@@ -166,7 +166,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         given = ", ".join(f"{counted(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have a list for each model ({', '.join(models)}), all of the same length, at least 1."
+            f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of one length."
         )
     points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
     together = list(zip(*points.values(), strict=True))

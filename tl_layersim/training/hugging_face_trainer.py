@@ -175,7 +175,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 return nearest
             values = (f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items())
             raise LayersimError(
-                f"`model` computes a loss of {own:.5g} that is not the cross-entropy of its last layer, {' or '.join(values)}. "
+                f"`model` computes a loss of {own:.5g}; the cross-entropy of its last layer is {' or '.join(values)}. "
                 "Set unembed=[final norm, head] of open_model, or model.config.output_router_logits = False."
             )
         return None

@@ -178,7 +178,7 @@ def refuse_other_labels(targets: Tensor, vocabulary: int, of: str = "") -> None:
     """
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise LayersimError(
-            f"`labels`{of} has values from {int(targets.min())} to {int(targets.max())}; the model's classes are 0 to "
+            f"`labels`{of} has values from {int(targets.min())} to {int(targets.max())}; the model's classes go from 0 to "
             f"{vocabulary - 1}."
         )
 

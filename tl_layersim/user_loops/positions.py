@@ -23,7 +23,7 @@ class ForwardPassPositions:
 
     Attributes:
         rule: the rule of the run for positions.
-        source: the model; its padding ids raise an error in tokens without a mask.
+        source: the model. If there is no mask, tokens with its padding id raise an error.
         whole_rows: whether an analyzer takes rows as samples, so that forward passes of a single position raise an error.
         notes: the notes, which count the rows without a mask.
     """

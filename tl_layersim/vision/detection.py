@@ -185,8 +185,8 @@ class DetectionResult(Result):
     object.
 
     Attributes:
-        values: `layer`, the same as `accuracy`: fraction of matched queries whose most likely class is their object's; "no object"
-            is one of the classes.
+        values: `layer`, the same as `accuracy`: fraction of matched queries whose most likely class is their object's;
+            "no object" is one of the classes.
         box_l1: `layer`, mean absolute difference between the four coordinates (centre x, centre y, width, height) of a matched
             query's box and of its object's, as a fraction of the image's width or height. transformers' `loss_bbox` is four
             times this mean.

@@ -71,7 +71,6 @@ class MaxProbRule(ExitRule):
     """
 
     name = "max-prob"
-    has_exit_curve = True
 
     def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
         return confidence(tokens.logits) > self.threshold

@@ -49,7 +49,6 @@ class ExitRule(ABC):
     Class attributes:
         - `name`: value of `rule=` in `EarlyExit` and `ExitCosts`.
         - `reads_logits`: whether the rule reads logits, so that each check costs an unembedding.
-        - `has_exit_curve`: whether `ExitCurve` measures the exits of this rule.
         - `lowest`: lowest possible threshold.
         - `unreachable`: lowest threshold at which no token ever exits.
 
@@ -59,7 +58,6 @@ class ExitRule(ABC):
 
     name: ClassVar[str]
     reads_logits: ClassVar[bool] = True
-    has_exit_curve: ClassVar[bool] = False
     lowest: ClassVar[float] = 0.0
     unreachable: ClassVar[float] = 1.0
 
