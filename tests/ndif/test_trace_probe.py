@@ -36,12 +36,22 @@ def test_each_new_token_of_a_generation(server, trust):
     model, tokens = load("tests/llama"), rows(4, 40)["input_ids"][:, :10]
     quick = [lsim.Saturation()]
     probe = lsim.attach(lsim.open_model(model, remote=server.url), quick)
-    with model.generate(max_new_tokens=3, do_sample=False, remote=server.url) as tracer:
-        with tracer.invoke(tokens):
-            pass
-        with tracer.invoke():
-            for _ in tracer.iter[:3]:
-                probe.read()
+
+    def generate():
+        with model.generate(max_new_tokens=3, do_sample=False, remote=server.url) as tracer:
+            with tracer.invoke(tokens):
+                pass
+            with tracer.invoke():
+                for _ in tracer.iter[:3]:
+                    probe.read()
+        return probe
+
+    if trust == "sandboxed":
+        # Steps after the first would go on with a copy of the cache.
+        with pytest.raises(Exception, match="sandboxed"):
+            generate()
+        return
+    generate()
     module = load("tests/llama", torch.float32)._module
     with lsim.attach(module, quick) as loop, torch.no_grad():
         module.generate(tokens, max_new_tokens=3, do_sample=False, attention_mask=torch.ones(4, 10))
