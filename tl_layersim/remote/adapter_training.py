@@ -271,8 +271,8 @@ class RemoteDescent:
 
     def __init__(self, source: NNsightSource, at: list[int], weights: list[float]) -> None:
         self.source, self.at, self.weights = source, at, weights
-        assert source._unembed is not None
-        self._unembed = source._unembed
+        assert source.lens is not None
+        self._unembed = source.lens
         self._keeps = "logits_to_keep" in inspect.signature(type(source.module).forward).parameters
         self._most, self._seconds = MOST_STEPS, float("nan")
         self._frozen = ShippedSource()

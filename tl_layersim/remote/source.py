@@ -150,8 +150,8 @@ class RemoteSource(NNsightSource, OnServer):
         return self.ndif.request(lambda backend: run({"backend": backend}))
 
     def unembed_gap(self, batch: Batch) -> Tensor:
-        assert self._unembed is not None
-        row, head = batch.first_row, self._unembed
+        assert self.lens is not None
+        row, head = batch.first_row, self.lens
         arguments, attended = forward_arguments(self.module, row, self._model), row.attention[0]
         return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, arguments, attended, backend))
 
@@ -217,7 +217,7 @@ class RemoteSource(NNsightSource, OnServer):
             return self.ndif.submit(lambda backend: self._submit(work, shipped, True, backend))
 
     def _submit(self, work: list[dict[str, Any]], kernels: dict[str, AnyKernel], joined: bool, backend: Any) -> None:
-        submit(self.envoy, self.sites, self._steps(), work, self._unembed, kernels, self.calling, joined, backend)
+        submit(self.envoy, self.sites, self.steps(), work, self.lens, kernels, self.calling, joined, backend)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
         """Warn once for each analyzer if it returns large sums."""

@@ -144,7 +144,7 @@ class NNsightSource(PointSource):
     def _place_blocks(self) -> None:
         self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
         self.blocks = [self._envoy_at(path) for path in self.paths]
-        self._unembed = self._open_head()
+        self.lens = self._open_head()
         self._start_reading(residual_points(self._model.layers, self.paths), residual_order(len(self.paths)))
 
     def _envoy_at(self, path: str) -> Any:
@@ -197,7 +197,7 @@ class NNsightSource(PointSource):
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         return self.module(*(value.to(device) for value in args), **options)
 
-    def _steps(self) -> list[TraceStep]:
+    def steps(self) -> list[TraceStep]:
         """The module inputs and outputs that a trace reads, in the order of the forward pass."""
         points, order = self._reading.points, self._reading.order
         assert order is not None
@@ -255,19 +255,19 @@ class NNsightSource(PointSource):
         return _trace(
             self.envoy,
             self.sites,
-            self._steps(),
+            self.steps(),
             batch,
-            self._unembed,
+            self.lens,
             self._arguments(batch),
             shippable(kernels),
             self.calling,
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:
-        assert self._unembed is not None
+        assert self.lens is not None
         row = batch.first_row
         with refusing_one_row(row):
-            return _trace_gap(self.envoy, self.blocks[-1], self._unembed, self._arguments(row), row.attention[0])
+            return _trace_gap(self.envoy, self.blocks[-1], self.lens, self._arguments(row), row.attention[0])
 
     def collect(self, batch: Batch) -> View:
         if self._remote:

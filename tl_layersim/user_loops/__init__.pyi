@@ -1,3 +1,3 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
-from .attach import Probe as Probe
+from .probe import Probe as Probe

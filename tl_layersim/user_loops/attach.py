@@ -16,28 +16,28 @@ from ..activations.view import View, reduce
 from ..analyzers.analyzer import Analyzer
 from ..architectures.blocks import in_both_stacks
 from ..core.arguments import typed
-from ..core.errors import LOG, LayersimError, recorded_warnings, warn
-from ..core.results import Report
-from ..core.sums import DataBlock, Sums, SumTree, Tally
+from ..core.errors import LOG, LayersimError, warn
+from ..core.sums import DataBlock, Sums, SumTree
 from ..core.wording import brief, first_line
-from ..data.batches import new_digest
-from ..data.masks import as_mask
 from ..data.positions import Positions
 from ..engine.arguments import AnalyzersArgument, choose_analyzers
 from ..engine.memory import refuse_large_blocks
 from ..engine.plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
-from ..engine.reports import make_report
 from ..engine.run import sums_of, sums_so_far
 from ..remote.open import open_source
 from ..sources.checks import refuse_not_finite, refuse_other_logits
 from ..sources.hooked import HookedSource
 from ..sources.hooks import kernels_alone
-from ..sources.open import OpenedModel
+from ..sources.model import Model
+from ..sources.nnsight import NNsightSource
+from ..sources.open import OpenedModel, is_nnsight
 from .positions import ForwardPassPositions, continues
+from .probe import Probe
 from .recorder import Call, Callbacks, Choice, Recorder, stack_side
+from .trace_probe import TraceProbe, refuse_untraceable, settle
 
 
-def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:
+def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:
     """Raise an error if a model or an analyzer needs more than the forward passes of the user's loop.
 
     Args:
@@ -48,7 +48,9 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
     Raises:
         LayersimError: names the analyzer and its need.
     """
-    if stack_side(source) == "both":
+    if isinstance(source, NNsightSource):
+        refuse_untraceable(source)
+    elif stack_side(source) == "both":
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
         analyzer.check(*plan.models(name, [source.model], [source]))
@@ -60,7 +62,7 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
         elif analyzer.needs_rows:
             reason = "it holds out rows of the data, and it is not known which rows run"
         elif analyzer.needs_calls:
-            reason = "it replays blocks, which would add forward passes to your loop"
+            reason = "it replays blocks, which would run without your interventions and add forward passes to your loop"
         elif analyzer.first_kernel() is not None:
             reason, instead = "it needs a first pass over the data", analyzer.one_pass or instead
         else:
@@ -71,20 +73,14 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
 BUFFERED_TOKENS = 2048
 
 
-class Probe:
-    """Collects sums of a model's forward passes inside `with lsim.attach(...) as probe`.
-
-    `results()` is the report so far, also inside the block; `reset()` begins anew, such as for each epoch. A forward pass in
-    another thread than the one that entered the block is an error. An error of the probe is raised by `results()`, never in the
-    loop.
-    """
+class LoopProbe(Probe):
+    """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`."""
 
     def __init__(
         self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
     ) -> None:
-        self._source, self._analyzers, self._plan = source, analyzers, plan
+        self._source = source
         self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
-        self._mask: Tensor | None = None
         self._hooks: AbstractContextManager[None] | None = None
         kernels = plan.kernels(analyzers, {})
         self._pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
@@ -93,25 +89,21 @@ class Probe:
         self._immediate = {name: kernels[name] for name in needing_head}
         self._deferred = {name: kernel for name, kernel in kernels.items() if name not in (self._immediate | self._pooled)}
         self._checked = not self._immediate
-        self._intervals = intervals
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
         self._error: LayersimError | None = None
-        self._begin()
+        super().__init__(analyzers, plan, positions, intervals)
 
     def _begin(self) -> None:
-        """Start with empty sums."""
-        # Forward passes stand in the place of rows.
-        self._tree = SumTree(1 if self._intervals else None)
+        super()._begin()
         # By kernel, the views that wait until they are enough for one call.
         self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
         # The number of the first row of the last forward pass, and of its rows; and of the rows of all.
         self._last = (0, 0)
         self._rows = 0
-        self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtypes = self._dtypes[-1:]
         self._positions.notes.begin()
 
-    def __enter__(self) -> Probe:
+    def __enter__(self) -> LoopProbe:
         if self._hooks is not None:
             raise LayersimError("The probe was already attached; each `lsim.attach(...)` can be entered once.")
         compare = None if self._checked else self._compare
@@ -124,58 +116,7 @@ class Probe:
         assert self._hooks is not None
         self._hooks.__exit__(kind, error, trace)
 
-    @property
-    def mask(self) -> Tensor | None:
-        """Mask `batch pos` of the positions to count in the following forward passes.
-
-        None counts the positions of the model's attention mask, or all; `positions=` selects among them. The mask holds until
-        it is replaced. Single-position steps of cached generation always count.
-        """
-        return self._mask
-
-    @mask.setter
-    def mask(self, mask: Tensor | None) -> None:
-        self._mask = None if mask is None else as_mask(mask)
-
-    def results(self) -> Report:
-        """The report of all forward passes so far; can be called inside the block and after it.
-
-        Raises:
-            LayersimError: no forward pass ran, or too few for an analyzer; activations were not finite; or a forward pass could
-                not be measured.
-        """
-        with kernels_alone():
-            return self._report(self._sums(), tuple(self._analyzers))
-
-    def headline(self) -> dict[str, float]:
-        """The headline numbers of all forward passes so far as a flat dict for a logger, see `Report.headline`.
-
-        Analyzers that need more data than there is so far are left out; the dict may be empty. It raises nothing and repeats no
-        warning, so that it cannot end a loop: `results()` raises what is wrong.
-        """
-        numbers: dict[str, float] = {}
-        with kernels_alone(), suppress(Exception):
-            sums = self._sums()
-            for name in self._analyzers:
-                with suppress(Exception), recorded_warnings(issued=False):
-                    numbers |= self._report(sums, (name,)).headline()
-        return numbers
-
-    def reset(self) -> None:
-        """Forget all forward passes so far, such as at the end of an epoch. `results()` then covers the following ones.
-
-        The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
-        before the reset too.
-        """
-        with kernels_alone():
-            self._begin()
-
     def _sums(self) -> SumTree:
-        """The sums of all forward passes so far.
-
-        Raises:
-            LayersimError: there are none, or a forward pass could not be measured.
-        """
         if self._error:
             raise self._error
         if self._forwards == 0:
@@ -197,17 +138,9 @@ class Probe:
         self._plan.check_sites(self._analyzers, [self._source])
         return self._tree.add(self._block(0, pending)) if pending else self._tree
 
-    def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
-        """The report of some of the analyzers."""
-        analyzers = {name: self._analyzers[name] for name in names}
-        tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
+    def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
-        models = self._plan.models_by_analyzer([model], [self._source])
-        how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
-        how |= {"masked_by_pad_id": self._positions.notes.masked}
-        how |= {"intervals": True} if self._intervals else {}
-        blocks = tree.blocks() if self._intervals else None
-        return make_report(analyzers, models, tally, tree.total().sums, {}, how, blocks)
+        return self._plan.models_by_analyzer([model], [self._source]), {"masked_by_pad_id": self._positions.notes.masked}
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
@@ -372,9 +305,13 @@ def attach(
     not counted; in an encoder-decoder it is the mask of the stack that is read. Changes by hooks at the same hook points are
     measured if these hooks were added before.
 
+    An nnsight model is measured inside your own traces, after your interventions, in this process or on a server: call
+    `probe.read()` in an empty invoke of each trace, see `Probe.read`. The lens and the sites are checked by a short row of
+    tokens when the probe is made.
+
     Args:
-        model: HookedTransformer, TransformerBridge or a Hugging Face model; or the result of `open_model`.
-        analyzers: as in `analyze`, but only analyzers that need no first pass over the data.
+        model: HookedTransformer, TransformerBridge, a Hugging Face or an nnsight model; or what `open_model` returns.
+        analyzers: as in `analyze`, without those that need a first pass over the data.
         at: the sites to read, see `analyze`.
         per_head: see `analyze`.
         positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
@@ -383,7 +320,8 @@ def attach(
             `analyze`.
 
     Returns:
-        A `Probe`, which measures the model inside a `with` block and whose `results()` returns the report.
+        A `Probe`, which measures the model inside a `with` block, or traces by `read()`, and whose `results()` returns the
+        report.
 
     Raises:
         LayersimError: the model cannot be hooked, or an analyzer needs a first pass.
@@ -396,14 +334,21 @@ def attach(
         >>> probe.results()["cosine"].provenance.tokens
         40
     """
-    chosen = choose_analyzers(analyzers)
-    source = open_source(model, either_stack=True, at=at)
-    if not isinstance(source, HookedSource):
+    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model)
+    if is_nnsight(opened.model) and not opened.remote and not getattr(opened.model, "dispatched", True):
+        # Traces of a model without weights run on the server; those of this process would load it.
+        opened = replace(opened, remote=True)
+    source = open_source(opened, either_stack=True, at=at)
+    if not isinstance(source, HookedSource | NNsightSource):
         raise LayersimError(
-            f"`model` is {brief(OpenedModel.of(model).model)}, whose modules do not run in this process, so it cannot be "
-            "attached. Use lsim.analyze(model, data, analyzers)."
+            f"`model` is {brief(opened.model)}, whose modules are not known, so it cannot be attached. Use "
+            "lsim.analyze(model, data, analyzers)."
         )
     plan = plan_sites([source], chosen, at, per_head)
     plan.check_sites(chosen, [source])
     refuse_unattachable(source, chosen, plan)
-    return Probe(source, chosen, plan, attached_rule(positions, source.model, chosen), intervals)
+    rule = attached_rule(positions, source.model, chosen)
+    if isinstance(source, HookedSource):
+        return LoopProbe(source, chosen, plan, rule, intervals)
+    settle(source, chosen, plan)
+    return TraceProbe(source, chosen, plan, rule, intervals)

@@ -1,0 +1,265 @@
+"""`attach` on nnsight models: `probe.read()` inside the user's own traces."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+
+TOKENS = random_tokens(24, 20)
+ANALYZERS = [lsim.Cosine(center="none"), lsim.CKA(minibatch=32), lsim.LogitLens(), lsim.Saturation(), lsim.Trajectory()]
+QUICK = [lsim.Cosine(center="none"), lsim.Saturation()]
+REMOTE = pytest.mark.parametrize("remote", [False, "local"])
+
+
+def traced(module, **options):
+    from nnsight import TransformersModel
+
+    return TransformersModel(module, task="text-generation", tokenizer=tiny_tokenizer(), **options)
+
+
+def differences(report, other):
+    """The fields of two reports that are not equal to the last bit."""
+    assert report.keys() == other.keys()
+    found = []
+    for name in report:
+        for field in fields(report[name]):
+            a, b = getattr(report[name], field.name), getattr(other[name], field.name)
+            if isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
+                found.append((name, field.name))
+    return found
+
+
+def read(model, probe, tokens, remote=False, scale=None):
+    with model.trace(remote=remote) as tracer:
+        with tracer.invoke(tokens):
+            if scale is not None:
+                model.model.layers[1].mlp.output[:] = model.model.layers[1].mlp.output * scale
+        with tracer.invoke():
+            probe.read()
+
+
+def hooked(module, tokens, analyzers, scale=0.0, **options):
+    """The report of a Hugging Face model whose second MLP is scaled by a hook."""
+    handle = module.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * scale)
+    report = lsim.analyze(module, tokens, analyzers, **options)
+    handle.remove()
+    return report
+
+
+@REMOTE
+def test_a_trace_without_intervention_equals_analyze_to_the_last_bit(remote):
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, ANALYZERS)
+    read(model, probe, TOKENS, remote)
+    report = probe.results()
+    assert differences(report, lsim.analyze(model, TOKENS, ANALYZERS)) == []
+    provenance = report["cosine"].provenance
+    assert (provenance.tokens, provenance.sequences) == (480, 24)
+    assert provenance.options["in_traces"] is True
+
+
+@REMOTE
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_a_trace_with_an_intervention_equals_a_hooked_model(remote, scale):
+    module = tiny_llama()
+    model = traced(module)
+    probe = lsim.attach(model, ANALYZERS)
+    read(model, probe, TOKENS, remote, scale)
+    assert differences(probe.results(), hooked(module, TOKENS, ANALYZERS, scale)) == []
+    plain = lsim.analyze(module, TOKENS, QUICK)["cosine"].values
+    assert float((probe.results()["cosine"].values - plain).abs().max()) > 0.01
+
+
+@REMOTE
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        ({"at": ["attn_out", "mlp_out"]}, {}),
+        ({"at": "z", "per_head": True}, {}),
+        ({"positions": slice(2, -1)}, {"positions": slice(2, -1)}),
+        ({"positions": "last"}, {"positions": "last"}),
+        ({"positions": "mean"}, {"positions": "mean"}),
+        ({"positions": lambda row: row % 2 == 0}, {"positions": lambda row: row % 2 == 0}),
+    ],
+    ids=["sublayers", "heads", "slice", "last", "mean", "function"],
+)
+def test_sites_and_positions_equal_analyze(options, data, remote):
+    module = tiny_llama()
+    model = traced(module)
+    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16)]
+    probe = lsim.attach(model, analyzers, **options)
+    read(model, probe, TOKENS, remote, 0.5)
+    sites = {name: value for name, value in options.items() if name != "positions"}
+    expected = hooked(module, lsim.Data(TOKENS, **data), analyzers, 0.5, **sites)
+    assert differences(probe.results(), expected) == []
+    assert probe.results()["cosine"].layers == expected["cosine"].layers
+
+
+def test_invokes_and_traces_add_up():
+    module = tiny_llama()
+    model = traced(module)
+    probe = lsim.attach(model, ANALYZERS)
+    for part in TOKENS[:16].split(8):
+        with model.trace() as tracer:
+            with tracer.invoke(part[:3]):
+                model.model.layers[1].mlp.output[:] = 0
+            with tracer.invoke(part[3:]):
+                model.model.layers[1].mlp.output[:] = 0
+            with tracer.invoke():
+                probe.read()
+    report = probe.results()
+    cosine = hooked(module, TOKENS[:16], QUICK)["cosine"]
+    torch.testing.assert_close(report["cosine"].values, cosine.values, rtol=0, atol=1e-6)
+    assert (report["cosine"].provenance.tokens, report["cosine"].provenance.sequences) == (320, 16)
+    probe.reset()
+    with pytest.raises(lsim.LayersimError, match=r"probe\.read"):
+        probe.results()
+
+
+def test_an_intervention_in_one_invoke_leaves_the_rows_of_others():
+    model = traced(tiny_llama())
+    probe, plain = lsim.attach(model, QUICK), lsim.attach(model, QUICK)
+    with model.trace() as tracer:
+        with tracer.invoke(TOKENS[:8]):
+            model.model.layers[1].mlp.output[:] = 0
+        with tracer.invoke(TOKENS[8:16]):
+            pass
+        with tracer.invoke():
+            probe.read()
+        with tracer.invoke():
+            # The output of the head is still there for others.
+            logits = model.lm_head.output.save()
+    edited = hooked(model._module, TOKENS[:8], QUICK)["saturation"].counts
+    read(model, plain, TOKENS[8:16])
+    torch.testing.assert_close(probe.results()["saturation"].counts, edited + plain.results()["saturation"].counts)
+    assert logits.shape == (16, 20, 100)
+
+
+@REMOTE
+def test_padding_of_nnsight_is_not_measured(remote):
+    texts = [" ".join(f"w{i}" for i in row[: 5 + number]) for number, row in enumerate(TOKENS[:8].tolist())]
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, [lsim.Cosine(center="none"), lsim.LogitLens()])
+    read(model, probe, texts, remote)
+    report = probe.results()
+    expected = lsim.analyze(model, lsim.Data(texts, prepend_bos=False), [lsim.Cosine(center="none"), lsim.LogitLens()])
+    assert report["cosine"].provenance.tokens == expected["cosine"].provenance.tokens == sum(range(5, 13))
+    for name, field in (("cosine", "values"), ("logit_lens", "cross_entropy")):
+        torch.testing.assert_close(getattr(report[name], field), getattr(expected[name], field), rtol=0, atol=1e-5)
+
+
+def test_a_mask_of_the_user():
+    mask = (torch.arange(20) < torch.arange(12, 20)[:, None]).long()
+    data = {"input_ids": TOKENS[:8], "attention_mask": mask}
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK)
+    read(model, probe, data)
+    own, expected = probe.results(), lsim.analyze(model, data, QUICK)
+    # `analyze` cuts rows to the longest, and products of other shapes round otherwise.
+    torch.testing.assert_close(own["cosine"].values, expected["cosine"].values, rtol=0, atol=1e-6)
+    assert torch.equal(own["saturation"].counts, expected["saturation"].counts)
+    assert own["cosine"].provenance.tokens == int(mask.sum())
+
+
+def test_attended_padding_is_named():
+    module = tiny_llama()
+    module.config.pad_token_id = 0
+    model = traced(module)
+    tokens = TOKENS[:4].clone()
+    tokens[1, -3:] = 0
+    probe = lsim.attach(model, QUICK)
+    with pytest.warns(lsim.LayersimWarning, match=r"1 rows.*attention_mask"):
+        read(model, probe, tokens)
+    assert probe.results()["cosine"].provenance.options["rows_with_attended_padding"] == 1
+
+
+@REMOTE
+def test_each_new_token_of_a_generation(remote):
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK)
+    with model.generate(max_new_tokens=4, do_sample=False, remote=remote) as tracer:
+        with tracer.invoke(TOKENS[:4, :10]):
+            pass
+        with tracer.invoke():
+            for _ in tracer.iter[:4]:
+                probe.read()
+    own = probe.results()["saturation"]
+    with lsim.attach(model._module, QUICK) as loop, torch.no_grad():
+        model._module.generate(TOKENS[:4, :10], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(4, 10))
+    expected = loop.results()["saturation"]
+    assert own.provenance.tokens == expected.provenance.tokens == 4 * 10 + 3 * 4
+    assert own.provenance.sequences == 4
+    assert torch.equal(own.counts, expected.counts)
+
+
+def test_steps_of_a_generation_are_no_whole_rows():
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK, positions=slice(2, None))
+
+    def generate():
+        with model.generate(max_new_tokens=3) as tracer:
+            with tracer.invoke(TOKENS[:4, :10]):
+                pass
+            with tracer.invoke():
+                for _ in tracer.iter[:3]:
+                    probe.read()
+
+    with pytest.raises(lsim.LayersimError, match=r"positions=2:"):
+        generate()
+
+
+def test_intervals_are_those_of_traces():
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK, intervals=True)
+    for part in TOKENS.split(2):
+        read(model, probe, part, scale=0.0)
+    interval = probe.results()["cosine"].interval("values")
+    assert bool((interval.low <= interval.high).all())
+    assert probe.results()["cosine"].provenance.tokens == 480
+
+
+def test_a_wrapped_module():
+    from nnsight import NNsight
+
+    module = tiny_gpt2()
+    model = NNsight(module)
+    probe = lsim.attach(model, ANALYZERS)
+    with model.trace() as tracer:
+        with tracer.invoke(TOKENS):
+            pass
+        with tracer.invoke():
+            probe.read()
+    assert differences(probe.results(), lsim.analyze(model, TOKENS, ANALYZERS)) == []
+
+
+def test_values_that_are_not_finite_are_named_with_their_site():
+    model = traced(tiny_llama())
+    with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_resid_post"):
+        read(model, lsim.attach(model, QUICK), TOKENS[:4], scale=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("analyzer", "word"),
+    [(lsim.Cosine(), 'Cosine.*center="none"'), (lsim.BlockCoupling(), "BlockCoupling.*replays")],
+    ids=["centred", "coupling"],
+)
+def test_analyzers_that_need_more_are_refused(analyzer, word):
+    with pytest.raises(lsim.LayersimError, match=word):
+        lsim.attach(traced(tiny_llama()), analyzer)
+
+
+def test_each_kind_of_probe_refuses_the_use_of_the_other():
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK)
+    with pytest.raises(lsim.LayersimError, match=r"probe\.read\(\)"), probe:
+        pass
+    with pytest.raises(lsim.LayersimError, match=r"probe\.mask"):
+        probe.mask = torch.ones(2, 2)
+    with pytest.raises(lsim.LayersimError, match=r"probe\.read\(\)"):
+        lsim.attach(model._module, QUICK).read()
