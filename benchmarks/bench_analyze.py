@@ -49,7 +49,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 from turns import CLOCKS, Times, product_flops, ratios, spread, take_turns
 
 import tl_layersim as lsim
-from tl_layersim.activations.pools import PoolKernel
+from tl_layersim.activations.row_pools import PoolKernel
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
 

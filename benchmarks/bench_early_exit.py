@@ -24,7 +24,7 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.early_exit import frequent_tokens
-from tl_layersim.early_exit.costs import ExitCosts, plan_for, seconds_of
+from tl_layersim.early_exit.costs_and_plan import ExitCosts, plan_for, seconds_of
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.exit_results import Generated
 

@@ -29,7 +29,7 @@ from tl_layersim.core import Sums
 from tl_layersim.core import sums as blocks
 from tl_layersim.core.jackknife import standard_error
 from tl_layersim.core.sums import DataBlock, SumTree
-from tl_layersim.engine import reports as report_assembly
+from tl_layersim.engine import report_assembly as report_assembly
 
 FIELDS = {
     "cosine": ("values", "std", "to_last", "adjacent", "norm_ratio"),

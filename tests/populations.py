@@ -18,7 +18,7 @@ from tl_layersim.analyzers import Analyzer
 from tl_layersim.analyzers._permutation_null import CalibratedMatrix
 from tl_layersim.core import Result, Sums
 from tl_layersim.core.sums import MOST_BLOCKS, POOL, DataBlock, with_pools
-from tl_layersim.engine.reports import blocks_of, replicated
+from tl_layersim.engine.report_assembly import blocks_of, replicated
 
 from .views import sites_run
 

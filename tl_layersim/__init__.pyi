@@ -29,13 +29,13 @@ from .costs.estimate import estimate as estimate
 from .data.data import Data as Data
 from .demo import demo_model as demo_model
 from .demo import demo_text as demo_text
-from .early_exit.costs import ExitCosts as ExitCosts
+from .early_exit.costs_and_plan import ExitCosts as ExitCosts
 from .early_exit.early_exit import EarlyExit as EarlyExit
 from .early_exit.truncate import truncate as truncate
-from .engine.analyze import analyze as analyze
-from .engine.analyze import compare as compare
-from .engine.linear_probes import LogisticProbe as LogisticProbe
-from .engine.linear_probes import linear_probe as linear_probe
+from .engine.analyze_and_compare import analyze as analyze
+from .engine.analyze_and_compare import compare as compare
+from .engine.linear_and_logistic_probes import LogisticProbe as LogisticProbe
+from .engine.linear_and_logistic_probes import linear_probe as linear_probe
 from .engine.merge import merge as merge
 from .engine.submitted_runs import load_run as load_run
 from .many.compare_grid import compare_grid as compare_grid
@@ -43,7 +43,7 @@ from .many.differences import difference as difference
 from .many.exponential_fits import exponential_fit as exponential_fit
 from .many.groups import compare_groups as compare_groups
 from .many.groups import dendrogram as dendrogram
-from .many.plots import plot as plot
+from .many.plot import plot as plot
 from .many.relations import relate as relate
 from .many.sweep import sweep as sweep
 from .prompts.figures import prediction_grid as prediction_grid

@@ -22,11 +22,11 @@ from .core.sums import Tally
 from .core.wording import brief, with_article
 from .data import data as data_module
 from .data.data import Data
-from .engine.analyze import opened_analysis
-from .engine.arguments import AnalyzersArgument, choose_analyzers
+from .engine.analyze_and_compare import opened_analysis
+from .engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from .engine.merge import FirstStage, differing_entries, merged_first, merged_report
 from .engine.plan import DEFAULT, AtArgument
-from .engine.reports import refuse_empty
+from .engine.report_assembly import refuse_empty
 from .engine.run import TITLES, Analysis
 from .engine.shard_run import ShardRun
 from .engine.shards import FIRST, MAIN, DataCounts, ShardPart, count_data, digest_of, read_part

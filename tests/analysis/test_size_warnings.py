@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.activations.sizes import activation_sizes
+from tl_layersim.activations.norms import activation_sizes
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import view

@@ -172,7 +172,7 @@ def test_a_zero_residual_and_a_flat_path_are_left_out_of_what_they_do_not_define
     )
 
 
-@pytest.mark.filterwarnings("ignore:labels has 40 rows")
+@pytest.mark.filterwarnings("ignore:`labels` has 40 rows")
 def test_neural_collapse_names_the_site_where_all_classes_have_one_mean():
     x, label = residuals(0), torch.arange(40) % 2
     x[0] = SAME

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.activations.sizes import activation_sizes
+from tl_layersim.activations.norms import activation_sizes
 from tl_layersim.jacobians.replay import reproduces
 from tl_layersim.training.objectives.built_in import CosineRegularisedObjective
 

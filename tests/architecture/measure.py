@@ -20,7 +20,7 @@ ORDER = (
     "lens",
     "jacobians",
     "analyzers",
-    "split",
+    "split_model",
     "remote",
     "engine",
     "ray",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.early_exit.costs import ExitCosts, evenly_spread, exited_fractions, plan_for
+from tl_layersim.early_exit.costs_and_plan import ExitCosts, evenly_spread, exited_fractions, plan_for
 from tl_layersim.early_exit.early_exit import EarlyExit
 
 from ..tiny_models import VOCABULARY, tiny_llama

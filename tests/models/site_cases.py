@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 
+from tl_layersim.architectures.find_hook_points import site_map
 from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.architectures.points import HookPoint, at_point
-from tl_layersim.architectures.resolve import site_map
 
 HEADS, KEY_HEADS, D_HEAD = 4, 2, 8
 TEXT = {

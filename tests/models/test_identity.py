@@ -266,7 +266,7 @@ def test_no_untrained_twin_of_a_changed_model(make, monkeypatch):
     model = make()
     with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
         untrained(model)
-    monkeypatch.setattr("tl_layersim.engine.analyze.open_source", None)
+    monkeypatch.setattr("tl_layersim.engine.analyze_and_compare.open_source", None)
     for run in (functools.partial(lsim.analyze, model), functools.partial(lsim.compare, tiny_llama(), model)):
         with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
             run(TOKENS, "cka", baseline="untrained")

@@ -120,7 +120,7 @@ def test_labels_outside_the_head_are_refused(label):
         lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))
 
 
-@pytest.mark.filterwarnings("ignore:labels has")
+@pytest.mark.filterwarnings("ignore:`labels` has")
 def test_labels_follow_the_rows_and_positions_of_the_users_data():
     """Rows without tokens, padding on the left and rows that are split do not shift labels by row."""
     model = tiny_llama()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activations.view import View, row_ends
 from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupling, pick_method
-from ._prompt_rows import sums_by_row
+from ._values_by_row import sums_by_row
 
 # Number of ranges of prompt lengths: 1, 2 to 3, 4 to 7, ...
 OCTAVES = 21

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations.sizes import norms, unit_vectors
+from ..activations.norms import norms, unit_vectors
 from ..activations.view import View
 from ..core.errors import LayersimError
 from ._hsic import beyond_rounding

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..activations.pools import Draws, PoolKernel, pool_rows
+from ..activations.row_pools import Draws, PoolKernel, pool_rows
 from ..activations.view import Kernel
 from ..core.arguments import Limit, PermutationCount, Seed, typed
 from ..core.sums import Sums

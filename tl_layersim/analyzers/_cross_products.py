@@ -15,10 +15,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..activations.pools import SAMPLES_OF_ROW, Draws, Samples
+from ..activations.row_pools import SAMPLES_OF_ROW, Draws, Samples
 from ..activations.view import View, row_ends
-from ._draws import draw_grid, draw_permutations, pool_key
-from .probe_kernels import held_out
+from ._minibatch_draws import draw_grid, draw_permutations, pool_key
+from .linear_probe_kernels import held_out
 
 
 def cross_product_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..activations.pools import AnyKernel, PoolKernel, pool_rows
+from ..activations.row_pools import AnyKernel, PoolKernel, pool_rows
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import LayerMatrix

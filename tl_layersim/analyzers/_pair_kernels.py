@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..activations.pools import Draws, Samples
-from ..activations.sizes import unit_vectors
-from ._draws import draw_grid, draw_minibatches, draw_orders, pool_key
+from ..activations.norms import unit_vectors
+from ..activations.row_pools import Draws, Samples
 from ._hsic import beyond_rounding
+from ._minibatch_draws import draw_grid, draw_minibatches, draw_orders, pool_key
 
 
 def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:

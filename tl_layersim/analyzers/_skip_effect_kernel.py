@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import BlockCall, again
-from ..activations.sizes import norms
+from ..activations.norms import norms
 from ..activations.view import View, row_ends
 from ..jacobians.replay import reproduces
 from ..lens.statistics import head_input, read_positions

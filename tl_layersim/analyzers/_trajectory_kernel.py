@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations.sizes import norms, unit_vectors
+from ..activations.norms import norms, unit_vectors
 from ..activations.view import View
-from ._prompt_rows import sums_by_row
+from ._values_by_row import sums_by_row
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
 DECADES = (-6.0, 8.0)

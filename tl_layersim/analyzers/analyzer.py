@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..activations.pools import AnyKernel, PoolKernel
+from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
 from ..architectures.heads import classes_with_head
 from ..architectures.layouts import NO_HEAD
@@ -36,7 +36,7 @@ from ..lens.exit_heads import ExitHeads
 from ..lens.targets import check_batch_labels
 from ..sources.checks import need_equal_width, need_stream
 from ..sources.model import Model
-from ._draws import samples
+from ._minibatch_draws import samples
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 AUBRY = "(Aubry et al. 2025, {})."

@@ -22,7 +22,7 @@ from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model import Model
 from ._block_coupling_kernel import block_coupling_kernel
-from ._prompt_rows import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
+from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
 from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
 
 

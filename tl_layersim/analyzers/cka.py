@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.pools import AnyKernel
+from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, warn

@@ -19,7 +19,7 @@ from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import number_text
 from ..sources.model import Model
-from ._draws import samples
+from ._minibatch_draws import samples
 from ._ridge import samples_differ
 from .analyzer import Run, SampleAnalyzer, Weight, need_tokens, refuse_undefined
 

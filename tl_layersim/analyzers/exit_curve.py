@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.pools import samples_of
+from ..activations.row_pools import samples_of
 from ..activations.view import Kernel, View, with_labels
 from ..architectures.unembed import LayerHeads
 from ..core.arguments import PositiveFloat, Probability, typed
@@ -26,7 +26,7 @@ from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
 from ._lens_analyzer import LensAnalyzer
 from .analyzer import JIANG, Run, SiteNeed
-from .probe_kernels import held_out
+from .linear_probe_kernels import held_out
 
 MOST_THRESHOLDS = 10_000
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.pools import Draws
+from ..activations.row_pools import Draws
 from ..activations.view import Kernel
 from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat, typed
 from ..core.errors import LayersimError

@@ -23,7 +23,7 @@ from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model import Model
 from ._ridge import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
 from .analyzer import LabelledAnalyzer, Run, listed, need_whole_rows
-from .probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
+from .linear_probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]

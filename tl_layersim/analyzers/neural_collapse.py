@@ -21,7 +21,7 @@ from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
 from ..sources.checks import need_stream
 from ..sources.model import Model
-from ._draws import samples
+from ._minibatch_draws import samples
 from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.

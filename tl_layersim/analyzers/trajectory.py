@@ -19,8 +19,8 @@ from ..core.jackknife import QUANTILES, quantiles_from_histogram
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..sources.model import Model
-from ._prompt_rows import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
 from ._trajectory_kernel import DECADES, trajectory_kernel
+from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
 from .analyzer import AUBRY, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
 
 

@@ -1,11 +1,11 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
 from .blocks import layer_names as layer_names
+from .find_hook_points import find_points as find_points
+from .find_hook_points import stream_sums as stream_sums
 from .hugging_face import find_stacks as find_stacks
 from .points import HookPoint as HookPoint
 from .points import Part as Part
 from .points import StreamSum as StreamSum
-from .resolve import find_points as find_points
-from .resolve import stream_sums as stream_sums
 from .unembed import Head as Head
 from .unembed import Unembed as Unembed

@@ -27,7 +27,7 @@ def saved_file(file: str, *, table: list[str] | None = None, html: Path | None =
 
 @command("show", {"Output": (saved_file,)})
 def show_file(call: CommandCall) -> None:
-    """Print the headline numbers, fields and provenance of a saved report.
+    """Print numbers, fields and provenance of a saved report.
 
     Examples:
     tl-layersim show layersim-report/report.safetensors
@@ -156,7 +156,7 @@ def list_analyzers(call: CommandCall) -> None:
     tl-layersim analyzers cka
     """
     from ..analyzers import find_analyzers
-    from ..engine.arguments import choose_analyzers
+    from ..engine.chosen_analyzers import choose_analyzers
 
     if call.options["analyzer"] is None:
         installed = sorted(find_analyzers().items())

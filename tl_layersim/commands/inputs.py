@@ -165,7 +165,7 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
         LayersimError: there is no such analyzer or option.
     """
     from ..analyzers.text_options import with_options
-    from ..engine.arguments import choose_analyzers
+    from ..engine.chosen_analyzers import choose_analyzers
 
     chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])
     in_file = options_of(call).get("option", [])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..activations.pools import ROWS
+from ..activations.row_pools import ROWS
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, in_words
 from ..core.sums import analyzer_of, first_block_size, most_nodes
@@ -17,7 +17,7 @@ from ..core.wording import duration_in_words, with_article
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.inputs import ROW_AXES
-from ..engine.arguments import AnalyzersArgument, choose_analyzers
+from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from ..engine.plan import DEFAULT, AtArgument, plan_sites
 from ..engine.submitted_runs import TOKENS_PER_REQUEST
 from ..remote.open import open_source

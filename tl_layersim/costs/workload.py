@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..activations.pools import AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
+from ..activations.row_pools import AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
 from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..core.sums import Sums, analyzer_of

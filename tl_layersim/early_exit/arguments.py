@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.resolve import block_numbers
+from ..architectures.find_hook_points import block_numbers
 from ..architectures.unembed import Unembed
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, warn
@@ -18,10 +18,10 @@ from ..core.wording import brief
 from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
 from ..data.masks import RunsAtEnds, as_mask, mask_of, masked_warning
-from ..engine.arguments import with_tokenizer
+from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads
 from ..sources.model import Model
-from ..split import LocalSplitModel
+from ..split_model import LocalSplitModel
 from .full_model_check import positions_read
 from .full_sequence import Rows
 from .rules.built_in import MaxProbRule

@@ -11,18 +11,18 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.resolve import block_number
+from ..architectures.find_hook_points import block_number
 from ..core.arguments import Fraction, PositiveFloat, PositiveInt, typed
 from ..core.errors import LayersimError, warn
-from ..engine.arguments import with_tokenizer
+from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import need_classes
 from ..sources.inputs import refusing_failed_forward
 from ..sources.open import OpenedModel
-from ..split import no_cache
+from ..split_model import no_cache
 from .arguments import check_curve, check_layers, prompt_rows, sequence_rows, shortlist_ids
 from .checks import ExitLens, RuleCheck
-from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
+from .costs_and_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
 from .exit_results import ExitLogits, Generated
 from .full_model_check import check_decoding, check_full_sequence, is_causal, refusing_crashes
 from .full_sequence import FullSequence

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
-from ..split import LocalSplitModel, logits_of, no_cache
+from ..split_model import LocalSplitModel, logits_of, no_cache
 from .checks import ExitLens, FixedCheck
 from .decoding import Decoding
 from .full_sequence import FullSequence, Rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..split import LocalSplitModel, no_cache
+from ..split_model import LocalSplitModel, no_cache
 from .checks import ExitCheck
 from .segments import Segments
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.arguments import with_tokenizer
+from ..engine.chosen_analyzers import with_tokenizer
 from .arguments import prompt_rows
 from .checks import FixedCheck
 from .early_exit import EarlyExit

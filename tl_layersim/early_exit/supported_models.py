@@ -17,7 +17,7 @@ from ..remote.open import open_source
 from ..sources.checks import need_stream
 from ..sources.hooked import HookedSource
 from ..sources.open import OpenedModel, is_nnsight
-from ..split import LocalSplitModel, no_cache
+from ..split_model import LocalSplitModel, no_cache
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:

@@ -15,8 +15,8 @@ from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.resumable_file import plain
 from ..core.sums import Sums, SumTree, Tally
-from .arguments import AnalyzersArgument
-from .reports import make_report
+from .chosen_analyzers import AnalyzersArgument
+from .report_assembly import make_report
 from .shards import FIRST, MAIN, DataCounts, FilesArgument, ShardPart, paths_of, read_part
 from .submitted_runs import model_of, models_read, restored_analyzers
 

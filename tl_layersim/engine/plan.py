@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..activations.pools import AnyKernel, PoolKernel
-from ..activations.sizes import activation_sizes
+from ..activations.norms import activation_sizes
+from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import at_sites
 from ..analyzers.analyzer import Analyzer
+from ..architectures.find_hook_points import items_of
 from ..architectures.points import HookPoint
-from ..architectures.resolve import items_of
 from ..core.errors import LayersimError
 from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief

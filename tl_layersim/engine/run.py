@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from tqdm.auto import tqdm
 
-from ..activations.pools import ROWS, AnyKernel, run_batch
+from ..activations.row_pools import ROWS, AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, reduce, tokens_alone
 from ..analyzers.analyzer import Analyzer, code_digest
 from ..core.distributed import ALONE, Deal, add_over_ranks, rank_and_size
@@ -32,11 +32,11 @@ from ..sources.hooks import kernels_alone
 from ..sources.model import Model
 from ..sources.out_of_memory import refusing_full_memory
 from ..sources.source import CanReadSites, OnServer, PartialSums, Source, running, sites_of, sums_of_batches
-from .arguments import refuse_large_heads
+from .chosen_analyzers import refuse_large_heads
 from .cross_model_statistics import crossing, exchange
-from .memory import LongRunNotice, refuse_large_blocks, refuse_sums_over_limits, rows_in_data, warn_of_large_sums
+from .memory_and_time import LongRunNotice, refuse_large_blocks, refuse_sums_over_limits, rows_in_data, warn_of_large_sums
 from .plan import SitePlan
-from .reports import refuse_empty
+from .report_assembly import refuse_empty
 from .shards import FIRST, MAIN, DataCounts, tallies_snapshot
 
 # Leaves of a run whose number is not known, for the memory of its sums.

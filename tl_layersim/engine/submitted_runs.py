@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..activations.pools import AnyKernel
+from ..activations.row_pools import AnyKernel
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer, code_digest
 from ..architectures.unembed import Head
@@ -34,9 +34,9 @@ from ..sources.checks import refuse_not_finite
 from ..sources.model import Model
 from ..sources.open import OpenedModel
 from ..sources.source import PartialSums
-from .arguments import AnalyzersArgument, choose_analyzers
+from .chosen_analyzers import AnalyzersArgument, choose_analyzers
 from .plan import SiteChoice, SitePlan
-from .reports import make_report, refuse_empty
+from .report_assembly import make_report, refuse_empty
 from .run import DataPass, PassState, Step
 from .shards import FIRST
 

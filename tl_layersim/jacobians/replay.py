@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from ..activations.block_call import BlockCall
-from ..activations.sizes import norms
+from ..activations.norms import norms
 
 # Largest relative difference between a block's output and its replay, by dtype of the model. Models in float64 compute
 # norms, rotations and softmax in float32.

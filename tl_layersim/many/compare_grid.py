@@ -13,7 +13,7 @@ from typing import Any, Unpack, get_type_hints, overload
 import torch
 from torch import Tensor
 
-from ..activations.pools import AnyKernel, PoolKernel
+from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Exchange, Run, Weight, code_digest
 from ..core.arguments import typed
@@ -23,8 +23,8 @@ from ..core.sums import Sums
 from ..core.wording import counted
 from ..data.batches import Batches
 from ..data.data import Data
-from ..engine.analyze import SeveralAnalyzers, SharedKeywords, run_analysis
-from ..engine.arguments import (
+from ..engine.analyze_and_compare import SeveralAnalyzers, SharedKeywords, run_analysis
+from ..engine.chosen_analyzers import (
     choose_analyzers,
     is_several,
     refuse_idle_options,
@@ -33,7 +33,7 @@ from ..engine.arguments import (
     with_tokenizer,
 )
 from ..engine.plan import DEFAULT, AtArgument, chosen_rule, plan_sites
-from ..engine.reports import record_of_models
+from ..engine.report_assembly import record_of_models
 from ..engine.run import Analysis
 from ..engine.untrained import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
 from ..remote.open import open_source

@@ -30,8 +30,8 @@ from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
 from ..core.wording import brief, counted
 from ..data.data import OPTIONS, Data
-from ..engine.analyze import analyze
-from ..engine.arguments import AnalyzersArgument, choose_analyzers
+from ..engine.analyze_and_compare import analyze
+from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from ..engine.plan import DEFAULT, AtArgument
 from ..engine.untrained import BaselineArgument
 from ..sources.open import is_nnsight

@@ -17,9 +17,9 @@ from ..core.sums import Tally
 from ..core.wording import brief
 from ..data.batches import Batch, Batches, fingerprint, new_digest
 from ..data.data import Data
-from ..engine.arguments import with_tokenizer
+from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import refuse_selection
-from ..engine.reports import record
+from ..engine.report_assembly import record
 from ..sources.checks import check_lens, need_stream, refuse_not_finite
 from ..sources.model import Model
 from ..sources.source import CanReadSites, Source, running

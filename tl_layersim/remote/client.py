@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..core.errors import LOG, LayersimError, without_login
 from .failures import ConnectionStalled, FailureMap, JobTooLong, TransientFailure, last_line
-from .server import ServerStatus, host_of, keep_logins_out_of_logs, parse_status, redacted
+from .server_status import ServerStatus, host_of, keep_logins_out_of_logs, parse_status, redacted
 
 # Seconds between two looks for Ctrl-C on systems whose locks do not notice it.
 SECONDS_PER_LOOK = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.errors import LayersimError
-from .server import ServerStatus, redacted
+from .server_status import ServerStatus, redacted
 
 # Words in a server's message that name a failure of the server. In a traceback only NO_SANDBOX does; others are the request's.
 TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")

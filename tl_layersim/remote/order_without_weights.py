@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import encoder_and_decoder
+from ..architectures.find_hook_points import site_map
 from ..architectures.points import HookPoint
-from ..architectures.resolve import site_map
 from ..core.errors import LayersimError
 from ..sources.hooked import firing_order
 from ..sources.inputs import device_of

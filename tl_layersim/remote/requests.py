@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..activations.pools import AnyKernel
+from ..activations.row_pools import AnyKernel
 from ..core.errors import LayersimError
 from ..core.sums import Sums, next_size, rows_in_block
 from ..data.batches import Batch

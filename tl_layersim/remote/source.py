@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..activations.pools import AnyKernel
+from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.points import HookPoint

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import first_tensor
-from ..activations.pools import AnyKernel, mixed, plan_batch
+from ..activations.row_pools import AnyKernel, mixed, plan_batch
 from ..activations.site_buffer import SiteBuffer
 from ..activations.view import View, reduce
 from ..architectures.unembed import Unembed

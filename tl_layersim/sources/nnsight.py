@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import first_tensor, record_call
-from ..activations.pools import AnyKernel, PoolKernel, by_leaf, drawn
+from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.site_buffer import SiteBuffer
 from ..activations.view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..architectures.find_hook_points import site_map
 from ..architectures.hugging_face import find_stacks
 from ..architectures.points import Site
-from ..architectures.resolve import site_map
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed
 from ..core.errors import LayersimError, shown

@@ -23,11 +23,11 @@ from ..core.sums import Tally
 from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..engine.arguments import shared_tokens, with_tokenizer
-from ..engine.reports import record
+from ..engine.chosen_analyzers import shared_tokens, with_tokenizer
+from ..engine.report_assembly import record
 from ..lens.targets import answers, usual_labels
 from ..sources.inputs import position_counter
-from ..split import SplitModel
+from ..split_model import SplitModel
 from .activation_store import ActivationStore, StitchData
 from .adapter import Adapter
 from .fitting import BackLoss, Progress, Trained, descend, least_squares, start_of

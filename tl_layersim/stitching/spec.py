@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..architectures.blocks import entering
-from ..architectures.resolve import block_number
+from ..architectures.find_hook_points import block_number
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief, counted
 from ..sources.model import Model
 from ..sources.source import refuse_inference_weights
-from ..split import SplitModel
+from ..split_model import SplitModel
 from .adapter import Adapter
 from .adapters import ADAPTER_KINDS
 from .adapters.kind import AdapterKind

@@ -23,7 +23,7 @@ from ..data.inputs import TOKEN_IDS
 from ..sources.hooked import HookedSource
 from ..sources.identity import hooks_on
 from ..sources.model import Model
-from ..split import LocalSplitModel, no_cache
+from ..split_model import LocalSplitModel, no_cache
 from .adapter import Adapter
 
 # Arguments of generation, which depend on the cache of the model that is called.

@@ -17,7 +17,7 @@ from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable
 from ..core.wording import brief
 from ..data.data import Data
-from ..engine.arguments import with_tokenizer
+from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.targets import usual_labels
 from ..sources.open import OpenedModel
 from .export import check_savable, save_model, without_additions

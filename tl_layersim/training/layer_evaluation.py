@@ -29,7 +29,7 @@ from ..core.wording import amount
 from ..data.data import Data
 from ..early_exit.early_exit import EarlyExit
 from ..early_exit.layer_generation import generate_from_layers
-from ..engine.analyze import analyze
+from ..engine.analyze_and_compare import analyze
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.targets import gives_classes, usual_labels
 from ..remote.open import open_source

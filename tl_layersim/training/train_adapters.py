@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..architectures.resolve import block_numbers
+from ..architectures.find_hook_points import block_numbers
 from ..core.arguments import PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
 from ..data.data import Data
-from ..engine.arguments import with_tokenizer
+from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.targets import usual_labels
 from ..remote.adapter_training import RemoteDescent, open_traced
 from ..sources.checks import check_lens, need_stream

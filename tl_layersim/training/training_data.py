@@ -19,7 +19,7 @@ from ..data.data import Data
 from ..data.inputs import EMBEDDINGS
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.rows import Row
-from ..engine.reports import record
+from ..engine.report_assembly import record
 from ..lens.targets import answers, check_batch_labels
 from ..sources.inputs import forward_arguments
 from ..sources.model import Model

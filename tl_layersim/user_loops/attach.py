@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.pools import ROWS, SAMPLES_OF_ROW, PoolKernel
+from ..activations.row_pools import ROWS, SAMPLES_OF_ROW, PoolKernel
 from ..activations.view import View, reduce
 from ..analyzers.analyzer import Analyzer
 from ..architectures.blocks import in_both_stacks
@@ -20,8 +20,8 @@ from ..core.errors import LOG, LayersimError, warn
 from ..core.sums import DataBlock, Sums, SumTree
 from ..core.wording import brief, first_line
 from ..data.positions import Positions
-from ..engine.arguments import AnalyzersArgument, choose_analyzers
-from ..engine.memory import refuse_large_blocks
+from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
+from ..engine.memory_and_time import refuse_large_blocks
 from ..engine.plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
 from ..engine.run import sums_of, sums_so_far
 from ..remote.open import open_source

@@ -17,7 +17,7 @@ from ..data.batches import new_digest
 from ..data.masks import as_mask
 from ..data.positions import Positions
 from ..engine.plan import SitePlan
-from ..engine.reports import make_report
+from ..engine.report_assembly import make_report
 from ..sources.hooks import kernels_alone
 from ..sources.model import Model
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.pools import PoolKernel
+from ..activations.row_pools import PoolKernel
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Run
 from ..analyzers.cka import CKA
@@ -28,8 +28,8 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..data.inputs import PIXELS, is_floats, is_image
 from ..data.labels import LABELS
-from ..engine.analyze import run_analysis
-from ..engine.arguments import with_tokenizer
+from ..engine.analyze_and_compare import run_analysis
+from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
 from ..engine.run import Analysis
 from ..sources.open import OpenedModel

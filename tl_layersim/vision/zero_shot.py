@@ -22,8 +22,8 @@ from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..data.inputs import is_text
-from ..engine.analyze import analyze
-from ..engine.arguments import with_tokenizer
+from ..engine.analyze_and_compare import analyze
+from ..engine.chosen_analyzers import with_tokenizer
 from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model import processor_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...activations.sizes import scaled
+from ...activations.norms import scaled
 from ...core.errors import LayersimError
 from ..losses import chunks, layer_weights, logits_at, rows_at_once, summed_loss
 from ..residual_stream import ResidualStream, TrainingBatch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations.pools import mixed
+from ..activations.row_pools import mixed
 from ..activations.view import View, targets
 from ..data.labels import NO_LABEL
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..activations.sizes import FIRST_PLACES
+from ..activations.norms import FIRST_PLACES
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.fields import JOINT, OF_MODELS, Provenance

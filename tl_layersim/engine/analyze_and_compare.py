@@ -19,7 +19,7 @@ from ..remote.open import open_source
 from ..sources.inputs import position_counter
 from ..sources.open import OpenedModel, records_of
 from ..sources.source import HasModule
-from .arguments import (
+from .chosen_analyzers import (
     AnalyzersArgument,
     choose_analyzers,
     is_several,
@@ -29,7 +29,7 @@ from .arguments import (
     with_tokenizer,
 )
 from .plan import DEFAULT, AtArgument, chosen_rule, plan_sites
-from .reports import make_report
+from .report_assembly import make_report
 from .run import Analysis, DataPart, run
 from .shard_run import run_shard
 from .shards import FilesArgument, chosen_shard, open_checkpoint

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Run
 from ..analyzers.linear_probe import LinearProbe, LinearProbeResult, ProbeAnalyzer, ProbeWeights, warn_of_constant
-from ..analyzers.probe_kernels import control_classes, control_part
+from ..analyzers.linear_probe_kernels import control_classes, control_part
 from ..core.arguments import PositiveFloat, PositiveInt, typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, shown, warn
@@ -30,8 +30,8 @@ from ..remote.open import open_source
 from ..sources.inputs import position_counter
 from ..sources.open import OpenedModel
 from ..sources.source import CanReadSites
-from .analyze import analyze
-from .arguments import with_tokenizer
+from .analyze_and_compare import analyze
+from .chosen_analyzers import with_tokenizer
 from .plan import DEFAULT, AtArgument
 
 

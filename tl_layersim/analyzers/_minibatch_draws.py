@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations.pools import SAMPLES_OF_ROW, Samples, mixed
+from ..activations.row_pools import SAMPLES_OF_ROW, Samples, mixed
 from ..activations.view import View, row_ends
 from ..lens.statistics import read_vectors
 
