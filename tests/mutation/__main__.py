@@ -44,12 +44,12 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
     ),
     (
-        ("trajectory.py", "_trajectory_kernel.py", "_prompt_rows.py"),
+        ("trajectory.py", "_trajectory_kernel.py", "_values_by_row.py"),
         ("test_trajectory*.py", "test_curvature.py", "test_per_prompt.py", "test_bounds_of_measures.py", *EVERY),
     ),
     # test_coverage.py draws thousands of data sets, which no mutant has time for.
     (
-        ("core/jackknife.py", "core/sums.py", "core/intervals.py", "replicates.py"),
+        ("core/jackknife.py", "core/sums.py", "core/intervals.py", "report_assembly.py"),
         ("test_jackknife.py", "test_blocks.py", "test_headline_intervals.py", "analysis/test_intervals.py"),
     ),
     (
@@ -57,32 +57,30 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("test_differences.py", "test_relative_depth.py"),
     ),
     (
-        ("sweep_folder.py", "sweep_api.py", "labelled_tables.py"),
+        ("many/sweep.py", "labelled_tables.py"),
         ("analysis/test_sweep.py", "test_labelled_tables.py"),
     ),
     (("exponential_fits.py",), ("test_exponential_fits.py",)),
-    (("score_relation.py",), ("test_score_relation.py",)),
+    (("relations.py",), ("test_score_relation.py",)),
     # What is measured between two sites has tests of its own; those of all analyzers take minutes to record.
     (("_permutation_null.py",), ("test_permutation_null.py", "test_cka_null.py", "test_bounds_of_measures.py")),
-    (("_minibatch_pairs.py",), ("test_cka_null.py", "test_cka_apart.py", "test_rsa.py", "test_mutual_knn.py")),
-    (("rsa.py", "_dissimilarities.py"), ("test_rsa.py", "test_bounds_of_measures.py")),
+    (("_pair_kernels.py",), ("test_cka_null.py", "test_cka_apart.py", "test_rsa.py", "test_mutual_knn.py")),
+    (("rsa.py",), ("test_rsa.py", "test_bounds_of_measures.py")),
     (("mutual_knn.py",), ("test_mutual_knn.py", "test_bounds_of_measures.py")),
     (("procrustes.py",), ("test_procrustes.py", "test_cross_products.py", "test_bounds_of_measures.py")),
     (("cca.py",), ("test_cca.py", "test_cross_products.py", "test_bounds_of_measures.py")),
     (("linear_predictivity.py",), ("test_linear_predictivity.py", "test_cross_products.py")),
     (
-        ("_cross_products.py", "_covariances.py"),
+        ("_cross_products.py", "_cross_product_analyzer.py"),
         ("test_cross_products.py", "test_procrustes.py", "test_cca.py", "test_linear_predictivity.py"),
     ),
     (
         (
-            "lens.py",
             "_lens_analyzer.py",
-            "chunked_logit_lens.py",
+            "lens/statistics.py",
             "logit_lens.py",
             "saturation.py",
             "exit_curve.py",
-            "cross_entropy.py",
         ),
         (
             *("test_lens*.py", "test_logit*.py", "test_chunked_logit_lens.py", "test_findings.py", "test_token_figures.py"),
@@ -96,7 +94,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             *("test_bounds_of_measures.py", *EVERY),
         ),
     ),
-    (("adapter.py", "closed_form.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
+    (("adapter.py", "stitching/fitting.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
     (
         ("losses.py", "objectives/*.py"),
         (
