@@ -127,9 +127,9 @@ def test_nothing_seen_and_not_a_number():
         probe.results()
 
 
-def test_nnsight_models_are_analyzed_not_attached_to():
+def test_the_probe_of_an_nnsight_model_reads_traces_and_is_no_context():
     with (
-        pytest.raises(lsim.LayersimError, match="`model`"),
+        pytest.raises(lsim.LayersimError, match=r"probe\.read"),
         lsim.attach(nnsight(tiny_llama()), analyzers()),
     ):
         pass

@@ -103,7 +103,7 @@ def test_two_stages_equal_two_passes(tmp_path):
     options = {"batch_size": 2, "intervals": True}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
-    with pytest.raises(lsim.LayersimError, match=r"first/0\.safetensors.*`first`"):
+    with pytest.raises(lsim.LayersimError, match=r"first/0\.safetensors"):
         lsim.merge(first)
     # The stages may have different numbers of shards.
     parts = measured(tmp_path / "parts", 4, model, data, analyzers, first=first, **options)

@@ -263,3 +263,20 @@ def test_each_kind_of_probe_refuses_the_use_of_the_other():
         probe.mask = torch.ones(2, 2)
     with pytest.raises(lsim.LayersimError, match=r"probe\.read\(\)"):
         lsim.attach(model._module, QUICK).read()
+
+
+def test_the_gradients_of_a_trace_are_those_without_a_probe():
+    def gradient(read):
+        model = traced(tiny_llama())
+        probe = lsim.attach(model, QUICK)
+        with model.trace() as tracer:
+            with tracer.invoke(TOKENS[:2, :10]):
+                hidden = model.model.layers[0].output.save()
+                loss = model.output.logits.float().square().mean().save()
+            with tracer.invoke():
+                if read:
+                    probe.read()
+        assert torch.is_grad_enabled()
+        return torch.autograd.grad(loss, hidden)[0]
+
+    assert torch.equal(gradient(True), gradient(False))

@@ -81,7 +81,7 @@ def drawn():
     patch.setitem(sys.modules, "gallery", page)
     last = {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=EXPLAINED, category=lsim.LayersimWarning)
+        warnings.filterwarnings("ignore", message=f"(?s).*({EXPLAINED})", category=lsim.LayersimWarning)
         for number, code in enumerate(executed_pages().cells(GALLERY)):
             last[code] = run(code, f"gallery.md[{number}]", vars(page))
     patch.undo()

@@ -51,5 +51,5 @@ def test_sharded_activations_are_refused_and_copies_are_not():
     plain = torch.ones(2, 3, 4)
     assert whole_tensor(plain, "a") is plain
     assert whole_tensor(Placed(plain, True), "a") is plain
-    with pytest.raises(lsim.LayersimError, match="at a, 2 x 3 x 4, are split"):
+    with pytest.raises(lsim.LayersimError, match=r"at a.* 2 x 3 x 4"):
         whole_tensor(Placed(plain, False), "a")

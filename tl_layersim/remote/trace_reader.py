@@ -70,48 +70,48 @@ class PassReader:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
             counts, its sums.
         """
-        with torch.no_grad():
-            args, kwargs = self.model.inputs
-            if on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
-                self._refuse_sandbox()
-            tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
-            self._refuse(tokens, continued)
-            counted = attended
-            if self.rule.rule != "all":
-                rows = zip(tokens, attended, strict=True)
-                counted = torch.stack([self.rule.select(row, own) for row, own in rows])
-            keep, width = counted.reshape(-1).nonzero()[:, 0], tokens.shape[1]
-            ends = tokens[:, [0, -1]]
-            padding = torch.isin(ends, torch.tensor(self.pads, dtype=ends.dtype)) & attended[:, [0, -1]]
-            known: dict[str, Any] = {
-                "rows": 0 if continued else int(counted.any(1).sum()),
-                "tokens": len(keep),
-                "padded": int(padding.any(1).sum()) if width > 1 else 0,
-                "hash": mixed(tokens[counted] * 8191 + torch.arange(len(keep))).sum(),
-            }
-            if not len(keep):
-                return known
-            buffer = SiteBuffer(self.names, keep, (len(tokens), width), self.rule.pooled)
-            following = torch.full_like(tokens, NO_LABEL) if self.rule.pooled else next_tokens(tokens, attended)
-            row = buffer.samples // width + self.first
-            ids, labels = (values.reshape(-1)[buffer.samples] for values in (tokens, following))
-            lens, last = self.unembed, None
-            for step in self.steps:
-                read_step(step, buffer, {}, None)
-                last = step.envoy.output if step.is_block and not step.incoming else last
-            if on_server and lens is not None:
-                lens = None if last is None else remote_lens(lens, first_tensor(last))
-            device = buffer.activations.device
-            here: dict[str, Any] = {"tokens": ids.to(device), "next_token": labels.to(device), "row": row.to(device)}
-            view = View(**buffer.fields(), **here, unembed=lens)
-            number = buffer.samples // width
-            few = counted[:FIRST_ROWS]
-            density = float(few.sum()) / len(few)
-            drawn = View(torch.empty(0, len(number), 0), ids, number, number, row=row)
-            plan = plan_batch(drawn, (0, len(tokens)), LEAF, density, self.kernels)
-            stack: list[Any] = []
-            add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
-            return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
+        # Without torch.no_grad: it would hold for the model, which goes on while a module's output is awaited.
+        args, kwargs = self.model.inputs
+        if on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
+            self._refuse_sandbox()
+        tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
+        self._refuse(tokens, continued)
+        counted = attended
+        if self.rule.rule != "all":
+            rows = zip(tokens, attended, strict=True)
+            counted = torch.stack([self.rule.select(row, own) for row, own in rows])
+        keep, width = counted.reshape(-1).nonzero()[:, 0], tokens.shape[1]
+        ends = tokens[:, [0, -1]]
+        padding = torch.isin(ends, torch.tensor(self.pads, dtype=ends.dtype)) & attended[:, [0, -1]]
+        known: dict[str, Any] = {
+            "rows": 0 if continued else int(counted.any(1).sum()),
+            "tokens": len(keep),
+            "padded": int(padding.any(1).sum()) if width > 1 else 0,
+            "hash": mixed(tokens[counted] * 8191 + torch.arange(len(keep))).sum(),
+        }
+        if not len(keep):
+            return known
+        buffer = SiteBuffer(self.names, keep, (len(tokens), width), self.rule.pooled)
+        following = torch.full_like(tokens, NO_LABEL) if self.rule.pooled else next_tokens(tokens, attended)
+        row = buffer.samples // width + self.first
+        ids, labels = (values.reshape(-1)[buffer.samples] for values in (tokens, following))
+        lens, last = self.unembed, None
+        for step in self.steps:
+            read_step(step, buffer, {}, None)
+            last = step.envoy.output if step.is_block and not step.incoming else last
+        if on_server and lens is not None:
+            lens = None if last is None else remote_lens(lens, first_tensor(last))
+        device = buffer.activations.device
+        here: dict[str, Any] = {"tokens": ids.to(device), "next_token": labels.to(device), "row": row.to(device)}
+        view = View(**buffer.fields(), **here, unembed=lens)
+        number = buffer.samples // width
+        few = counted[:FIRST_ROWS]
+        density = float(few.sum()) / len(few)
+        drawn = View(torch.empty(0, len(number), 0), ids, number, number, row=row)
+        plan = plan_batch(drawn, (0, len(tokens)), LEAF, density, self.kernels)
+        stack: list[Any] = []
+        add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
+        return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
 
     def _refuse_sandbox(self) -> None:
         """Refuse to read a cache where interventions run in another process than the model: it would go on with a copy."""
