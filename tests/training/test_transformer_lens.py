@@ -56,5 +56,5 @@ class TestTransformerLens:
         model = HookedTransformer(config)
         result = lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 7), batch_size=4), replace(SHORT, steps=30))
         assert float(result.loss[-1]) < float(result.loss[0])
-        with pytest.raises(lsim.LayersimError, match=r"`save_to`.*HookedTransformer"):
+        with pytest.raises(lsim.LayersimError, match=r"HookedTransformer.*`save_to`"):
             lsim.finetune_aligned(model, random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "m"))
