@@ -10,6 +10,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
@@ -17,6 +18,7 @@ from tl_layersim.engine import run as engine
 from tl_layersim.engine import shards
 from tl_layersim.sources.hooked import HookedSource
 
+from ..head_models import CASES
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -286,3 +288,13 @@ def test_analyzers_that_hold_tensors_are_given_again(tmp_path):
     with pytest.raises(lsim.LayersimError, match="`analyzers`"):
         lsim.merge(parts, analyzers=[lsim.NeuralCollapse(classes=5)])
     assert_same(lsim.merge(parts, analyzers=[probe]), lsim.analyze(model, lsim.Data(data, batch_size=2), [probe]), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "deit with teacher", "vit"])
+def test_shards_of_a_classifier_equal_one_process(kind, tmp_path):
+    case = CASES[kind]
+    model, data = lsim.open_model(case.build(), **case.options), lsim.Data(case.data(), batch_size=2)
+    for number in range(2):
+        lsim.analyze(model, data, lsim.Saturation(), shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
+    merged, alone = lsim.merge(tmp_path)["saturation"], lsim.analyze(model, data, lsim.Saturation())["saturation"]
+    assert torch.equal(merged.counts, alone.counts)

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from ..activations.row_pools import AnyKernel
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer, code_digest
-from ..architectures.unembed import Head
+from ..architectures.unembed import Head, Pool
 from ..core.arguments import typed
 from ..core.errors import LayersimError, shown, without_secrets
 from ..core.results import Report
@@ -130,10 +130,12 @@ def model_of(notes: Mapping[str, Any]) -> Model:
     plain = dict(notes)
     head = plain.pop("head")
     if head is not None:
-        head = {**head, "parts": tuple(head["parts"])}
+        pool = head["pool"]
+        head = {**head, "parts": tuple(tuple(part) if isinstance(part, list) else part for part in head["parts"])}
+        head["pool"] = None if pool is None else Pool(**{**pool, "single": tuple(pool["single"])})
         refuse_other_types(Head, head)
         head = Head(**head)
-    # Tuples are lists in JSON; a file of 0.1 has the first of these alone.
+    # Tuples are lists in JSON.
     plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "starts", "ends", "widths") if name in plain}
     plain["weights"] = plain.pop("weights_hash")
     refuse_other_types(Model, plain)
