@@ -73,7 +73,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
     targets[:, :-1] = torch.where((mask[:, :-1] * mask[:, 1:]).bool(), data["input_ids"][:, 1:], -100)
     index = (targets.flatten() >= 0).nonzero()[:, 0]
     item = {"index": index, "targets": targets.flatten()[index]}
-    shares, blocks, unembed = linear().tolist(), source.blocks, source._unembed
+    shares, blocks, unembed = linear().tolist(), source.blocks, source.lens
     with source.envoy.trace(data["input_ids"], attention_mask=mask, use_cache=False):
         with torch.enable_grad():
             sums, slopes = far_training.loss_and_gradient(blocks, unembed, False, at, item, down, up, shares)
