@@ -77,6 +77,9 @@ def on_files(files: Any, config: Any) -> Any:
         if text.startswith("---\nexecuted: true\n"):
             server = '\nserver: "ndif"\n' in text.partition("\n---\n")[0] + "\n"
             _executed[file.src_uri] = KERNELS.submit(executed_cells, file.src_uri, cells(text), server)
+    # Pages are rendered after all cells have run: Python 3.11 cannot build syntax trees in two threads at once.
+    for execution in _executed.values():
+        execution.result()
     return files
 
 
