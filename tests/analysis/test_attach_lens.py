@@ -85,3 +85,13 @@ def test_the_lens_while_the_model_generates():
     found = probe.results()
     assert found["saturation"].counts.sum() == 2 * (6 + 4)
     assert (found["logit_lens"].positions, found["logit_lens"].targets) == (20, 10)
+
+
+def test_a_lens_beside_other_sites_is_that_of_analyze():
+    model, tokens = tiny_llama(), random_tokens(4, 12)
+    with torch.no_grad(), lsim.attach(model, [lsim.LogitLens(), lsim.Contribution()]) as probe:
+        model(tokens)
+    expected = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.Contribution()])
+    found = probe.results()
+    assert torch.equal(found["logit_lens"].cross_entropy, expected["logit_lens"].cross_entropy)
+    assert torch.equal(found["contribution"].relative_norm, expected["contribution"].relative_norm)

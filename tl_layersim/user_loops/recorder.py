@@ -371,7 +371,7 @@ class Recorder:
         if frame is None or frame.parent is None:
             return
         if frame.inner:
-            frame.parent.last = frame.last
+            frame.parent.last = frame.parent.last if frame.last is None else frame.last
             frame.parent.complete |= frame.complete
             if self.inside:
                 frame.parent.read_here |= frame.read_here
