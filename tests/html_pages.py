@@ -16,11 +16,13 @@ import pytest
 needs_chromium = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="no chromium on this machine: apt-get install chromium"
 )
-# A window so tall that every figure is in view, since the page draws those in view.
+# A page draws its figures as they come into view, which in a browser without a window happens at an uncertain time, and all at
+# once before it is printed.
+PRINT = '<script>window.dispatchEvent(new Event("beforeprint"))</script></body>'
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--enable-logging=stderr",
-    "--window-size=1280,30000", "--virtual-time-budget=20000", "--dump-dom",
+    "--window-size=1280,1000", "--virtual-time-budget=20000", "--dump-dom",
 )  # fmt: skip
 
 
@@ -39,8 +41,10 @@ def _array(value: dict[str, Any]) -> Any:
 
 
 def drawn(path: Path, profile: Path) -> str:
-    """The document after a browser has run its scripts; messages of the browser's console fail the test."""
-    command = ["chromium", *FLAGS, f"--user-data-dir={profile}", path.as_uri()]
+    """The document after a browser has drawn its figures for printing; messages of the browser's console fail the test."""
+    page = path.with_suffix(".printed.html")
+    page.write_text(PRINT.join(path.read_text().rsplit("</body>", 1)))
+    command = ["chromium", *FLAGS, f"--user-data-dir={profile}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr, re.findall(r".*CONSOLE.*", done.stderr)
     return done.stdout
