@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,21 +22,23 @@ from .data.labels import NO_LABEL
 from .lens.statistics import cross_entropy, cross_entropy_slopes
 from .sources.checks import need_stream
 from .sources.hooked import HookedSource
-from .sources.hooks import ForwardRun, eval_mode, on_enter, on_leave, on_tensor, temporary_hooks
+from .sources.hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
 from .sources.model import Model
 from .sources.source import PointSource
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
-# From the residual at a layer to tensors by name. It travels to servers as source.
+# Function from the residual at a layer to tensors by name. It is shipped to servers as source.
 Reading = Callable[[Tensor], dict[str, Tensor]]
-# From the residual that the model computes at a layer to the residual that replaces it.
+# Function from the residual that the model computes at a layer to the residual that replaces it.
 Replacement = Callable[[Tensor], Tensor]
 
 
 def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Sums over the positions that have a target: "loss", the cross-entropy; "correct", the correct top-1 predictions; "count".
 
-    Arguments as those of `predictions`.
+    Args:
+        logits: see `predictions`.
+        targets: see `predictions`.
     """
     predicted, ids = predictions(logits, targets)
     correct = (predicted.argmax(-1) == ids).sum()
@@ -44,9 +46,12 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """The mean cross-entropy over the targets, "loss", and its "gradient" with respect to `x`, which gave the logits.
+    """The mean cross-entropy over the targets, "loss", and its "gradient" with respect to the residual `x`.
 
-    Arguments as those of `predictions`.
+    Args:
+        logits: logits that were computed from `x`; see `predictions`.
+        targets: see `predictions`.
+        x: the residual.
     """
     predicted, ids = predictions(logits, targets)
     predicted = predicted if predicted.dtype == torch.float64 else predicted.float()
@@ -100,14 +105,14 @@ def logits_of(output: Any) -> Tensor:
 
 
 class SplitModel(ABC):
-    """A model that is split at a layer: its lower part gives the residual there, or its upper part runs from a residual on.
+    """A model that is split at a layer: the lower part computes the residual there, and the upper part starts from a residual.
 
     Layers are numbered as residual layers: 0 is the input of block 0, i is the output of the i-th block.
 
     Attributes:
-        model: what is known of the model.
+        model: the description of the model.
         module: the torch module; for a model on a server its modules without weights.
-        source: runs the model.
+        source: the source that runs the model.
     """
 
     model: Model
@@ -121,11 +126,11 @@ class SplitModel(ABC):
 
     @property
     def local(self) -> LocalSplitModel | None:
-        """This model where its modules are in this process; None for one on a server."""
+        """This model if its modules are in this process; None for a model on a server."""
         return None
 
     def settle(self, batch: Batch) -> None:
-        """Run a forward pass, where the layout is not known, and refuse modules that do not pass on the residual stream."""
+        """Run a forward pass if the layout is not known; raise an error if the modules do not pass on the residual stream."""
         if self.model.stream == "unknown":
             self.source.settle(batch)
             need_stream(self.source.model, "Stitching")
@@ -137,14 +142,14 @@ class SplitModel(ABC):
 
     @abstractmethod
     def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
-        """Run the lower part, and return what `read`, called where the model is, makes of its residual."""
+        """Run the lower part, and return the output of `read` for its residual; `read` runs in the process of the model."""
 
     @abstractmethod
     def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
-        """Run the upper part on the residual `x`, or the whole model without one, and compare its logits to the targets.
+        """Run the upper part on the residual `x`, or the whole model if `x` is None, and compare its logits with the targets.
 
         Returns:
-            `score_of` these logits; with `gradient`, `loss_and_gradient_of` them and `x`.
+            The output of `score_of`; with `gradient`, of `loss_and_gradient_of`.
         """
 
     def hidden(self, batch: Batch, layer: int) -> Tensor:
@@ -161,12 +166,12 @@ class SplitModel(ABC):
         return float(found["loss"]), found["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Sums by `moments_of` over attended tokens of the front's residual and this model's own, computed where this model is.
+        """Sums over attended tokens of the front's residual and this model's residual, computed in the process of this model.
 
         Args:
             batch: the tokens.
             layer: the layer of this model.
-            moments_of: from residuals `token d_front` and `token d_back` to sums. It travels to servers as source.
+            moments_of: function from residuals `token d_front` and `token d_back` to sums. It is shipped to servers as source.
             h: the front's residual, `batch pos d_front`.
         """
         read = partial(_moments_with, moments_of=moments_of, h=h, attention=batch.attention)
@@ -183,10 +188,10 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Check that the upper part gives the model's loss for the model's own residual, and another loss for another residual.
+        """Raise an error if the model's own residual gives another loss than the whole model, or another residual the same.
 
         Raises:
-            LayersimError: it does not.
+            LayersimError: the model cannot be split at this layer, or its loss is NaN.
         """
         own, x = self.score(batch, targets), self.hidden(batch, layer)
         again = self.score(batch, targets, layer, x)
@@ -224,11 +229,6 @@ def attended(batch: Batch, x: Tensor) -> Tensor:
     return x[batch.attention.to(x.device)]
 
 
-def no_cache(module: nn.Module) -> dict[str, bool]:
-    """The argument of a model's forward that turns its own cache off, if its configuration has one."""
-    return {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
-
-
 def read_residuals(
     blocks: Sequence[nn.Module],
     layers: Collection[int],
@@ -236,12 +236,12 @@ def read_residuals(
     whole: bool = False,
     above: nn.Module | None = None,
 ) -> dict[int, Tensor]:
-    """The residuals at some layers in one forward pass, which ends at the highest; those of layers not reached are missing.
+    """The residuals at some layers in one forward pass, which ends at the highest; layers that are not reached are missing.
 
     Args:
-        blocks: of the model.
-        layers: numbers of residual layers.
-        call: starts the forward pass.
+        blocks: the blocks of the model.
+        layers: indices of residual layers.
+        call: function that starts the forward pass.
         whole: whether the forward pass runs to its end.
         above: a module after the blocks, at whose input the forward pass ends in place of the layer itself.
     """
@@ -270,8 +270,8 @@ class LocalSplitModel(SplitModel):
     """A split model whose modules are in this process.
 
     Args:
-        source: runs the model.
-        model: what is known of the model.
+        source: the source that runs the model.
+        model: the description of the model.
     """
 
     source: HookedSource
@@ -304,18 +304,9 @@ class LocalSplitModel(SplitModel):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        learning = [p for p in self.module.parameters() if p.requires_grad and not p.is_inference()]
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.autocast(device_type=self.device.type, enabled=False))
-            stack.enter_context(eval_mode(self.module))
-            try:
-                for parameter in learning:
-                    parameter.requires_grad_(False)
-                yield
-            finally:
-                for parameter in learning:
-                    parameter.requires_grad_(True)
+        autocast = torch.autocast(device_type=self.device.type, enabled=False)
+        with frozen_weights(self.module), autocast, eval_mode(self.module):
+            yield
 
     def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -337,8 +328,8 @@ class LocalSplitModel(SplitModel):
         """The residual at a layer in a forward pass, which ends at this layer.
 
         Args:
-            layer: number of the residual layer.
-            call: starts the forward pass.
+            layer: index of the residual layer.
+            call: function that starts the forward pass.
 
         Raises:
             LayersimError: the forward pass did not reach the layer.
@@ -359,8 +350,9 @@ class LocalSplitModel(SplitModel):
         below the layer do not run. Hooks on the model see the new residual as the model's own.
 
         Args:
-            layer: number of the residual layer.
-            give: gives the residual; called with the tensor that it replaces, whose dtype and device the residual is given.
+            layer: index of the residual layer.
+            give: function that returns the residual. Its argument is the tensor that the residual replaces, and whose dtype and
+                device it gets.
         """
         tuples = self.tuples()
         below = self.blocks[:layer]
@@ -402,7 +394,7 @@ class LocalSplitModel(SplitModel):
         """The length of each block's output tuple, 0 if a block returns the residual alone; measured once.
 
         Args:
-            call: starts a forward pass; None for one of one row.
+            call: function that starts a forward pass; None for a forward pass of one row.
         """
         if self._tuples is None:
             lengths: dict[int, int] = {}

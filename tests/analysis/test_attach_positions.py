@@ -134,7 +134,7 @@ def test_a_function_needs_token_ids():
     model = tiny_llama()
     with torch.no_grad(), attached(model, lambda tokens: tokens > 0) as probe:
         model.model(inputs_embeds=torch.randn(2, 5, 32))
-    with pytest.raises(lsim.LayersimError, match="function of token ids, but the rows have none"):
+    with pytest.raises(lsim.LayersimError, match="`positions` is a function"):
         probe.results()
     with torch.no_grad(), attached(model, slice(1, 3)) as probe:
         model.model(inputs_embeds=torch.randn(2, 5, 32))

@@ -163,7 +163,7 @@ def test_padding_of_a_decoder_that_no_mask_tells_of_is_refused_and_its_start_tok
 
 
 def test_blocks_of_both_stacks_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`layers` must all lie in the encoder(.|\n)*decoder.block"):
+    with pytest.raises(lsim.LayersimError, match=r"`layers` .*decoder.block"):
         lsim.attach(lsim.open_model(t5(), layers=[*paths("encoder.block"), *paths("decoder.block")]), COSINE)
 
 

@@ -296,7 +296,7 @@ def test_layers_of_one_stack_are_named_and_read_as_that_stack(make):
 
 
 def test_layers_of_both_stacks_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`layers` must all lie in the encoder(.|\n)*decoder.block"):
+    with pytest.raises(lsim.LayersimError, match=r"`layers` .*decoder.block"):
         lsim.analyze(lsim.open_model(t5(), layers=["encoder.block.0", "decoder.block.0"]), rows(), TOKEN_CKA)
 
 

@@ -88,7 +88,7 @@ def test_images_of_a_data_set_go_through_the_processor():
         found = lsim.analyze(model, lsim.Data(given, tokenizer=made, batch_size=4, positions="all"), lsim.Cosine())["cosine"]
         np.testing.assert_allclose(found.values, expected["values"], atol=1e-6)
         assert found.provenance.options["processor"] == "ViTImageProcessorPil"
-    with pytest.raises(lsim.LayersimError, match=r"no image processor is known(.|\n)*tokenizer=AutoImageProcessor"):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` .*images.*tokenizer=AutoImageProcessor"):
         lsim.analyze(model, data, lsim.Cosine())
     model.processor = made
     lens = lsim.analyze(model, data, lsim.LogitLens(labels="data"))["logit_lens"]

@@ -235,7 +235,7 @@ def test_a_measure_that_needs_every_block_has_no_intervals_and_says_so():
     """Without the block of the only row of a class, NC1 of two classes is not defined."""
     data, labels = list(random_tokens(32, 9)), torch.tensor([0] * 31 + [1])
     analyzer = lsim.NeuralCollapse(labels=labels, pool="last")
-    with pytest.warns(lsim.LayersimWarning, match="no intervals, because it is not defined on the data without one of its 16"):
+    with pytest.warns(lsim.LayersimWarning, match="no intervals.* 16"):
         result = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [analyzer], intervals=True)["neural_collapse"]
     assert not result.has_intervals
 

@@ -103,7 +103,7 @@ def test_the_classifier_is_a_model_like_any_other():
     with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), positions="first") as probe:
         model(PIXELS)
     torch.testing.assert_close(probe.results()["cosine"].values, report["cosine"].values)
-    with pytest.raises(lsim.LayersimError, match="cannot be given for a zero-shot classifier"):
+    with pytest.raises(lsim.LayersimError, match="zero-shot classifier"):
         lsim.analyze(lsim.open_model(model, layers=["vision_model.encoder.layers.0"]), data, "cosine")
 
 

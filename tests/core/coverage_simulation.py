@@ -13,7 +13,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
-from tl_layersim.analyzers._hsic import centred, grams
+from tl_layersim.analyzers._hsic import centred, gram_matrices
 from tl_layersim.core.jackknife import degrees_of_freedom, leave_one_out, quantiles_from_histogram, standard_error, t_interval
 from tl_layersim.core.sums import DataBlock, Sums, SumTree
 
@@ -70,7 +70,7 @@ def batch_sums(documents: list[tuple[Tensor, Tensor]]) -> Sums:
     cosine = torch.cosine_similarity(x.double(), y.double(), dim=-1)
     bins = ((cosine + 1) / 2 * BINS).long().clamp(0, BINS - 1)
     histogram = torch.zeros(len(x), BINS, dtype=torch.int64).scatter_add_(1, bins, torch.ones_like(bins))
-    a, b = (centred(grams(site), biased=False)[0] for site in (x, y))
+    a, b = (centred(gram_matrices(site), biased=False)[0] for site in (x, y))
     return Sums(
         {
             "tokens": torch.tensor(x.shape[1]),

@@ -103,9 +103,9 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(call, tmp_path,
 
 
 def test_other_places_are_refused_at_the_start_too(tmp_path, read_only_disk):
-    with pytest.raises(lsim.LayersimError, match=r"^`save_to` names a folder that cannot be written"):
+    with pytest.raises(lsim.LayersimError, match=r"^`save_to` .*cannot be written"):
         tuned(None, save_to=tmp_path / "model")
-    with pytest.raises(lsim.LayersimError, match=r"^`cache` names a folder that cannot be written"):
+    with pytest.raises(lsim.LayersimError, match=r"^`cache` .*cannot be written"):
         lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(), at=(0, 0), cache=tmp_path)
     done = run("report", "--out", tmp_path / "out")
     assert "`--out` names a folder that cannot be written" in str(done.exception)
@@ -161,6 +161,6 @@ def test_a_trained_model_that_cannot_be_written_is_not_lost(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.LlamaForCausalLM.save_pretrained", full)
-    with pytest.warns(lsim.LayersimWarning, match=r"model could not be written to(.|\n)*No space left(.|\n)*save_pretrained"):
+    with pytest.warns(lsim.LayersimWarning, match=r"could not be written(.|\n)*No space left(.|\n)*save_pretrained"):
         found = tuned(None, save_to=tmp_path / "model")
     assert len(found.loss) == 3

@@ -97,11 +97,11 @@ def test_a_branch_and_another_file_of_a_repository(hub, report, tmp_path):
 def test_a_private_repository(hub, report):
     report.push_to_hub("me/secret", private=True, token=TOKEN)
     assert hub.repos["me/secret"]["private"]
-    with pytest.raises(lsim.LayersimError, match="no repository me/secret that you may read") as caught:
+    with pytest.raises(lsim.LayersimError, match=r"no repository me/secret .*read") as caught:
         lsim.load("hf://me/secret")
     assert "hf auth login" in str(caught.value).lower()
     hub.make("me/open")
-    with pytest.raises(lsim.LayersimError, match="me/open exists and is public"):
+    with pytest.raises(lsim.LayersimError, match=r"`private` is True.*me/open"):
         report.push_to_hub("me/open", private=True, token=TOKEN)
     assert hub.repos["me/open"]["main"] == {}, "nothing was uploaded"
     report.push_to_hub("me/secret", private=True, token=TOKEN)
@@ -189,7 +189,7 @@ def test_an_error_says_what_to_do(hub, report, call, says, do):
 
 def test_a_hub_that_refuses_fails_or_is_away(hub, report, monkeypatch):
     hub.can_write = False
-    with pytest.raises(lsim.LayersimError, match="does not let you write to them/layers") as caught:
+    with pytest.raises(lsim.LayersimError, match="write to them/layers") as caught:
         report.push_to_hub("them/layers", token=TOKEN)
     assert "write access" in str(caught.value)
     hub.fails = 500

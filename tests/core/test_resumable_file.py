@@ -45,7 +45,7 @@ def test_another_run_and_another_kind_are_refused(tmp_path):
         ResumableFile(path, "training", {"seed": 0, "data": {"rows": 4}}).resume(parse)
     with pytest.raises(lsim.LayersimError, match=r"training.*stitches"):
         ResumableFile(path, "stitches", {"seed": 0, "data": {"rows": 3}}).resume(parse)
-    with pytest.raises(lsim.LayersimError, match="not a whole checkpoint of a training"):
+    with pytest.raises(lsim.LayersimError, match="whole checkpoint of a training"):
         ResumableFile(path, "training", {"seed": 0, "data": {"rows": 3}}).resume(lambda notes, tensors: tensors["missing"])
 
 
@@ -66,7 +66,7 @@ def test_a_full_disk_is_a_warning_and_on_an_interrupt_a_note(tmp_path, monkeypat
 
     monkeypatch.setattr(storage.os, "fsync", full)
     file = ResumableFile(tmp_path / "run", "training", {})
-    with pytest.warns(lsim.LayersimWarning, match="the run continues without it"):
+    with pytest.warns(lsim.LayersimWarning, match="continues without it"):
         assert not file.save(NOTES, TENSORS)
     with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "All is"):
         raise KeyboardInterrupt

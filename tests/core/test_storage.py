@@ -50,9 +50,9 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path):
     with pytest.raises(lsim.LayersimError, match="not one of tl_layersim"):
         lsim.load(tmp_path / "weights.safetensors")
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(lsim.LayersimError, match="truncated or not a safetensors file"):
+    with pytest.raises(lsim.LayersimError, match="is truncated"):
         lsim.load(tmp_path / "pickle.pt")
-    with pytest.raises(FileNotFoundError, match="pass the path that was given when it was written"):
+    with pytest.raises(FileNotFoundError, match="does not exist: pass the path"):
         lsim.load(tmp_path / "nothing")
 
 

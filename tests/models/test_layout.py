@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_refused_with_what_can():
         lsim.analyze(lsim.open_model(tiny_llama(), remote=True), random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match="layers of Linear are not known"):
         lsim.analyze(torch.nn.Linear(3, 3), random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match="cannot be given for TransformerLens models"):
+    with pytest.raises(lsim.LayersimError, match="for TransformerLens models"):
         lsim.analyze(lsim.open_model(bridge(tiny_llama()), layers=["blocks.0"]), random_tokens(), "cka")
 
 

@@ -167,7 +167,7 @@ def test_a_missing_label_is_none_whatever_the_batch():
 
 def test_masked_models_are_not_asked_for_the_next_token_in_silence():
     model = build("Bert")
-    with pytest.warns(lsim.LayersimWarning, match="trained to predict the token at a masked position"):
+    with pytest.warns(lsim.LayersimWarning, match="masked position"):
         lsim.analyze(model, random_tokens(2, 9), lsim.LogitLens())
 
 
@@ -193,5 +193,5 @@ def test_a_class_of_a_row_is_no_token():
 
 def test_a_table_of_labels_that_is_too_long_is_mentioned():
     tokens = random_tokens(4, 12)
-    with pytest.warns(lsim.LayersimWarning, match="`labels` has 5 rows, but 4 rows of data were read"):
+    with pytest.warns(lsim.LayersimWarning, match="`labels` has 5 rows, .*4 rows"):
         lsim.analyze(tiny_llama(), tokens, lsim.NeuralCollapse(labels=[0, 1, 0, 1, 1]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.remote import adapter_training as far_training
+from tl_layersim.remote import requests
 
 from ..ndif.client import rows
 from ..tiny_models import random_tokens
@@ -43,21 +43,21 @@ def test_a_server_gives_what_this_process_gives(small, capfd):
 def test_how_steps_are_grouped_changes_no_bit(small, monkeypatch):
     data = rows(16, 20)
     found = train(small.model(), data, steps=9, remote=small.url)
-    monkeypatch.setattr(far_training, "MOST_STEPS", 1)
+    monkeypatch.setattr(requests, "MOST_BATCHES", 1)
     small.set()
     alone = train(small.model(), data, steps=9, remote=small.url)
     # The probe, the lens, one look before and one after, and the steps.
     assert small.set()["requests"] == 2 + 2 + 9
     assert equal(found, alone)
-    monkeypatch.setattr(far_training, "MOST_STEPS", 64)
+    monkeypatch.setattr(requests, "MOST_BATCHES", 64)
     small.set(most_batches=2)
     halved = train(small.model(), data, steps=9, remote=small.url)
     assert equal(halved, alone)
     # Looks too, when they are asked for twice.
     held = rows(22, 16, seed=9)
-    monkeypatch.setattr(far_training, "MOST_STEPS", 1)
+    monkeypatch.setattr(requests, "MOST_BATCHES", 1)
     alone_at_more = train(small.model(), data, eval_data=held, remote=small.url)
-    monkeypatch.setattr(far_training, "MOST_STEPS", 64)
+    monkeypatch.setattr(requests, "MOST_BATCHES", 64)
     assert equal(train(small.model(), data, eval_data=held, remote=small.url), alone_at_more)
     small.set(faults=["", "", "", "", "evicted", "cut"])
     assert equal(train(small.model(), data, steps=9, remote=small.url), alone)
@@ -65,7 +65,7 @@ def test_how_steps_are_grouped_changes_no_bit(small, monkeypatch):
 
 def test_a_cut_training_on_a_server_goes_on(small, tmp_path, monkeypatch):
     path, calm = tmp_path / "run.ckpt", train(small.model(), remote=small.url)
-    monkeypatch.setattr(far_training, "MOST_STEPS", 2)
+    monkeypatch.setattr(requests, "MOST_BATCHES", 2)
     small.set(faults=["", "", "", "", *["evicted"] * 5])
     with pytest.raises(LayersimError, match="does not respond") as caught:
         train(small.model(), remote=small.url, checkpoint=path)

@@ -57,7 +57,7 @@ class TestRefusals:
             labels = model(tokens).logits.argmax(-1)
         options = {"at": (0, 0), "labels": labels}
         wild = lsim.StitchTraining(steps=steps, lr=1e5, warmup=0)
-        with pytest.warns(lsim.LayersimWarning, match=r"higher loss than it began with.*StitchTraining\(lr=1\)"):
+        with pytest.warns(lsim.LayersimWarning, match=r"higher loss.*StitchTraining\(lr=1\)"):
             result = lsim.stitch(model, model, tokens, fit="sgd", adapter="affine-norm", training=wild, **options)
         start = lsim.stitch(model, model, tokens, adapter="identity", **options)
         assert result.loss <= start.back_loss + 1e-6

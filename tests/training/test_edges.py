@@ -52,7 +52,7 @@ NEED_GRADIENTS = {
 def test_weights_made_under_inference_mode_are_refused_by_name(name):
     with torch.inference_mode():
         model = tiny_llama()
-    with pytest.raises(lsim.LayersimError, match=r"weights of LlamaForCausalLM were created under torch\.inference_mode"):
+    with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM .*torch\.inference_mode"):
         NEED_GRADIENTS[name](model)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of activations: overflow-safe norms, and the share of a few tokens or of one dimension in the total.
+"""Sizes of activations: overflow-safe norms, comparison with rounding, and the share of a few tokens or of one dimension.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """
@@ -55,6 +55,25 @@ def norms(x: Tensor) -> Tensor:
     unit, largest = scaled(x)
     found: Tensor = torch.linalg.vector_norm(unit, dim=-1, dtype=torch.float64) * largest[..., 0]
     return found
+
+
+def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
+    """Whether centred samples differ from zero by more than rounding, `layer sample`.
+
+    A difference within rounding error has no direction: its cosine, or its weight in CKA, would be arbitrary.
+
+    Args:
+        centred: `layer sample d_model`, samples minus their mean.
+        mean: the mean, in a shape that broadcasts to `centred`.
+    """
+    allowed = 16 * torch.finfo(centred.dtype).eps
+    # Norms decide almost all samples; the others are compared dimension by dimension.
+    beyond: Tensor = centred.norm(dim=-1) > allowed * mean.norm(dim=-1)
+    layers, samples = (~beyond).nonzero(as_tuple=True)
+    if len(layers):
+        mean = mean.expand_as(centred)[layers, samples]
+        beyond[layers, samples] = (centred[layers, samples].abs() > allowed * mean.abs()).any(-1)
+    return beyond
 
 
 # Positions 0 to 3 of a row are counted apart, all later ones together.

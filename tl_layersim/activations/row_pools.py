@@ -350,8 +350,7 @@ def some_rows(view: View, start: int, stop: int) -> View:
     key = f"rows {start} {stop}"
     if key not in view.memo:
         low, high = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
-        names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
-        own: dict[str, Any] = {name: value[low:high] for name in names if (value := getattr(view, name)) is not None}
+        own: dict[str, Any] = {name: value[low:high] for name, value in view.token_fields().items()}
         view.memo[key] = replace(view, activations=view.activations[:, low:high], **own, memo={})
     part: View = view.memo[key]
     return part

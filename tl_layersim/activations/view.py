@@ -60,6 +60,11 @@ class View:
     widths: tuple[int, ...] = ()
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
+    def token_fields(self) -> dict[str, Tensor]:
+        """The fields `token` that follow from the data alone, by name; without those that are None."""
+        names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
     """Run kernels on views without autograd and autocast, with full float32 matmuls, and count non-finite values.

@@ -14,6 +14,9 @@ from torch import Tensor
 from ..activations.view import View
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")
+# Sites inside a block at which a sublayer may read the stream. The MLP of a sequential block reads it after attention, and that
+# of a parallel block at the block's input.
+MIDDLE = {"mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"), "cross_attn_out": ("hook_resid_mid",), "attn_out": ()}
 CHUNK = 256
 
 
@@ -70,10 +73,7 @@ def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, 
     for name in sublayers:
         stack, block = stack_and_block(name)
         last = max(number for other, number in map(stack_and_block, sublayers) if other == stack)
-        # The MLP of a sequential block reads the stream after attention; that of a parallel block reads the block's input.
-        after = {"mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"), "cross_attn_out": ("hook_resid_mid",), "attn_out": ()}
-        places = after[name.rpartition("hook_")[2]]
-        middle = [place for place in (f"{stack}{block}.{own}" for own in places) if place in sites]
+        middle = [place for own in MIDDLE[name.rpartition("hook_")[2]] if (place := f"{stack}{block}.{own}") in sites]
         before = sites.index(middle[0]) if middle else _input(sites, stack, block)
         streams.append((sites.index(name), before, sites.index(f"{stack}{last}.hook_resid_post")))
     return streams

@@ -8,18 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activations.norms import norms, unit_vectors
+from ..activations.norms import beyond_rounding, norms, unit_vectors
 from ..activations.view import View
 from ..core.errors import LayersimError
-from ._hsic import beyond_rounding
 
 
 def mean_kernel(view: View) -> dict[str, Tensor]:
-    """Sum of the residual over tokens, and the number of tokens.
-
-    Args:
-        view: activations of one batch.
-    """
+    """Sum of the residual over tokens, and the number of tokens."""
     refuse_unequal_widths(view)
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.

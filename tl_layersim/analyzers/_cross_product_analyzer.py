@@ -58,11 +58,7 @@ class Covariances:
             self._own_row = self._own_column = torch.stack([self._product(site, site) for site in range(self.rows)])
 
     def permuted(self, number: int) -> Covariances:
-        """These covariances for one random pairing of samples. The covariance of a site with itself is unchanged.
-
-        Args:
-            number: index of the permutation.
-        """
+        """These covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
         other = copy(self)
         other._cross = self._by_pair(self._null[number])
         return other
@@ -78,7 +74,7 @@ class Covariances:
         return other
 
     def pairs(self, *, itself: bool = False) -> list[tuple[int, list[int]]]:
-        """Yields each row site with its column sites; within one model, each pair of sites once.
+        """Each row site with its column sites; within one model, each pair of sites once.
 
         Args:
             itself: within one model, whether to include the pair of each site with itself.

@@ -14,6 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ..activations.norms import beyond_rounding
 from ..activations.view import View
 from ..core.sums import Sums
 
@@ -21,13 +22,14 @@ from ..core.sums import Sums
 GRAM_ROWS = 128
 
 
-def grams(x: Tensor) -> Tensor:
+def gram_matrices(x: Tensor, widths: tuple[int, ...] = ()) -> Tensor:
     """Gram matrices of the centred samples, `layer n n`, in the dtype of the samples.
 
     The matrix of a layer is exactly 0 if its samples are equal up to rounding.
 
     Args:
         x: `layer n d_model`, n samples.
+        widths: widths of the layers; narrower layers are padded with zeros, which change no product.
     """
     # Centring does not change HSIC. Without it, a large common vector would use up the digits of float32.
     mean = x.mean(1, keepdim=True)
@@ -43,25 +45,6 @@ def grams(x: Tensor) -> Tensor:
         gram[:, start:end, start:] = torch.bmm(x[:, start:end], x[:, start:].transpose(1, 2))
         gram[:, end:, start:end] = gram[:, start:end, end:].transpose(1, 2)
     return gram
-
-
-def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
-    """Whether centred samples differ from zero by more than rounding, `layer sample`.
-
-    A difference within rounding error has no direction: its cosine, or its weight in CKA, would be arbitrary.
-
-    Args:
-        centred: `layer sample d_model`, samples minus their mean.
-        mean: the mean, in a shape that broadcasts to `centred`.
-    """
-    allowed = 16 * torch.finfo(centred.dtype).eps
-    # Norms decide almost all samples; the others are compared dimension by dimension.
-    beyond: Tensor = centred.norm(dim=-1) > allowed * mean.norm(dim=-1)
-    layers, samples = (~beyond).nonzero(as_tuple=True)
-    if len(layers):
-        mean = mean.expand_as(centred)[layers, samples]
-        beyond[layers, samples] = (centred[layers, samples].abs() > allowed * mean.abs()).any(-1)
-    return beyond
 
 
 def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
@@ -95,8 +78,8 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 class RowTerms:
     """Terms of HSIC without the pairs of samples that share a row. Float64.
 
-    HSIC is a sum of products of the terms of two layers, each product times the sign of the term. The factors of METHODS are in
-    the terms, times the number of pairs of samples of distinct rows, which weights a smaller minibatch by its pairs.
+    HSIC is a sum of products of the terms of two layers, each product times the sign of the term. The factors of `without_rows`
+    are in the terms, times the number of pairs of samples of distinct rows, which weights a smaller minibatch by its pairs.
 
     Attributes:
         pairs: `layer n n`, the Gram matrix without pairs that share a row; added.
@@ -126,9 +109,6 @@ class RowTerms:
 
         The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
         three terms, so that there is place for those of single rows.
-
-        Args:
-            rows: number of rows.
         """
         layers, each = len(self.pairs), self.pairs.shape[1] // rows
         pairs = self.pairs.view(layers, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
@@ -292,11 +272,8 @@ def _stacked(x: Tensor) -> Tensor:
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     """HSIC over all samples without pairs that share a row, from the summed output of `exact_kernel`.
 
-    The samples sum to 0, so the terms of METHODS become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
+    The samples sum to 0, so the terms of `without_rows` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.
-
-    Args:
-        sums: sums over all batches.
 
     Returns:
         HSIC of all pairs of layers, `row column`; of each row layer with itself, `row`; of each column layer with itself,

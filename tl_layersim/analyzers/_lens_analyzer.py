@@ -60,11 +60,7 @@ class LensAnalyzer(LabelledAnalyzer):
             need_tokens(int(targets), 1, type(self).__name__, "positions with a target")
 
     def unembedding(self, run: Run) -> str:
-        """The map from the residual x to logits, as text; with `heads`, the map of the layers below the last.
-
-        Args:
-            run: the finished run.
-        """
+        """The map from the residual x to logits, as text; with `heads`, the map of the layers below the last."""
         if run.head is None:
             return ""
         head = run.head if self.heads is None else replace(run.head, parts=(*run.head.parts[:-1], "heads[layer]"))

@@ -225,10 +225,6 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def need_minibatch(self, sums: Sums, run: Run) -> None:
         """Raise an error if no pool had enough samples for a minibatch.
 
-        Args:
-            sums: sums over all pools.
-            run: the finished run.
-
         Raises:
             LayersimError: no pool had enough samples.
         """
@@ -236,11 +232,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             raise self.too_few_rows(run)
 
     def too_few_rows(self, run: Run) -> LayersimError:
-        """The error for data with too few rows.
-
-        Args:
-            run: the finished run.
-        """
+        """The error for data with too few rows."""
         rows = " from 4 rows, because pairs of tokens from one row are left out" if self.unit == "row" else ""
         tokens, given = amount(run.provenance.tokens, "token"), amount(run.provenance.sequences, "row")
         return LayersimError(

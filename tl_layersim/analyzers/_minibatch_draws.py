@@ -154,10 +154,5 @@ def draw_permutations(count: int, rows: int, key: int) -> Tensor:
 
 
 def pool_key(samples: Samples, seed: int) -> int:
-    """A random seed made from the token ids of a pool and the user's seed.
-
-    Args:
-        samples: the samples of the pool.
-        seed: the user's random seed.
-    """
+    """A random seed made from the token ids of a pool and the user's seed."""
     return int(mixed(samples.key.sum() + seed * 131071 + 1)) & 0x7FFFFFFFFFFFFFFF

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..activations.norms import unit_vectors
+from ..activations.norms import beyond_rounding, unit_vectors
 from ..activations.row_pools import Draws, Samples
-from ._hsic import beyond_rounding
 from ._minibatch_draws import draw_grid, draw_minibatches, draw_orders, pool_key
 
 

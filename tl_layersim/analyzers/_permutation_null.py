@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.arguments import typed
+from ..core.fields import JOINT
 from ..core.jackknife import QUANTILES
 from ..core.results import LayerMatrix, axes
 from ..sources.model import Model
@@ -182,7 +183,7 @@ class CalibratedMatrix(LayerMatrix):
             measure: name of the measure.
         """
         to_last = self.values[:, -1]
-        two = " | " in self.provenance.model
+        two = JOINT in self.provenance.model
         if len(to_last) == 1:
             return {f"{measure} of the two models": float(to_last[0])} if two else {}
         name = f"{measure}(first model's {{}}, second's last)" if two else f"{measure}({{}}, last)"

@@ -19,11 +19,7 @@ COUNTED_ROWS = 2**19
 
 
 def row_counts_kernel(view: View) -> dict[str, Tensor]:
-    """Number of counted positions in each row of the data, as far as they are known without the model.
-
-    Args:
-        view: the view of one batch.
-    """
+    """Number of counted positions in each row of the data, as far as they are known without the model."""
     assert view.row is not None
     if len(view.row) and int(view.row.max()) >= COUNTED_ROWS:
         raise LayersimError(

@@ -319,7 +319,7 @@ class BlockCoupling(Analyzer):
 
     def check(self, *models: Model) -> None:
         [model] = models
-        need_calls(model, f"{type(self).__name__}", self.method == "finite-difference")
+        need_calls(model, "BlockCoupling", self.method == "finite-difference")
         if model.d_model is not None and max(self.ks) > model.d_model:
             raise LayersimError(f"`k` is {max(self.ks)}; {model.name} has d_model {model.d_model}.")
 

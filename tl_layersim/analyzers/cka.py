@@ -18,7 +18,7 @@ from ..core.errors import LayersimError, warn
 from ..core.results import axes
 from ..core.sums import Sums
 from ..sources.model import Model
-from ._hsic import centred, exact_hsic, exact_kernel, grams, means_kernel, tuples_of_rows, without_rows
+from ._hsic import centred, exact_hsic, exact_kernel, gram_matrices, means_kernel, tuples_of_rows, without_rows
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix, arccos_distance
 from ._pair_kernels import Matrix, PairRelation, Relate, relation_of_pairs
 from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
@@ -251,16 +251,6 @@ class CKA(MinibatchAnalyzer):
 def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
     """Square roots of the products of two HSICs, `row column`."""
     return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
-
-
-def gram_matrices(x: Tensor, widths: tuple[int, ...]) -> Tensor:
-    """Gram matrices of the centred samples of a minibatch, `layer n n`.
-
-    Args:
-        x: `layer n d_model`.
-        widths: widths of the layers; narrower layers are padded with zeros, which change no product.
-    """
-    return grams(x)
 
 
 def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool) -> PairRelation:

@@ -388,11 +388,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """The half of the rows that each token belongs to, `token`: 0 if thresholds are chosen on it, 1 if it is held out.
-
-    Args:
-        view: activations of one batch.
-    """
+    """The half of the rows that each token belongs to, `token`: 0 if thresholds are chosen on it, 1 if it is held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:

@@ -162,11 +162,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
         return (float(self.test_fraction), self.seed, self.first_test_row)
 
     def labelled_samples(self, view: View) -> tuple[Tensor, Tensor, Tensor]:
-        """The class of each sample, and whether it is a training or a held-out sample, each `sample`.
-
-        Args:
-            view: activations of one batch.
-        """
+        """The class of each sample, and whether it is a training or a held-out sample, each `sample`."""
         return labelled(view, self.labels, self.split)
 
     def check_batch(self, batch: Batch, model: Model) -> None:

@@ -94,13 +94,11 @@ def probe_sums_kernel(
     groups = {"total": (target[train], classes)}
     if control is not None:
         groups["parts"] = (control_part(view, control, split[1]).to(target.device)[train], CONTROL_PARTS)
-    second, sums = (
-        [],
-        {
-            name: torch.zeros(len(view.activations), count, width, dtype=torch.float64, device=device)
-            for name, (_, count) in groups.items()
-        },
-    )
+    second = []
+    sums = {
+        name: torch.zeros(len(view.activations), count, width, dtype=torch.float64, device=device)
+        for name, (_, count) in groups.items()
+    }
     for site, layer in enumerate(view.activations):
         rows = layer[train.to(device)].double()
         second.append(rows.T @ rows)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..activations.norms import beyond_rounding
 from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
 from ..core.arguments import PositiveFloat, typed
@@ -22,7 +23,6 @@ from ..core.sums import Sums
 from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import read_vectors, saturation_layers
 from ._cosine_kernel import mean_kernel
-from ._hsic import beyond_rounding
 from ._lens_analyzer import LensAnalyzer
 from .analyzer import Run, SiteNeed, omitted_at
 

@@ -65,9 +65,7 @@ def as_settings(analyzer: Analyzer) -> list[str]:
 
 def _is(parsed: Any, value: Any) -> bool:
     """Whether a parsed value equals an option's value and has the same type."""
-    return (
-        type(parsed) is type(value) and isinstance(value, (str, int, float, bool, tuple, list, type(None))) and parsed == value
-    )
+    return type(parsed) is type(value) and bool(parsed == value)
 
 
 def _value(text: str) -> Any:

@@ -16,7 +16,7 @@ from ..core.errors import LayersimError
 from .blocks import POST_NORM, PRE_NORM, find_blocks, head_counts, is_post_norm, layout_of
 from .heads import logit_scaling
 from .hugging_face import UNKNOWN, point_at
-from .layouts import NO_MID, NORMS_AFTER, PARALLEL, SEQUENTIAL, BlockLayout, BlockSum, ModuleTensor, Term
+from .layouts import NO_MID, PARALLEL, SEQUENTIAL, SUBLAYER_NORM_LACKS, BlockLayout, BlockSum, ModuleTensor, Term
 from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, separate_heads, site_name
 from .unembed import Head
 
@@ -183,7 +183,7 @@ def _reasons(cfg: Any) -> dict[str, str]:
     """The families that a HookedTransformer lacks, each with the reason."""
     reasons: dict[str, str] = {}
     if getattr(cfg, "original_architecture", None) in NORMS_AFTER_ALONE:
-        reasons |= {"ln1": NORMS_AFTER, "ln2": NORMS_AFTER}
+        reasons |= SUBLAYER_NORM_LACKS
     if getattr(cfg, "attn_only", False):
         reasons |= dict.fromkeys(("resid_mid", "ln2", "mlp_post", "mlp_out"), "its blocks have no MLP")
     elif getattr(cfg, "parallel_attn_mlp", False):

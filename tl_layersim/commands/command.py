@@ -126,9 +126,6 @@ def command(
 def flag(name: str) -> str:
     """The command-line option of a Python argument.
 
-    Args:
-        name: name of the argument.
-
     Examples:
         >>> flag("seq_len")
         '--seq-len'
@@ -173,11 +170,7 @@ def _whole(_: Any, tokens: Sequence[Any]) -> int:
 
 
 def help_of(source: OptionSource) -> dict[str, str]:
-    """The description of each parameter in the docstring of a function or class.
-
-    Args:
-        source: the function or class.
-    """
+    """The description of each parameter in the docstring of a function or class."""
     import docstring_parser
 
     parsed = docstring_parser.parse(inspect.getdoc(_resolved(source)) or "", docstring_parser.DocstringStyle.GOOGLE)

@@ -133,11 +133,7 @@ def evaluation_data(*, eval_data: str | None = None) -> None:
 
 
 def read_held_out(call: CommandCall) -> Any:
-    """Read the held-out data of a call; None to hold out a part of its data.
-
-    Args:
-        call: the call of the command.
-    """
+    """Read the held-out data of a call; None to hold out a part of its data."""
     if call.options["eval_data"] is None:
         return None
     with renamed("--data", "--eval-data"):

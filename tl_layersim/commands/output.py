@@ -57,9 +57,6 @@ def make_folder(out: Path, option: str = "out") -> None:
 def prepare(call: CommandCall) -> None:
     """Check the formats and the device of a call, and create its folder.
 
-    Args:
-        call: the call of the command.
-
     Raises:
         LayersimError: there is no such format or device, or the folder cannot be written to.
     """
@@ -106,11 +103,7 @@ def print_files(files: dict[str, Path]) -> None:
 
 
 def print_headlines(report: Any) -> None:
-    """Print the headline numbers of all results of a report, with their 95 % intervals.
-
-    Args:
-        report: the report.
-    """
+    """Print the headline numbers of all results of a report, with their 95 % intervals."""
     from ..core.wording import MEANING_OF_MARGINS
 
     rows = [row for name, result in report.items() for row in _headline_rows(name, result)]
@@ -135,11 +128,7 @@ def _headline_rows(name: str, result: Any) -> list[tuple[str, ...]]:
 
 
 def print_run(report: Any) -> None:
-    """Print one line on the model, the tokens and the sites of a run.
-
-    Args:
-        report: report of the run.
-    """
+    """Print one line on the model, the tokens and the sites of a run."""
     run = next(iter(report.values())).provenance
     how = "packed" if run.options.get("pack") else "one text a row"
     stopped = ", where --max-tokens stopped it" if run.tokens == run.options.get("max_tokens") else ""

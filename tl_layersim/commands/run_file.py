@@ -67,9 +67,6 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
 def parsed_run_file(path: Path) -> dict[str, Any]:
     """Parse the keys and values of a run file. Values are text; hyphens in keys become underscores.
 
-    Args:
-        path: path of the file.
-
     Raises:
         LayersimError: the file cannot be read.
     """
@@ -91,11 +88,7 @@ def parsed_run_file(path: Path) -> dict[str, Any]:
 
 
 def options_of(call: CommandCall) -> dict[str, Any]:
-    """The options in the `--config` file of a call.
-
-    Args:
-        call: the call of the command.
-    """
+    """The options in the `--config` file of a call."""
     path = call.options.get("config")
     return {} if path is None else parsed_run_file(path)
 

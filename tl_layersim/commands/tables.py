@@ -39,11 +39,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error without its traceback: a panel in a terminal, one line otherwise.
-
-    Args:
-        error: the exception.
-    """
+    """Print an error without its traceback: a panel in a terminal, one line otherwise."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
@@ -54,11 +50,7 @@ def print_error(error: Exception) -> None:
 
 
 def print_warning(text: str) -> None:
-    """Print a warning on the error stream.
-
-    Args:
-        text: text of the warning.
-    """
+    """Print a warning on the error stream."""
     from rich.console import Console
     from rich.text import Text
 

@@ -63,9 +63,6 @@ def typed(call: _T) -> _T:
 
     Annotations are read at the first call, which also imports jaxtyping and beartype.
 
-    Args:
-        call: the function or class to check.
-
     Raises:
         LayersimTypeError: names the argument, its value and the type expected. (jaxtyping's own error prints every argument,
             which for a model is pages.)

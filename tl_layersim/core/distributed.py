@@ -43,9 +43,6 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
     Weights are sharded by tensor parallelism (a `DeviceMesh`, transformers' `tp_plan`) and by FSDP.
 
-    Args:
-        module: the model.
-
     Returns:
         The ranks; empty if this process holds all weights.
     """
@@ -72,9 +69,6 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
 def refuse_parts(module: torch.nn.Module) -> None:
     """Raise an error if the weights of a model are sharded over processes, each of which would train on different rows.
-
-    Args:
-        module: the model.
 
     Raises:
         LayersimError: the weights are sharded.

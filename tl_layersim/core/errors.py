@@ -13,11 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an HTTP address whose only secret is a login.
-
-    Args:
-        text: any text.
-    """
+    """Whether a text is an HTTP address whose only secret is a login."""
     try:
         parts = urlsplit(text)
         # A query, or an @ in the path, may be part of a secret.
@@ -44,9 +40,6 @@ def shown(remote: bool | str) -> str:
 
 def without_login(host: str) -> str:
     """An address without user name and password.
-
-    Args:
-        host: the address.
 
     Examples:
         >>> without_login("https://me:secret@ndif.example:8001")
@@ -91,9 +84,6 @@ class LayersimError(ValueError):
 
 def without_secrets(text: str) -> str:
     """Remove logins, access tokens and signatures from the addresses in a text, before the text enters a file or a log.
-
-    Args:
-        text: any text.
 
     Examples:
         >>> without_secrets("https://me:secret@host/model?token=abc")
@@ -142,9 +132,6 @@ def recorded_warnings(*, issued: bool = True) -> Iterator[list[str]]:
 
 def in_words(size: float) -> str:
     """A number of bytes as text with its unit.
-
-    Args:
-        size: number of bytes.
 
     Examples:
         >>> in_words(1234567)

@@ -18,9 +18,6 @@ _DEPTHS = {"resid_pre": 0, "attn_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_p
 def site_in_words(name: str) -> str:
     """Name a site in words, as in "the embedding" or "block 3".
 
-    Args:
-        name: name of the site.
-
     Examples:
         >>> site_in_words("blocks.0.hook_resid_pre"), site_in_words("encoder.blocks.3.hook_resid_post")
         ('the embedding', 'encoder block 3')
@@ -46,9 +43,6 @@ def in_depth_order(sites: Sequence[str]) -> bool:
 
     Sites that are named by the paths of modules are in the order of the forward pass.
 
-    Args:
-        sites: names of the sites.
-
     Examples:
         >>> in_depth_order(["blocks.0.hook_resid_pre", "blocks.0.hook_resid_mid", "blocks.0.hook_resid_post"])
         True
@@ -68,9 +62,6 @@ def in_depth_order(sites: Sequence[str]) -> bool:
 
 def depth_key(site: Any) -> Any:
     """Sort key of a site by depth: its stack, block and place in the block. None for labels that are not sites.
-
-    Args:
-        site: name of the site.
 
     Examples:
         >>> depth_key("blocks.3.hook_resid_post") > depth_key("blocks.0.hook_resid_post"), depth_key("model.norm")

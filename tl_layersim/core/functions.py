@@ -22,11 +22,7 @@ from .wording import brief
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """Some functions and all functions of the same module that they call, directly or indirectly.
-
-    Args:
-        starts: the functions.
-    """
+    """Some functions and all functions of the same module that they call, directly or indirectly."""
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:
@@ -41,11 +37,7 @@ def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code object of a function or module and all code objects nested in it.
-
-    Args:
-        code: code object of the function or module.
-    """
+    """The code object of a function or module and all code objects nested in it."""
     yield code
     for item in code.co_consts:
         if isinstance(item, CodeType):
@@ -53,22 +45,14 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def plain_constants(code: CodeType) -> list[str]:
-    """The constants of a code object, without nested code, as texts that are equal in every process.
-
-    Args:
-        code: code object of the function.
-    """
+    """The constants of a code object, without nested code, as texts that are equal in every process."""
     plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
     # The order of a set differs between processes.
     return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
 
 
 def digest_of_code(starts: Iterable[FunctionType]) -> str:
-    """A digest (12 hex digits) of the bytecode of some functions and of all functions that `called_by` finds.
-
-    Args:
-        starts: the functions.
-    """
+    """A digest (12 hex digits) of the bytecode of some functions and of all functions that `called_by` finds."""
     seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
     digest = hashlib.sha256()
     for name, code in sorted(seen.items()):
@@ -147,7 +131,7 @@ class ValueNames:
 
     def digest(self, text: str, values: Any) -> str:
         """A digest (12 hex digits) of a text and of values."""
-        return hashlib.sha256(f"{text} {self._named(values)!r}".encode()).hexdigest()[:12]
+        return hashlib.sha256(f"{text} {self.named(values)!r}".encode()).hexdigest()[:12]
 
     def _object(self, bound: Any) -> Any:
         """The object that a method is bound to, by its class and contents."""
@@ -155,24 +139,24 @@ class ValueNames:
             return bound
         return [type(bound), getattr(bound, "__dict__", {})]
 
-    def _named(self, value: Any) -> Any:
+    def named(self, value: Any) -> Any:
         """A value as lists of numbers and texts, so that its `repr` is equal in every process."""
         if value is None or isinstance(value, str | bytes | bool | int | float | complex):
             return value
         if id(value) in self._known:
             return self._known[id(value)]
         if isinstance(value, Mapping):
-            return sorted(([self._named(key), self._named(item)] for key, item in value.items()), key=repr)
+            return sorted(([self.named(key), self.named(item)] for key, item in value.items()), key=repr)
         if isinstance(value, list | tuple):
-            return [self._named(item) for item in value]
+            return [self.named(item) for item in value]
         if isinstance(value, set | frozenset):
-            return sorted(map(self._named, value), key=repr)
+            return sorted(map(self.named, value), key=repr)
         if isinstance(value, slice | torch.dtype | torch.device):
             return repr(value)
         if isinstance(value, torch.nn.Module):
-            return [type(value).__qualname__, self._named(value.state_dict())]
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            return [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
+            return [type(value).__qualname__, self.named(value.state_dict())]
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject:
+            return self.named(value.tolist())
         if isinstance(value, torch.Tensor) and not value.is_meta:
             plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return [str(value.dtype), tuple(value.shape), hashlib.sha256(plain.numpy().tobytes()).hexdigest()]
@@ -184,6 +168,10 @@ class ValueNames:
             return self.function(value)
         if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | type | None):
             return f"{value.__module__}.{value.__qualname__}"
+        if hasattr(value, "tobytes"):
+            # Arrays of NumPy, and images.
+            kind, size = getattr(value, "dtype", type(value).__qualname__), getattr(value, "shape", getattr(value, "size", ""))
+            return [str(kind), size, hashlib.sha256(value.tobytes()).hexdigest()]
         self.unknown.append(type(value).__qualname__)
         return type(value).__qualname__
 

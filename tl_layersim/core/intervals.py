@@ -116,7 +116,7 @@ def field_named(result: Any, name: str) -> str:
     """The attribute that holds a tensor field.
 
     Args:
-        result: any.
+        result: the result, or its class.
         name: name of the field; the name of `values` in tables is one too.
 
     Raises:
@@ -130,10 +130,6 @@ def field_named(result: Any, name: str) -> str:
 
 def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
     """The attribute that holds a tensor field, and the bounds of its values.
-
-    Args:
-        result: any.
-        name: see `field_named`.
 
     Raises:
         LayersimError: the result has no such field, or the field has no intervals.
@@ -170,7 +166,7 @@ def total_of(result: Any, field: str) -> str:
     """The attribute whose sum is the total of a field of counts; "" if the field holds other numbers.
 
     Args:
-        result: any.
+        result: the result that has the field.
         field: name of the attribute that holds the field.
     """
     return str(result.declared(field).out_of)
@@ -255,26 +251,17 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
     return " ± ".join(rounded_to_margin(value, margin))
 
 
-def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
-    """Half the width of each headline number's interval; empty if the result has no intervals.
-
-    Args:
-        result: a result with or without replicates.
-        level: confidence level.
-    """
-    return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result, level).items()}
+def headline_margins(result: Any) -> dict[str, float]:
+    """Half the width of each headline number's 95 % interval; empty if the result has no intervals."""
+    return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result).items()}
 
 
-def headline_intervals(result: Any, level: float = 0.95) -> dict[str, ConfidenceInterval]:
-    """The intervals of the headline numbers; empty if the result has no intervals.
+def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
+    """The 95 % intervals of the headline numbers; empty if the result has no intervals.
 
     A number that is whole on all data and on every part of it is a count, such as of prompts, and has no interval. A p-value
     has none either, nor an extreme over layers: the jackknife fails where another layer is the largest in other data. An entry
     of a field has the interval of the field.
-
-    Args:
-        result: a result with or without replicates.
-        level: confidence level.
     """
     value = result.headline() if result.has_intervals else {}
     each = [one.headline() for one in result.replicates]
@@ -282,7 +269,7 @@ def headline_intervals(result: Any, level: float = 0.95) -> dict[str, Confidence
     for name in filter(has_margin, value):
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
-        found = _number_interval(result, whole, own, level)
+        found = _number_interval(result, whole, own, 0.95)
         # Without a width it is a count; a fraction that is 0 or 1 by chance has the interval of its field.
         if found is not None and bool(found.low < found.high):
             intervals[name] = found
@@ -290,29 +277,17 @@ def headline_intervals(result: Any, level: float = 0.95) -> dict[str, Confidence
 
 
 def has_margin(headline: str) -> bool:
-    """Whether a headline number may have an interval, by its name: p-values and extremes over layers have none.
-
-    Args:
-        headline: the name.
-    """
+    """Whether a headline number may have an interval, by its name: p-values and extremes over layers have none."""
     return not is_p_value(headline) and EXTREME.search(headline) is None
 
 
 def is_p_value(headline: str) -> bool:
-    """Whether a headline number is a p-value, by its name.
-
-    Args:
-        headline: the name.
-    """
+    """Whether a headline number is a p-value, by its name."""
     return headline.startswith(("p-value", "p ("))
 
 
 def refuse_no_blocks(result: Any) -> None:
-    """Raise an error if a result has no intervals.
-
-    Args:
-        result: any.
-    """
+    """Raise an error if a result has no intervals."""
     if not result.has_intervals:
         raise LayersimError(
             f"{type(result).__name__} has no intervals: its run kept the sums of all data only. Pass `intervals=True` to "

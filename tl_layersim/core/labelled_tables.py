@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def result_table(result: Any) -> xarray.Dataset:
-    """The measured fields of a result; see `Result.to_xarray`.
-
-    Args:
-        result: a `Result`.
-    """
+    """The measured fields of a result; see `Result.to_xarray`."""
     import xarray
 
     variables: dict[str, Any] = {}
@@ -42,11 +38,7 @@ def result_table(result: Any) -> xarray.Dataset:
 
 
 def report_table(report: Mapping[str, Any]) -> xarray.DataTree:
-    """The results of a report by name; see `Report.to_xarray`.
-
-    Args:
-        report: results by name.
-    """
+    """The results of a report by name; see `Report.to_xarray`."""
     import xarray
 
     return xarray.DataTree.from_dict({name: result_table(result) for name, result in report.items()})

@@ -21,12 +21,7 @@ P_VALUE, P_ADJUSTED = "p_value", "p_adjusted"
 
 
 def report_p_values(report: Mapping[str, Any], method: Correction) -> pandas.DataFrame:
-    """All p-values of a report, one per line, corrected for the number of tests; see `Report.p_values`.
-
-    Args:
-        report: results by name.
-        method: method of correction.
-    """
+    """All p-values of a report, one per line, corrected for the number of tests; see `Report.p_values`."""
     tables = []
     for name, result in report.items():
         for field, axes in result.tensor_fields().items():
@@ -44,9 +39,6 @@ def report_p_values(report: Mapping[str, Any], method: Correction) -> pandas.Dat
 
 def is_p_value_field(field: str) -> bool:
     """Whether a tensor field holds p-values, by its name.
-
-    Args:
-        field: the name.
 
     Examples:
         >>> is_p_value_field("max_p_value"), is_p_value_field("values")
@@ -75,11 +67,7 @@ def distinct_tests(result: Any, field: str) -> Tensor:
 
 
 def is_symmetric(values: Tensor) -> bool:
-    """Whether a tensor is a symmetric matrix up to rounding.
-
-    Args:
-        values: a tensor of any shape.
-    """
+    """Whether a tensor is a symmetric matrix up to rounding."""
     square = values.dim() == 2 and values.shape[0] == values.shape[1]
     largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
     return square and torch.allclose(values, values.T, rtol=1e-6, atol=1e-9 * largest, equal_nan=True)

@@ -34,11 +34,7 @@ LOGIN = "hf auth login, or set the variable HF_TOKEN to a token of https://huggi
 
 
 def is_hub_address(path: Any) -> bool:
-    """Whether a path is a hub address, hf://user/name.
-
-    Args:
-        path: the argument of `load`.
-    """
+    """Whether a path is a hub address, hf://user/name."""
     return isinstance(path, str) and path.startswith(SCHEME)
 
 

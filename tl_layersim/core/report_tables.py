@@ -61,11 +61,7 @@ NUMBERS = ("value", "low", "high", "se", "untrained")
 
 
 def tidy_table(report: Mapping[str, Any]) -> pandas.DataFrame:
-    """All numbers of all results, one line for each; see `Report.to_frame`.
-
-    Args:
-        report: results by name.
-    """
+    """All numbers of all results, one line for each; see `Report.to_frame`."""
     return joined_tables([table for name, result in report.items() for table in _tables_of(name, result)], NUMBERS)
 
 
@@ -196,11 +192,7 @@ def _strict(value: Any) -> Any:
 
 
 def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
-    """The headline numbers of all results, with keys "result/short_name"; see `Report.headline`.
-
-    Args:
-        report: results by name.
-    """
+    """The headline numbers of all results, with keys "result/short_name"; see `Report.headline`."""
     numbers: dict[str, float] = {}
     for name, result in report.items():
         intervals = headline_intervals(result)
@@ -216,11 +208,7 @@ def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
-    """The headline numbers of all results as a table of texts, with ± half the interval; see `Report.to_latex`.
-
-    Args:
-        report: results by name.
-    """
+    """The headline numbers of all results as a table of texts, with ± half the interval; see `Report.to_latex`."""
     import pandas
 
     lines = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
@@ -266,11 +254,7 @@ def latex(table: pandas.DataFrame, labels: int) -> str:
 
 
 def markdown(table: pandas.DataFrame) -> str:
-    """A table of texts as Markdown, escaped.
-
-    Args:
-        table: a table of texts.
-    """
+    """A table of texts as Markdown, escaped."""
     marks = re.compile(r"([|*_<\\`])")
     escaped = table.map(lambda text: marks.sub(r"\\\1", text)).rename(columns=lambda text: marks.sub(r"\\\1", text))
     text: str = escaped.to_markdown(index=False, disable_numparse=True)

@@ -25,11 +25,7 @@ APART = ("provenance", "replicates", "untrained")
 
 
 def pack(result: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a result.
-
-    Args:
-        result: a `Result`.
-    """
+    """The header and the tensors of a result."""
     header, tensors = _pack_alone(result)
     header["provenance"] = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
     # Names of layers and the like are those of the result itself.
@@ -65,11 +61,7 @@ def _is_report(value: Mapping[str, Any]) -> bool:
 
 
 def pack_report(report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a report.
-
-    Args:
-        report: a `Report`.
-    """
+    """The header and the tensors of a report."""
     packed = {name: pack(result) for name, result in report.items()}
     tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
     return {name: header for name, (header, _) in packed.items()}, tensors

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from .arguments import OpenFraction, typed
 from .errors import LayersimError
-from .fields import Declaration, Picture, Provenance, axes, declarations
+from .fields import JOINT, Declaration, Picture, Provenance, axes, declarations
 from .findings import in_depth_order, site_in_words
 from .intervals import field_named, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .labelled_tables import result_table
-from .notebook_display import report_as_html, result_as_html
 from .report_exports import ReportExports
 from .report_tables import BLOCK_AXES, field_table, label_table, latex, markdown, numbers_of
 from .result_files import load_kind, pack, pack_report
@@ -93,7 +92,10 @@ class Result(ABC):
         title = f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"
         return headed(title, [f"  {line}" for line in headline_lines(self)])
 
-    _repr_html_ = result_as_html
+    def _repr_html_(self) -> str:
+        from ..reporting.html import result_html
+
+        return result_html(self)
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in FOR_AUTHORS]
@@ -375,7 +377,7 @@ class LayerMatrix(Result):
 
     def headline(self) -> dict[str, float]:
         label = self.declared().label
-        if not self.in_depth_order or self.layers != self.column_layers or " | " in self.provenance.model:
+        if not self.in_depth_order or self.layers != self.column_layers or JOINT in self.provenance.model:
             return self.sites_headline(label) or super().headline()
         if len(self.layers) < 2:
             return super().headline()
@@ -389,7 +391,7 @@ class LayerMatrix(Result):
             measure: name of the measure.
         """
         different = ~torch.eye(len(self.layers), dtype=torch.bool)
-        if self.layers != self.column_layers or " | " in self.provenance.model or not bool(different.any()):
+        if self.layers != self.column_layers or JOINT in self.provenance.model or not bool(different.any()):
             return {}
         return {f"{measure}, mean over pairs of different sites": float(self.values[different].nanmean())}
 
@@ -443,7 +445,10 @@ class Report(ReportExports):
         lines = [f"  {name}: {line}" for name, result in self._results.items() for line in headline_lines(result)]
         return headed(f"Report({', '.join(self._results)})", lines)
 
-    _repr_html_ = report_as_html
+    def _repr_html_(self) -> str:
+        from ..reporting.html import report_html
+
+        return report_html(self)
 
     @typed
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -80,7 +80,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# What reads a kind of file that is no result.
+# By kind of file that is no result: the call that reads it.
 READERS = {
     "shard": "lsim.merge(files of all shards), or tl-layersim merge, which makes the report of them",
     "remote_run": "lsim.load_run(path).result(), which waits for the server",
@@ -167,9 +167,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
     If the system supports it, the file has no name until it is complete, so a killed process leaves nothing behind. A link at
     `path` is replaced; its target is not written to.
-
-    Args:
-        path: path of the file.
 
     Raises:
         OSError: the file cannot be written; an older file at `path` is unchanged.

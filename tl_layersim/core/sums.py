@@ -79,9 +79,6 @@ class Sums:
     def refuse_others(self, other: Sums) -> None:
         """Raise an error if `other` cannot be added to these sums.
 
-        Args:
-            other: other sums.
-
         Raises:
             ValueError: the shapes differ.
         """

@@ -82,11 +82,7 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def on_divergence(self, losses: Sequence[float]) -> None:
-        """Handle divergence: raise an error, or end the training here. The diverged steps are not applied.
-
-        Args:
-            losses: the losses that diverged.
-        """
+        """Handle divergence: raise an error, or end the training here. The diverged steps are not applied."""
 
     def diverges(self, losses: Sequence[float]) -> bool:
         """Whether the training has diverged: a loss is not finite."""

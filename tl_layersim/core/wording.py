@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,9 +19,6 @@ MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
 def brief(value: object) -> str:
     """A value as a short text: its `repr` if that is short, else its type and size. It never raises an error.
-
-    Args:
-        value: any object.
 
     Examples:
         >>> brief([1, 2]), brief(["a long text"] * 40)
@@ -63,9 +60,6 @@ def _repr(value: object) -> str:
 def number_text(value: float) -> str:
     """A number with four digits, or with six if four would round it to 1 or -1.
 
-    Args:
-        value: the number.
-
     Examples:
         >>> number_text(0.123456), number_text(0.99999), number_text(1.0)
         ('0.1235', '0.99999', '1')
@@ -77,9 +71,6 @@ def number_text(value: float) -> str:
 def p_value_text(p: float) -> str:
     """A p-value with two digits; "< 0.0001" for one below 1/10,000.
 
-    Args:
-        p: the p-value.
-
     Examples:
         >>> p_value_text(0.03861), p_value_text(5e-10)
         ('0.039', '< 0.0001')
@@ -89,10 +80,6 @@ def p_value_text(p: float) -> str:
 
 def equation(name: str, text: str) -> str:
     """A name and a value as an equation, such as "p = 0.039" or "p < 0.0001".
-
-    Args:
-        name: name of the number.
-        text: the value as text.
 
     Examples:
         >>> equation("p", p_value_text(0.03861)), equation("p", p_value_text(5e-10))
@@ -136,16 +123,6 @@ def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
     return f"{value:.{decimals}f}", f"{margin:.{decimals}f}"
 
 
-def call_text(name: str, arguments: Iterable[str]) -> str:
-    """A call as Python text, such as "analyze(model, data)".
-
-    Args:
-        name: name of the call.
-        arguments: names of its arguments.
-    """
-    return f"{name}({', '.join(arguments)})"
-
-
 def counted(number: int, noun: str) -> str:
     """A count with its noun, such as "no arguments" or "1 argument".
 
@@ -172,19 +149,12 @@ def amount(number: int, noun: str, plural: str = "") -> str:
 
 
 def with_article(noun: str) -> str:
-    """A noun with its indefinite article.
-
-    Args:
-        noun: the noun in the singular.
-    """
+    """A noun with its indefinite article."""
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def duration_in_words(seconds: float) -> str:
     """A duration in seconds, minutes (from 2 minutes) or hours (from 2 hours).
-
-    Args:
-        seconds: the duration.
 
     Examples:
         >>> duration_in_words(35.2), duration_in_words(600), duration_in_words(9000)
@@ -197,9 +167,6 @@ def duration_in_words(seconds: float) -> str:
 
 def first_line(error: BaseException) -> str:
     r"""The first line of an exception's text without its full stop; the class name if there is no text.
-
-    Args:
-        error: the exception.
 
     Examples:
         >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())

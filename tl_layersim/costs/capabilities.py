@@ -71,13 +71,13 @@ def capabilities(model: Any) -> Capabilities:
     source = on_server(open_source(opened, either_stack=True))
     reasons = {}
     for name, cls in sorted(find_analyzers().items()):
+        reasons[name] = ""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                cls().check_sites(source.model)
-                cls().check(source.model)
+                analyzer = cls()
+                analyzer.check_sites(source.model)
+                analyzer.check(source.model)
         except LayersimError as error:
             reasons[name] = str(error)
-        else:
-            reasons[name] = ""
     return Capabilities(source.model.name, source.model.layers, source.offer, reasons)

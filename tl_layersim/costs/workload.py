@@ -27,7 +27,7 @@ from ..engine.plan import SitePlan
 from ..remote.requests import packed_request, packed_result
 from ..sources.hooks import kernels_alone
 from ..sources.model import Model
-from ..sources.source import CanReadSites, Source, running, sites_of
+from ..sources.source import CanReadSites, Source, running
 from ..sources.without_weights import CPU_ATTENTION, WeightlessSource, without_values
 
 
@@ -204,7 +204,7 @@ def meter(
         model=source.model,
         shape=(batch.tokens.shape[0], batch.tokens.shape[1]),
         samples=run.samples,
-        sites=len(sites_of(source)),
+        sites=len(source.sites),
         passes=run.passes,
         flops=run.flops,
         sums=run.sums,
@@ -311,7 +311,7 @@ class _MeteredRun:
             # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
             unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
             self.sent.append(packed_request(kernels) + unpacked)
-            sites = sites_of(self.source)
+            sites = self.source.sites
             self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(sites, sums))
         return sums
 
@@ -383,11 +383,7 @@ class _Pool:
         return cls(kernel, rows, pool.samples, pool.draws, pool.index % (len(batch.tokens) if kernel.whole_rows else counted))
 
     def sums(self, view: View) -> dict[str, Tensor]:
-        """The sums of the pool.
-
-        Args:
-            view: view of the batch.
-        """
+        """The sums of the pool."""
         out = drawn(view, read=self.kernel.read, sites=self.kernel.sites, index=self.index)
         return self.kernel.sums([out["samples 0"]], [tuple(out["widths 0"].tolist())], self.samples, self.draws)
 

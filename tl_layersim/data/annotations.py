@@ -46,7 +46,6 @@ class AnnotatedImages:
 
     def __init__(self, data: Any, annotations: Any, classes: int) -> None:
         self.classes, self.objects = classes, list[Objects]()
-        self.given_apart = annotations is not None
         if hasattr(data, "columns") and hasattr(data, "to_dict"):
             # A pandas table.
             data = {name: data[name].tolist() for name in data.columns}
@@ -101,11 +100,11 @@ class AnnotatedImages:
 
 
 class _Noting:
-    """An iterable that passes each item that is read to a function.
+    """Iterates over data and keeps the annotations of each item that is read.
 
     Args:
         data: the iterable.
-        to: function that takes each item.
+        to: the images that keep the annotations.
     """
 
     def __init__(self, data: Iterable[Any], to: AnnotatedImages) -> None:

@@ -46,11 +46,7 @@ class Notes:
         self.runs = RunsAtEnds()
 
     def repeat(self, earlier: Notes) -> None:
-        """Copy the counts of an earlier pass whose rows were kept, and repeat its warnings.
-
-        Args:
-            earlier: the counts of that pass.
-        """
+        """Copy the counts of an earlier pass whose rows were kept, and repeat its warnings."""
         self.own_bos, self.masked, self.texts, self.cut = earlier.own_bos, earlier.masked, earlier.texts, earlier.cut
         for text in sorted(earlier.warned):
             self.once(text)
@@ -102,11 +98,7 @@ class KeptRows:
             self.rows.clear()
 
     def finish(self, notes: Notes) -> None:
-        """Mark the pass as complete.
-
-        Args:
-            notes: counts of the pass.
-        """
+        """Mark the pass as complete."""
         if self.fits:
             self.notes = notes
 

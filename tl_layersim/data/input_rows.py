@@ -53,7 +53,7 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
         other: [as_values(other, column)] if alone and _is_row(other, column, level) else by_row(other, column, count)
         for other, column in accepted(data, model, (main, name, MASK)).items()
     }
-    targets = None if labels is None else _row_row_targets(whole_numbers(labels), count)
+    targets = None if labels is None else _row_targets(whole_numbers(labels), count)
     for i, value in enumerate(values):
         inputs = {name: value} | without_padding({other: column[i] for other, column in further.items()}, model)
         length = len(value) if name == EMBEDDINGS else 1
@@ -94,7 +94,7 @@ def _is_row(name: str, column: Any, level: Level) -> bool:
     return level == "row" or shape[:1] != (1,)
 
 
-def _row_row_targets(labels: Tensor, count: int) -> Tensor:
+def _row_targets(labels: Tensor, count: int) -> Tensor:
     """Labels of rows without tokens: `row 1` for one class per row, or `row pos`."""
     labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
     labels = labels[:, None] if labels.dim() == 1 else labels

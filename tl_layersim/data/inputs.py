@@ -3,13 +3,13 @@
 An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
 
 Inputs of the stack that is not read have positions of their own: each row holds them without padding, and batches pad
- them on the right with their own mask.
+them on the right with their own mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,17 +19,25 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from .labels import LABELS, is_missing, number_tensor
 from .masks import as_mask, mask_of
-from .rows import ModelInputs
-
-if TYPE_CHECKING:
-    from .rows import Row
+from .rows import ModelInputs, Row
 
 TOKEN_IDS = "input_ids"
 EMBEDDINGS = "inputs_embeds"
 PIXELS = "pixel_values"
 # Number of axes that one row has in inputs of these names.
 ROW_AXES = {PIXELS: 3, "input_features": 2, "input_values": 1, EMBEDDINGS: 2}
+# Inputs of which Hugging Face models take one row for all rows.
 SHARED = ("position_ids", "token_type_ids")
+# Names of columns of tokens, and further outputs of tokenizers.
+TOKENS = ("input_ids", "tokens")
+OF_TOKENS = ("token_type_ids", "position_ids")
+# Inputs with one value for each position of a stack, by the name of its mask.
+ENCODER = {"attention_mask": ("input_ids", "inputs_embeds")}
+DECODER = {"decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds")}
+DECODER_IDS = "decoder_input_ids"
+# Lists in lists beyond this depth contain themselves.
+DEEPEST = 16
+ATTACH = "with lsim.attach(model, analyzers) as probe: "
 # What the first axis of values is: the rows of a batch, an axis of one row, or whichever their number of axes tells.
 Level = Literal["batch", "row", "either"]
 
@@ -92,7 +100,6 @@ def by_row(name: str, values: Any, count: int) -> list[Tensor]:
         return [as_values(name, value) for value in values]
     table = as_values(name, values)
     if name in SHARED and table.dim() and len(table) == 1:
-        # Hugging Face models take one row of these for all rows.
         table = table.expand(count, *table.shape[1:])
     if table.dim() == 0 or len(table) != count:
         raise LayersimError(f"`{name}` in the data does not fit the rows: its shape is {tuple(table.shape)} for {count} rows.")
@@ -190,14 +197,6 @@ def refuse_integers(name: str, values: Tensor) -> None:
         )
 
 
-TOKENS = ("input_ids", "tokens")
-# Lists in lists beyond this depth contain themselves.
-DEEPEST = 16
-# Further outputs of tokenizers.
-OF_TOKENS = ("token_type_ids", "position_ids")
-ATTACH = "with lsim.attach(model, analyzers) as probe: "
-
-
 def is_image(value: Any) -> bool:
     """Whether a value is an image or a list of images: PIL images or uint8 arrays."""
     if isinstance(value, list):
@@ -214,8 +213,13 @@ def is_images(value: Any) -> bool:
 
 def is_floats(value: Any) -> bool:
     """Whether a value is a table of floating-point numbers."""
+    return _holds(value, float)
+
+
+def _holds(value: Any, kind: type[int | float]) -> bool:
+    """Whether a value is a table of numbers of a kind; a bool is an int."""
     value = innermost(value)
-    return isinstance(value, float) or (isinstance(value, Tensor | np.ndarray) and "float" in str(value.dtype))
+    return isinstance(value, kind) or (isinstance(value, Tensor | np.ndarray) and kind.__name__ in str(value.dtype))
 
 
 def is_text(value: Any) -> bool:
@@ -275,7 +279,7 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
     """The error for a mapping in which the column of tokens, texts or the main input is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
     named = [name for name in data if isinstance(name, str) and name not in LABELS]
-    likely = [name for name in named if is_text(data[name]) or _is_ids(data[name])]
+    likely = [name for name in named if is_text(data[name]) or _holds(data[name], int)]
     if model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
         likely = [name for name in data if name not in LABELS and is_floats(data[name])] or likely
     do = f" Name it: column={likely[0]!r}." if likely else ""
@@ -286,18 +290,6 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
         + (f", and `column` is {column!r}" if column else "")
         + f".{do}"
     )
-
-
-def _is_ids(value: Any) -> bool:
-    """Whether a value is one or several rows of integers."""
-    value = innermost(value)
-    return isinstance(value, int) or (isinstance(value, Tensor | np.ndarray) and "int" in str(value.dtype))
-
-
-# Inputs with one value for each position of a stack, by the name of its mask.
-ENCODER = {"attention_mask": ("input_ids", "inputs_embeds")}
-DECODER = {"decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds")}
-DECODER_IDS = "decoder_input_ids"
 
 
 def reads_decoder(model: ModelInputs) -> bool:

@@ -16,6 +16,9 @@ from ..core.wording import brief, first_line
 if TYPE_CHECKING:
     from ..core.fields import Provenance
 
+NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
+LABELS = ("labels", "label")
+
 
 def number_tensor(values: Any) -> Tensor:
     """Convert numbers or bools to a dense tensor on the CPU.
@@ -139,7 +142,3 @@ def whole_numbers(labels: Any) -> Tensor:
             "a regression head go to `TaskMetrics(labels=scores)`."
         )
     return numbers.long()
-
-
-NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
-LABELS = ("labels", "label")

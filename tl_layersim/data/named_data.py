@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.errors import LayersimError
 from ..core.wording import first_line
+from .readers import FILES
 
 
 def load_data(name: str, split: str) -> Any:
@@ -31,8 +32,6 @@ def load_data(name: str, split: str) -> Any:
                 f"`--data` is {name}, which cannot be read as a text in UTF-8 or as a table: {first_line(error)}."
             ) from error
     import datasets
-
-    from .readers import FILES
 
     if path.is_dir():
         try:

@@ -73,9 +73,6 @@ def adds_specials(tokenizer: Any) -> bool:
 def tokenizer_of(model: ModelInputs) -> Any:
     """The tokenizer of a model.
 
-    Args:
-        model: the model that reads the texts.
-
     Raises:
         LayersimError: the model has no tokenizer.
     """
@@ -244,9 +241,6 @@ class TextRows:
 
     def packed(self, items: Iterable[Encoded | Row]) -> Iterator[Row]:
         """Join all texts with end-of-text tokens and cut them into full rows; the last row may be shorter.
-
-        Args:
-            items: the encoded texts.
 
         Raises:
             LayersimError: an item is not a text, or a text has further inputs.

@@ -32,7 +32,7 @@ from .supported_models import open_for_early_exit, reads_pixels
 def prompt_rows(
     prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, max_new_tokens: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Token ids `row column` padded on the left, and their mask, False at padding; the mask is None where no row is padded.
+    """Token ids `row column` padded on the left, and their mask, False at padding; the mask is None if no row is padded.
 
     Raises:
         LayersimError: `prompt` is neither text nor token ids, or leaves no room for `max_new_tokens`.
@@ -75,7 +75,7 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
 
 
 def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and attention of texts, tokenized as in `analyze`."""
+    """Token ids and attention of texts, tokenised as in `analyze`."""
     texts = [prompt] if isinstance(prompt, str) else prompt
     if mask is not None:
         raise LayersimError("`attention_mask` cannot be given for texts.")
@@ -128,7 +128,7 @@ def check_layers(at: int | str | Sequence[int | str] | None, lowest: int, names:
     Args:
         at: see `EarlyExit`.
         lowest: number of the lowest block after which a check is made.
-        names: of the outputs of all blocks.
+        names: names of the outputs of all blocks.
 
     Raises:
         LayersimError: `at` names a block below `lowest`, the last block, no block, or one twice.
@@ -196,7 +196,7 @@ def sequence_rows(
 
     Args:
         tokens: `batch pos` ids, or images `batch channel height width`.
-        attention_mask: `batch pos`, None where no position is masked.
+        attention_mask: `batch pos`; None if no position is masked.
         split_model: the model.
         reads: the positions at which the model's head gives logits, see `Head`.
         causal: whether positions do not depend on later ones.

@@ -18,8 +18,8 @@ class Columns:
         rows: indices of the rows, None for all of them.
         start: the first column.
         end: one more than the last column.
-        starts: the first new column of each row, where rows differ; columns before it have been written by earlier passes.
-        device: of the tables.
+        starts: the first new column of each row, if rows differ; columns before it have been written by earlier passes.
+        device: device of the tables.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Columns:
 
 
 def grown(table: Tensor, columns: int, axis: int = 1) -> Tensor:
-    """The table, enlarged with zeros where it has fewer than `columns` columns, which are on `axis`."""
+    """The table, enlarged with zeros if it has fewer than `columns` columns; `axis` is the axis of columns."""
     present = table.shape[axis]
     if present >= columns:
         return table
@@ -108,7 +108,7 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         """-1, transformers' value for no maximum."""
         return -1
 
-    # The name of it in older versions of transformers, 5.9 among them.
+    # Its name in older versions of transformers, 5.9 among them.
     get_max_cache_shape = get_max_length
 
 

@@ -20,7 +20,7 @@ class ExitLens:
     Attributes:
         unembed: the model's own final norm and head.
         blocks: number of blocks of the model.
-        heads: of the layers below the last; None for the model's own head at every layer.
+        heads: heads of the layers below the last; None for the model's own head at every layer.
         normed: whether `heads` read the output of the final norm.
     """
 

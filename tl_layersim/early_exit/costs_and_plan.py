@@ -69,12 +69,12 @@ class ExitCosts:
         shortlist: Any = None,
         batch: PositiveInt = 1,
     ) -> ExitCosts:
-        """Costs as numbers of parameters read: proportional to time where reading weights is the bottleneck (small batches).
+        """Costs as numbers of parameters read: proportional to time if reading weights is the bottleneck (small batches).
 
         Args:
             model: as in `EarlyExit`.
-            rule: of the checks, see `EarlyExit`.
-            shortlist: of the checks, see `EarlyExit`.
+            rule: rule of the checks, see `EarlyExit`.
+            shortlist: shortlist of the checks, see `EarlyExit`.
             batch: number of rows.
         """
         rule_class, split_model, _, ids = _opened(model, rule, shortlist)
@@ -109,8 +109,8 @@ class ExitCosts:
         Args:
             model: a Hugging Face language model, or what `open_model` returns.
             batch: number of rows.
-            rule: of the checks, see `EarlyExit`.
-            shortlist: of the checks, see `EarlyExit`.
+            rule: rule of the checks, see `EarlyExit`.
+            shortlist: shortlist of the checks, see `EarlyExit`.
             context: number of tokens before those that are timed.
             repeats: number of times that each part is timed; the fastest counts, since other work on the machine only adds.
             clock: returns the time in seconds. On a CPU that is shared with other programs, with one thread,
@@ -252,7 +252,7 @@ def plan_for(costs: ExitCosts, exited: list[float], lowest: int = 0, at: tuple[i
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 
     Args:
-        costs: of the parts of a step.
+        costs: costs of the parts of a step.
         exited: for each block, the fraction of tokens whose rule is met after it or after a block below. A token whose rule is
             met is assumed to meet it at all layers above, and exits at the next check.
         lowest: number of the lowest block after which a check is made.

@@ -17,9 +17,8 @@ from ..core.errors import LayersimError, warn
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import need_classes
-from ..sources.inputs import refusing_failed_forward
+from ..sources.inputs import no_cache, refusing_failed_forward
 from ..sources.open import OpenedModel
-from ..split_model import no_cache
 from .arguments import check_curve, check_layers, prompt_rows, sequence_rows, shortlist_ids
 from .checks import ExitLens, RuleCheck
 from .costs_and_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
@@ -51,7 +50,8 @@ class EarlyExit:
             checks in a row; `"cosine"`: the cosine similarity of the residuals that enter and leave the block, without
             unembedding.
         curve: an `ExitCurveResult` of this model, from which layers are chosen; for `"max-prob"` only.
-        costs: of the parts of a decoding step; default `ExitCosts.count(model)`. `ExitCosts.measure(model)` times them here.
+        costs: costs of the parts of a decoding step; default `ExitCosts.count(model)`. `ExitCosts.measure(model)` times them
+            here.
         shortlist: token ids over which checks compute probabilities, in place of the whole vocabulary; these probabilities are
             too large. Tokens are always chosen from the whole vocabulary.
         heads: `ExitHeads` of the layers below the last, or their file: checks after a layer, and tokens that exit there, are
@@ -60,7 +60,7 @@ class EarlyExit:
     Attributes:
         at: the numbers of the blocks after which a check is made.
         lens: the predictions of each layer.
-        heads: of the layers below the last, None where every layer is read by the model's own head.
+        heads: heads of the layers below the last; None if every layer is read by the model's own head.
         plan: an `ExitPlan`, the checks with the expected exits and speed-up; None without a curve.
 
     Raises:
@@ -174,14 +174,14 @@ class EarlyExit:
         return [(id(p), p.dtype, p.device) for module in modules for p in module.parameters()]
 
     def _refuse_changed_head(self) -> None:
-        """Refuse to run after the final norm or the head of the model has been replaced."""
+        """Raise an error if the final norm or the head of the model has been replaced."""
         if self._head_weights() != self._head:
             raise LayersimError(
                 "The model's final norm or head was replaced after this EarlyExit was built; build another one."
             )
 
     def refuse_no_generation(self) -> None:
-        """Refuse a model that is no causal language model with a cache.
+        """Raise an error if the model is no causal language model with a cache.
 
         Raises:
             LayersimError: the model cannot generate.
@@ -215,13 +215,13 @@ class EarlyExit:
         """Continue texts or rows of tokens, with the most probable token at each step or with a sampled one.
 
         Args:
-            prompt: a text or a list of texts, tokenized as in `analyze`, or token ids `batch pos`.
-            attention_mask: of token ids, `batch pos`; padding may be on either side.
+            prompt: a text or a list of texts, tokenised as in `analyze`, or token ids `batch pos`.
+            attention_mask: mask of token ids, `batch pos`; padding may be on either side.
             max_new_tokens: maximum number of new tokens in each row.
             do_sample: whether tokens are sampled, by transformers' own warpers. Exits do not depend on them.
-            temperature: of the sampling.
-            top_p: of the sampling: only the smallest set of tokens with this probability.
-            seed: of the sampling; the tokens of the i-th row do not depend on the other rows.
+            temperature: temperature of the sampling.
+            top_p: probability of the smallest set of tokens from which one is sampled.
+            seed: seed of the sampling; the tokens of the i-th row do not depend on the other rows.
             eos_token_id: tokens that end a row. Default: the model's own; `()` for none.
             stop: a row ends when its new text contains one of these.
             tokenizer: used in place of the model's own.
@@ -264,7 +264,7 @@ class EarlyExit:
 
         Args:
             tokens: a tensor of ids `batch pos`, or of images `batch channel height width` for models that read them.
-            attention_mask: `batch pos`, for ids.
+            attention_mask: mask of token ids, `batch pos`.
 
         Returns:
             An `ExitLogits`.

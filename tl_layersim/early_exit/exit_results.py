@@ -13,7 +13,7 @@ class Generated:
 
     Attributes:
         tokens: for each row, its new token ids, `token`.
-        texts: for each row, its new text; empty where there is no tokenizer.
+        texts: for each row, its new text; empty if there is no tokenizer.
         exits: for each row and new token, the number of blocks that had run when the token was chosen, `token`.
         layers: number of blocks of the model.
         steps: number of decoding steps; each gives every unfinished row one token.
@@ -43,12 +43,12 @@ class Generated:
 
     @property
     def share_of_blocks(self) -> float:
-        """Block calls relative to the full model's; also the relative time where reading weights is the bottleneck."""
+        """Block calls relative to the full model's; also the relative time if reading weights is the bottleneck."""
         return self.block_calls / max(1, self.layers * self.steps)
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Tokens run through blocks relative to the full model's; also the relative time where arithmetic is the bottleneck."""
+        """Tokens run through blocks relative to the full model's; also the relative time if arithmetic is the bottleneck."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
-from ..split_model import LocalSplitModel, logits_of, no_cache
+from ..sources.inputs import no_cache
+from ..split_model import LocalSplitModel, logits_of
 from .checks import ExitLens, FixedCheck
 from .decoding import Decoding
 from .full_sequence import FullSequence, Rows
@@ -37,7 +38,7 @@ def is_causal(split_model: LocalSplitModel) -> bool:
 
 @contextmanager
 def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
-    """A context that turns an exception of the model, run segment by segment, into a refusal.
+    """A context that turns an exception of the model, run segment by segment, into a `LayersimError`.
 
     Raises:
         LayersimError: the model raised an exception.
@@ -112,7 +113,7 @@ def positions_read(
     Args:
         split_model: the model.
         reads: "every", "first" or "last" position, or "rows".
-        inputs: arguments of its forward by name.
+        inputs: arguments of the model's forward by name.
         attended: `row pos`, False at padding.
     """
     if reads_pixels(split_model):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..split_model import LocalSplitModel, no_cache
+from ..sources.inputs import no_cache
+from ..split_model import LocalSplitModel
 from .checks import ExitCheck
 from .segments import Segments
 
@@ -42,7 +43,7 @@ class FullSequence(Segments):
         split_model: the model.
         ends: as in `Segments`.
         check: decides which positions exit.
-        inputs: of the forward pass.
+        inputs: inputs of the forward pass.
 
     Attributes:
         logits: `row pos vocabulary`, 0 where `inputs.positions` is False.

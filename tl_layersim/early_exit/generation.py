@@ -21,9 +21,9 @@ class TokenSampler:
 
     Args:
         sample: whether tokens are sampled; otherwise the most probable token is taken.
-        temperature: of the sampling.
-        top_p: of the sampling.
-        seed: of the sampling; each row has a generator of its own, so that its tokens do not depend on the other rows.
+        temperature: temperature of the sampling.
+        top_p: see `EarlyExit.generate`.
+        seed: seed of the sampling; each row has a generator of its own, so that its tokens do not depend on the other rows.
         rows: number of rows.
     """
 
@@ -81,7 +81,7 @@ class StopCriteria:
     Args:
         ids: tokens that end a row.
         stop: texts that end a row.
-        tokenizer: decodes rows where `stop` is given.
+        tokenizer: decodes rows if `stop` is given.
     """
 
     def __init__(self, ids: frozenset[int], stop: str | list[str] | None, tokenizer: Any) -> None:
@@ -183,7 +183,7 @@ class GenerationLoop:
         return [row for row, flag in zip(rows, flags, strict=True) if not flag]
 
     def result(self, tokenizer: Any) -> Generated:
-        """The result; texts are empty where there is no tokenizer."""
+        """The result; texts are empty if there is no tokenizer."""
         texts = [tokenizer.decode(row, skip_special_tokens=True) if tokenizer is not None else "" for row in self.tokens]
         state = self.state
         return Generated(

@@ -14,16 +14,16 @@ from .checks import FixedCheck
 from .early_exit import EarlyExit
 from .generation import GenerationLoop, StopCriteria, TokenSampler, end_ids
 
-# Bytes of keys and values that the rows of layers which are generated from together may take. On one layer they may take more.
+# Most bytes of keys and values of the layers that are generated from together. Those of a single layer may take more.
 KEYS_AND_VALUES_BYTES = 2**28
 
 
 class Continuation(NamedTuple):
-    """What one layer makes of one prompt.
+    """The continuation of one prompt by one layer.
 
     Attributes:
         tokens: the new token ids.
-        text: of these tokens, without special tokens; "" where there is no tokenizer.
+        text: text of these tokens, without special tokens; "" if there is no tokenizer.
     """
 
     tokens: Tensor
@@ -34,8 +34,8 @@ class LayerSampler(TokenSampler):
     """A sampler for copies of the same rows, one after the other, each of which draws what a single copy would draw.
 
     Args:
-        top_p: of the sampling.
-        seed: of the sampling.
+        top_p: see `EarlyExit.generate`.
+        seed: seed of the sampling.
         rows: number of rows of a copy.
         copies: number of copies.
         on_tokens: called at each step with the number of its tokens.
@@ -67,11 +67,11 @@ def generate_from_layers(
     Every layer draws the same random numbers, as if each ran alone.
 
     Args:
-        early: of the model, with `at="all"`.
+        early: the `EarlyExit` of the model, with `at="all"`.
         prompts: the texts.
         max_new_tokens: maximum number of new tokens in each row.
-        top_p: of the sampling.
-        seed: of the sampling.
+        top_p: see `EarlyExit.generate`.
+        seed: seed of the sampling.
         tokenizer: used in place of the model's own.
         on_tokens: called at each step with the number of its tokens.
 

@@ -39,7 +39,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
     Args:
         model: a Hugging Face model, in this process; or what `open_model` returns.
         n_layers: number of blocks that are kept.
-        save_to: a folder for `from_pretrained`; the tokenizer is saved with it, where the model has one as `.tokenizer`.
+        save_to: a folder for `from_pretrained`; the tokenizer is saved with it if the model has one as `.tokenizer`.
 
     Returns:
         A model of the same class, dtype and device. The given model is not changed and shares no weights with the copy.
@@ -77,7 +77,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
 
 
 def _refuse_other_weights(model: Any) -> None:
-    """Refuse weights that cannot be copied into a model built from a configuration: quantised, or sharded over processes.
+    """Raise an error if weights cannot be copied into a model built from a configuration: quantised or sharded weights.
 
     Raises:
         LayersimError: the model has such weights.
@@ -120,7 +120,7 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
 
     Args:
         model: a Hugging Face model.
-        paths: of its blocks.
+        paths: module paths of its blocks.
         n_layers: number of blocks that are kept.
     """
     config = copy.deepcopy(model.config)

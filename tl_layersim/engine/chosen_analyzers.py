@@ -161,7 +161,6 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
             f"The models read different inputs of the data, so their samples do not match: `{a.token_input}` of {a.name} and "
             f"`{b.token_input}` of {b.name}."
         )
-
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
     if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
         warnings.warn(

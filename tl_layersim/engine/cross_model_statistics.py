@@ -12,7 +12,7 @@ from ..analyzers.analyzer import Analyzer, Exchange
 from ..core.errors import LayersimError, in_words
 from ..core.sums import SIZES
 from ..data.batches import Batch, BatchSize
-from ..sources.source import PartialSums, Source, sites_of, sums_of_leaves, widths_of
+from ..sources.source import PartialSums, Source
 from .plan import SitePlan
 
 
@@ -60,7 +60,7 @@ def exchange(
         sides = []
         for number, source in enumerate(sources):
             show(f"model {number + 1} of {len(sources)}")
-            sides.append(sums_of_leaves(source, batch, kernels[number]))
+            sides.append(source.sums(batch, kernels[number]))
         if any(len(leaves) != len(sides[0]) for leaves in sides):
             # Of a model whose activations are not finite.
             yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
@@ -109,6 +109,6 @@ def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan:
 
 def _numbers_per_sample(source: Source) -> int:
     """Number of activations that all sites of a model have for one sample; 0 if widths are not known yet."""
-    if widths_of(source) or sites_of(source) != source.model.layers:
-        return sum(widths_of(source))
-    return len(sites_of(source)) * (source.model.d_model or 0)
+    if source.widths or source.sites != source.model.layers:
+        return sum(source.widths)
+    return len(source.sites) * (source.model.d_model or 0)

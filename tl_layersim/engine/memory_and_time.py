@@ -16,7 +16,7 @@ from ..core.errors import LayersimError, in_words, warn
 from ..core.sums import MOST_BLOCKS, Sums, Tally, analyzer_of, most_nodes
 from ..core.wording import duration_in_words
 from ..data.data import Data
-from ..sources.source import Source, sites_of, widths_of
+from ..sources.source import Source
 
 # Bytes of all blocks above which their size is printed.
 LARGE_BLOCKS = 1e9
@@ -180,9 +180,9 @@ class LongRunNotice:
         """Memory for the sums, and for the sites of an average batch."""
         kept = (sums for node in tally.tree.nodes for sums in node.sums.values())
         size = sum(value.nbytes for sums in kept for value in sums.fields.values())
-        widths = [max(widths_of(source), default=0) or source.model.d_model or 0 for source in self.sources]
+        widths = [max(source.widths, default=0) or source.model.d_model or 0 for source in self.sources]
         samples = tally.tokens / max(1, tally.batches)
-        read = sum(4 * len(sites_of(source)) * samples * width for source, width in zip(self.sources, widths, strict=True))
+        read = sum(4 * len(source.sites) * samples * width for source, width in zip(self.sources, widths, strict=True))
         parts = ([f"{in_words(size)} of sums"] if size else []) + ([f"{in_words(read)} of sites"] if read else [])
         return " and ".join(parts)
 

@@ -18,8 +18,9 @@ from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief
 from ..data.data import Data
 from ..data.positions import PositionRule, Positions
+from ..sources.checks import distinct_points
 from ..sources.model import Model
-from ..sources.source import CanReadSites, Source, sites_of, widths_of
+from ..sources.source import CanReadSites, Source
 
 # For type checkers: a block, a family, a name or a pattern, several of these, or a function of names.
 AtArgument: TypeAlias = int | str | Sequence[int | str] | Callable[[str], bool]
@@ -158,19 +159,12 @@ def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, 
         residual = SiteChoice(tuple(range(len(source.model.layers))))
         return dict.fromkeys(wanted, residual)
     assert isinstance(source, CanReadSites)
-    numbers: dict[str, int] = {}
-    union: list[HookPoint] = []
-    for points in wanted.values():
-        for point in source.residual_points if points is None else points:
-            if point.name not in numbers:
-                numbers[point.name] = len(union)
-                union.append(point)
-    source.read_at(tuple(union))
+    read = {name: source.residual_points if points is None else points for name, points in wanted.items()}
+    union = distinct_points(point for points in read.values() for point in points)
+    source.read_at(union)
+    numbers = {point.name: number for number, point in enumerate(union)}
     return {
-        name: SiteChoice(
-            tuple(numbers[point.name] for point in (source.residual_points if points is None else points)),
-            None if points is None else _stream(points),
-        )
+        name: SiteChoice(tuple(numbers[point.name] for point in read[name]), None if points is None else _stream(points))
         for name, points in wanted.items()
     }
 
@@ -224,8 +218,8 @@ def _stream(points: Points) -> str:
 def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
     if choice.stream is None:
         return model
-    layers = tuple(sites_of(source)[number] for number in choice.numbers)
-    widths = tuple(known[number] for number in choice.numbers) if (known := widths_of(source)) else ()
+    layers = tuple(source.sites[number] for number in choice.numbers)
+    widths = tuple(source.widths[number] for number in choice.numbers) if source.widths else ()
     # The width of the residual stream says nothing of other sites.
     return replace(model, layers=layers, stream=choice.stream, widths=widths, d_model=None)  # type: ignore[arg-type]  # one of its words
 

@@ -67,9 +67,7 @@ def warn_of_sizes(
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
     """Effective fraction of samples from a position on, `site`; NaN without samples.
 
-    It is the number of samples of equal size that would carry as much, as a fraction of all.
-
-    (sum |x|^2)^2 / (n sum |x|^4).
+    It is the number of samples of equal size that would carry as much, as a fraction of all: (sum |x|^2)^2 / (n sum |x|^4).
 
     Args:
         sums: sums of the kernel `activation_sizes`.

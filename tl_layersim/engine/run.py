@@ -28,10 +28,9 @@ from ..core.sums import MOST_BLOCKS, DataBlock, Sums, SumTree, Tally, first_bloc
 from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches, BatchSize, batch_sizes, fingerprint, new_digest
 from ..sources.checks import check_lens, check_stream_sums, refuse_not_finite
-from ..sources.hooks import kernels_alone
 from ..sources.model import Model
-from ..sources.out_of_memory import refusing_full_memory
-from ..sources.source import CanReadSites, OnServer, PartialSums, Source, running, sites_of, sums_of_batches
+from ..sources.out_of_memory import reduce_batch
+from ..sources.source import CanReadSites, OnServer, PartialSums, Source, running
 from .chosen_analyzers import refuse_large_heads
 from .cross_model_statistics import crossing, exchange
 from .memory_and_time import LongRunNotice, refuse_large_blocks, refuse_sums_over_limits, rows_in_data, warn_of_large_sums
@@ -113,7 +112,7 @@ class Analysis:
         """
         return {
             "models": [source.model.identity(argument) for source in self.sources],
-            "sites": [list(sites_of(source)) for source in self.sources],
+            "sites": [list(source.sites) for source in self.sources],
             "analyzers": {
                 name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
                 for name, analyzer in self.analyzers.items()
@@ -238,8 +237,10 @@ class PassState:
         """Remove and return the first waiting batches, with at most so many rows on which a model runs."""
         taken: list[Step] = []
         while rows > 0 and self.waiting:
-            taken.append(self.waiting.popleft())
-            rows -= taken[-1].measured * len(taken[-1].tokens) * taken[-1].leaf
+            step = self.waiting.popleft()
+            taken.append(step)
+            if step.measured:
+                rows -= len(step.tokens) * step.leaf
         return taken
 
 
@@ -406,7 +407,7 @@ class DataPass:
         """Yields partial sums of the remaining batches, in the order of the data."""
         sources, batches = self.sources, self.read()
         if len(sources) == 1:
-            return sums_of_batches(sources[0], batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
+            return sources[0].stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
         by_statistics = self.label == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
         if sources and (by_statistics or self.analysis.is_remote):
             return exchange(sources, batches, self.analyzers, self.analysis.plan, show)
@@ -415,12 +416,10 @@ class DataPass:
 
     def _side_by_side(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """Run each model forward once, and run kernels on the activations of all models."""
-        views = [source.collect(batch) for source in self.sources]
-        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
-            return reduce(kernels, *views)
+        return reduce_batch(batch, kernels, *(source.collect(batch) for source in self.sources))
 
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
-        names = [sites_of(source) for source in self.sources]
+        names = [source.sites for source in self.sources]
         start = self.state.tally.tree.end
         # The last leaf of the data may be larger than the rest of the data.
         read = self.state.tally.sequences + sum(step.rows for step in self.state.waiting)

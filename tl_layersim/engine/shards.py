@@ -242,14 +242,9 @@ def part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     refuse_other_types(ShardPart, held)
     if not 0 <= number < of:
         raise ValueError(f"shard {number} of {of}")
-    first: dict[str, dict[str, Tensor]] = {name: {} for name in notes["first"]}
-    for key, tensor in tensors.items():
-        heading, name, field_name = key.split("/", 2)
-        if heading == "all first":
-            first[name][field_name] = tensor
-    sums = {name: Sums(own) for name, own in first.items()}
+    first = _sums_of("all first", notes["first"], tensors)
     return ShardPart(
-        path, **held, identity=identity, counts=counts, tallies=tallies_of(notes, tensors), first=sums, notes=notes
+        path, **held, identity=identity, counts=counts, tallies=tallies_of(notes, tensors), first=first, notes=notes
     )
 
 

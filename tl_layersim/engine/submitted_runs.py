@@ -136,7 +136,7 @@ def model_of(notes: Mapping[str, Any]) -> Model:
         refuse_other_types(Head, head)
         head = Head(**head)
     # Tuples are lists in JSON.
-    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "starts", "ends", "widths") if name in plain}
+    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "starts", "ends", "widths")}
     plain["weights"] = plain.pop("weights_hash")
     refuse_other_types(Model, plain)
     return Model(**plain, tokenizer=None, head=head)
@@ -153,6 +153,8 @@ class _Header:
 
     server: str
     model_key: str
+    sites: list[Any]
+    read: dict[str, Any]
     analyzers: dict[str, Any]
     settings: dict[str, Any]
     record: dict[str, Any]
@@ -183,11 +185,11 @@ def models_read(header: Mapping[str, Any], model: Model) -> dict[str, Model]:
     """The model with the sites that each analyzer reads, by analyzer.
 
     Args:
-        header: header of the file. Files of version 0.1 name no sites; their analyzers read the residual layers.
+        header: header of the file.
         model: the model with the residual layers.
     """
-    models = dict.fromkeys(header["analyzers"], model)
-    for name, own in header.get("read", {}).items():
+    models = {}
+    for name, own in header["read"].items():
         fields: dict[str, Any] = {"layers": tuple(own["layers"]), "stream": own["stream"], "widths": tuple(own["widths"])}
         refuse_other_types(Model, fields)
         models[name] = replace(model, **fields)
@@ -572,7 +574,7 @@ def load_run(
     if ndif.name != header["server"]:
         raise LayersimError(f"`remote` is {shown(server)}; the saved run was sent to {header['server']}.")
     settings = header["settings"]
-    sites, models = tuple(header.get("sites", described.layers)), models_read(header, described)
+    sites, models = tuple(header["sites"]), models_read(header, described)
     kernels: dict[str, AnyKernel] = {}
     source: RemoteSource | None = None
     if model is not None:

@@ -313,10 +313,5 @@ def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) ->
 
 
 def miscoupling(off: Tensor, norm: Tensor) -> Tensor:
-    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 if A is 0 (Aubry et al. 2025, equation 14).
-
-    Args:
-        off: |A - diag A|_F.
-        norm: |A|_F.
-    """
+    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 if A is 0 (Aubry et al. 2025, equation 14)."""
     return off / norm.clamp(min=1e-300)

@@ -19,9 +19,6 @@ from .whole_row_products import RowProducts
 def computing_dtype(call: BlockCall) -> torch.dtype:
     """The dtype in which the Jacobians of a block are computed.
 
-    Args:
-        call: recorded call of the block.
-
     Returns:
         float64 if the model is, otherwise float32; the model's own dtype if its weights are in another process.
     """

@@ -78,11 +78,7 @@ def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_remote(call: BlockCall) -> bool:
-    """Whether the block's weights are in another process, where their dtype cannot be changed.
-
-    Args:
-        call: recorded call of the block.
-    """
+    """Whether the block's weights are in another process, where their dtype cannot be changed."""
     module = getattr(call.block, "_module", call.block)
     if not isinstance(module, torch.nn.Module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
         # Weights that accelerate has offloaded are brought into this process.

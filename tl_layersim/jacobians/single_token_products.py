@@ -45,9 +45,6 @@ class TokenProducts:
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
         """`n` copies of the tokens and the block's output for them, with the autograd graph; cached by `n`.
 
-        Args:
-            n: number of copies.
-
         Raises:
             TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
         """

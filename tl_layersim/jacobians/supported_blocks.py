@@ -15,9 +15,6 @@ TOO_COARSE = 0.1
 def refuse_post_norm(model: Model) -> None:
     """Raise an error if the blocks of a model are post-norm, and so do not add to the residual stream.
 
-    Args:
-        model: the model.
-
     Raises:
         LayersimError: the blocks are post-norm.
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import with_article
+from .relative_depth import SITE_AXES
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -16,7 +17,7 @@ else:
     Figure = Any
 
 # Dimensions whose labels are sites, beside those with a coordinate of relative depths.
-SITE_DIMS = {"residual", "layer", "row", "column", "row_block", "column_block", "skipped", "affected", "sublayer", "site"}
+SITE_DIMS = {*SITE_AXES, "sublayer", "site"}
 
 
 @typed

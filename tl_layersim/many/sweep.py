@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from ..analyzers.analyzer import Analyzer, code_digest
 from ..core.arguments import typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, warn
-from ..core.functions import digest_of_code
+from ..core.functions import ValueNames
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
@@ -73,7 +71,7 @@ class SweepFolder:
                 name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)]
                 for name, analyzer in analyzers.items()
             },
-            "options": {name: _option_text(value) for name, value in sorted({**options, **reading}.items())},
+            "options": {name: ValueNames().named(value) for name, value in sorted({**options, **reading}.items())},
             "data": data_digest(data.source),
             "version": version("tl_layersim"),
         }
@@ -82,30 +80,17 @@ class SweepFolder:
             record.write({}, {})
 
     def report(self, key: int | float | str) -> Report | None:
-        """The saved report of a model; None if the model was not measured before.
-
-        Args:
-            key: key of the model.
-        """
+        """The saved report of a model; None if the model was not measured before."""
         if self.path is None or not (path := self._file(key)).exists():
             return None
         return Report.load(path)
 
     def partial(self, key: int | float | str) -> Path | None:
-        """The checkpoint file for the analysis of one model.
-
-        Args:
-            key: key of the model.
-        """
+        """The checkpoint file for the analysis of one model."""
         return None if self.path is None else self._file(key).with_suffix(".partial")
 
     def keep(self, key: int | float | str, report: Report) -> None:
-        """Write the report of a model, and remove its checkpoint file.
-
-        Args:
-            key: key of the model.
-            report: report of the model.
-        """
+        """Write the report of a model, and remove its checkpoint file."""
         partial = self.partial(key)
         if partial is None:
             return
@@ -127,54 +112,13 @@ def data_digest(data: Any) -> str:
     Args:
         data: data as `analyze` takes it.
     """
-    digest = hashlib.sha256()
+    names, digest = ValueNames(), hashlib.sha256()
     whole = isinstance(data, str | Mapping | torch.Tensor | np.ndarray)
     for row in [data] if whole else islice(iter(data), CHECKED_ROWS):
-        _add(digest, row)
+        digest.update(names.digest("", row).encode())
     if not whole and hasattr(data, "__len__"):
         digest.update(str(len(data)).encode())
     return digest.hexdigest()[:12]
-
-
-def _add(digest: Any, item: Any) -> None:
-    """Add an item of data to a running hash."""
-    if isinstance(item, torch.Tensor):
-        digest.update(f"{item.dtype} {tuple(item.shape)} ".encode())
-        digest.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(item, Mapping):
-        for name in sorted(item, key=str):
-            digest.update(f"{name!r}:".encode())
-            _add(digest, item[name])
-    elif isinstance(item, str | int | float | bool | bytes | None):
-        digest.update(f"{type(item).__name__} {item!r},".encode())
-    elif hasattr(item, "tobytes"):
-        # Arrays of NumPy, and images.
-        shape = getattr(item, "shape", getattr(item, "size", ""))
-        digest.update(f"{type(item).__name__} {shape} ".encode() + item.tobytes())
-    elif isinstance(item, Iterable):
-        digest.update(b"[")
-        for one in item:
-            _add(digest, one)
-        digest.update(b"]")
-    else:
-        digest.update(type(item).__name__.encode())
-
-
-def _option_text(value: Any) -> Any:
-    """An option of a call in JSON: functions by their code, other objects by their class."""
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, slice):
-        return f"slice({value.start}, {value.stop}, {value.step})"
-    if isinstance(value, FunctionType):
-        return f"{value.__qualname__} {digest_of_code([value])}"
-    if isinstance(value, Mapping):
-        return {json.dumps(_option_text(name)): _option_text(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_option_text(one) for one in value]
-    return type(value).__name__
 
 
 class SweepError(LayersimError):

@@ -340,8 +340,9 @@ def coupling_matrices(
         "positions": positions,
         "k": k,
         "method": method,
+        "diagonal": diagonal,
+        "seed": seed,
     }
-    options |= {"diagonal": diagonal, "seed": seed}
     check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
     needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
     out, tokens, _, provenance = run_on_prompt(source, prompt, needs)

@@ -5,9 +5,8 @@ Functions that run beside the model are shipped as source: they refer to local n
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,14 @@ from ..activations.block_call import first_tensor
 from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..lens.statistics import cross_entropy, cross_entropy_slopes
+from ..sources.hooks import frozen_weights
+from ..sources.inputs import fewest_logits
 from ..sources.nnsight import NNsightSource
 from ..sources.open import OpenedModel, is_nnsight
 from .client import quiet
 from .failures import JobTooLong
 from .open import open_source
-from .requests import SECONDS_PER_REQUEST
+from .requests import RequestSchedule
 from .shipped_source import ShippedSource
 from .source import RemoteSource
 from .traces import remote_lens
@@ -40,8 +41,6 @@ LossSums = tuple[Tensor, int]
 LOGITS_AT_ONCE = 2**23
 # AdamW with torch's defaults.
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01
-# Largest number of steps in a request.
-MOST_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -273,8 +272,7 @@ class RemoteDescent:
         self.source, self.at, self.weights = source, at, weights
         assert source.lens is not None
         self._unembed = source.lens
-        self._keeps = "logits_to_keep" in inspect.signature(type(source.module).forward).parameters
-        self._most, self._seconds = MOST_STEPS, float("nan")
+        self._schedule = RequestSchedule(None)
         self._frozen = ShippedSource()
 
     @property
@@ -285,17 +283,8 @@ class RemoteDescent:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context without dropout and without gradients of the weights; the model's state is restored at the end."""
-        learning = [p for p in self.source.module.parameters() if p.requires_grad and not p.is_inference()]
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(self.source.evaluating())
-            try:
-                for parameter in learning:
-                    parameter.requires_grad_(False)
-                yield
-            finally:
-                for parameter in learning:
-                    parameter.requires_grad_(True)
+        with frozen_weights(self.source.module), self.source.evaluating():
+            yield
 
     def item(
         self,
@@ -316,9 +305,8 @@ class RemoteDescent:
             step: optimiser step, counted from 1.
             rate: learning rate of the step.
         """
-        options = dict(options) | ({"logits_to_keep": 1} if self._keeps else {})
-        ids = {"tokens": tokens, "index": index, "targets": targets}
-        return {name: each.to(torch.int32) for name, each in ids.items()} | {"options": options, "step": step, "rate": rate}
+        ids = {name: each.to(torch.int32) for name, each in (("tokens", tokens), ("index", index), ("targets", targets))}
+        return ids | {"options": {**options, **fewest_logits(self.source.module)}, "step": step, "rate": rate}
 
     def run(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
@@ -345,15 +333,16 @@ class RemoteDescent:
         source.ndif.say = say
         try:
             while start < count:
-                work = [item_of(number) for number in range(start, min(count, start + self._affordable(source)))]
+                most = self._schedule.affordable(source.offer.job_limit)
+                work = [item_of(number) for number in range(start, min(count, start + most))]
                 try:
                     losses, state = self._ask(source, work, state)
                 except JobTooLong as error:
                     if len(work) == 1:
                         raise _too_long(work[0], source, error) from None
-                    self._most = len(work) // 2
+                    self._schedule.lower(len(work) // 2)
                     continue
-                self._seconds = max(source.ndif.seconds, 1e-3) / len(work)
+                self._schedule.measure(source.ndif.seconds, len(work))
                 start += len(work)
                 yield [(sums, len(item["targets"])) for sums, item in zip(losses, work, strict=True)], state
         finally:
@@ -363,13 +352,6 @@ class RemoteDescent:
         what = (self._unembed, self.at, work, state, self.weights)
         with self._frozen.in_place({"training": step_or_evaluate}):
             return source.ndif.request(lambda backend: _session(source.envoy, source.blocks, *what, backend))
-
-    def _affordable(self, source: RemoteSource) -> int:
-        if self._seconds != self._seconds:
-            return 1
-        limit = source.offer.job_limit
-        seconds = SECONDS_PER_REQUEST if limit is None else min(SECONDS_PER_REQUEST, limit / 4)
-        return max(1, min(self._most, int(seconds / self._seconds)))
 
 
 def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:

@@ -14,7 +14,7 @@ from ..architectures.find_hook_points import site_map
 from ..architectures.points import HookPoint
 from ..core.errors import LayersimError
 from ..sources.hooked import firing_order
-from ..sources.inputs import device_of
+from ..sources.inputs import call_on, device_of, no_cache
 
 # The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
 Order = tuple[tuple[int, ...], tuple[int, ...]]
@@ -77,18 +77,16 @@ def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequ
 
 def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
     """Run the module on the arguments, moved to the device of its weights."""
-    device = device_of(module)
     args, options = arguments
     # Masks are computed from values, which meta tensors do not have. Masks of four axes are in their final form.
     given = {name: value for name, value in options.items() if not name.endswith("attention_mask") or value.dim() == 4}
-    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
-    return module(*(value.to(device) for value in args), **given)
+    return call_on(device_of(module), module, args, given)
 
 
 def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
     """Arguments of forward passes of token ids, without a mask and with a 4D mask, which most decoders take as it is."""
     tokens, mask = torch.zeros(1, PROBE_POSITIONS, dtype=torch.long), torch.zeros(1, 1, PROBE_POSITIONS, PROBE_POSITIONS)
-    options: dict[str, Any] = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+    options: dict[str, Any] = {**no_cache(module)}
     name = "attention_mask"
     if encoder_and_decoder(module):
         options, name = options | {"decoder_input_ids": tokens}, "decoder_attention_mask"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from ..architectures.points import HookPoint
 from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, shown, warn
 from ..data.batches import Batch
 from ..sources.identity import edits_of
-from ..sources.inputs import forward_arguments, smallest_arguments
+from ..sources.inputs import fewest_logits, forward_arguments, smallest_arguments
 from ..sources.model import ServerOffer
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums
@@ -69,7 +68,6 @@ class RemoteSource(NNsightSource, OnServer):
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
         self._warned: set[str] = set()
         self._frozen = ShippedSource()
-        self._keeps = "logits_to_keep" in inspect.signature(type(self.module).forward).parameters
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
         revision = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
@@ -212,12 +210,7 @@ class RemoteSource(NNsightSource, OnServer):
 
     def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> str:
         """Send a non-blocking request and return the id of its job."""
-        work, shipped = self.pack(group), shippable(kernels)
-        with self._frozen.in_place(shipped):
-            return self.ndif.submit(lambda backend: self._submit(work, shipped, True, backend))
-
-    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, AnyKernel], joined: bool, backend: Any) -> None:
-        submit(self.envoy, self.sites, self.steps(), work, self.lens, kernels, self.calling, joined, backend)
+        return self._request_for(self.ndif.submit, group, kernels, joined=True)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
         """Warn once for each analyzer if it returns large sums."""
@@ -245,9 +238,16 @@ class RemoteSource(NNsightSource, OnServer):
 
     def _prepare(self, group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool = True) -> PreparedRequest:
         """Prepare a request for the sums over batches, without sending it."""
+        return self._request_for(self.ndif.prepare, group, kernels, joined)
+
+    def _request_for(
+        self, take: Callable[[Callable[[Any], None]], T], group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool
+    ) -> T:
+        """Pass the traces of a request to a method of the client."""
         work, shipped = self.pack(group), shippable(kernels)
+        about = (self.envoy, self.sites, self.steps(), work, self.lens, shipped, self.calling, joined)
         with self._frozen.in_place(shipped):
-            return self.ndif.prepare(lambda backend: self._submit(work, shipped, joined, backend))
+            return take(lambda backend: submit(*about, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
         """The content of a request: the forward passes of each batch, and the leaves and pools of its rows."""
@@ -273,7 +273,7 @@ class RemoteSource(NNsightSource, OnServer):
             keep, kept = kept_of(batch)
             # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
-            inputs = {name: narrowed(value) for name, value in options.items()} | ({"logits_to_keep": 1} if self._keeps else {})
+            inputs = {name: narrowed(value) for name, value in options.items()} | fewest_logits(self.module)
             call = {"args": tuple(map(narrowed, args)), "options": inputs, "shape": tuple(batch.counted.shape)}
             more = {"number": number, "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": small}
             work.append(call | more | {"keep": keep.to(torch.int32)})

@@ -1,4 +1,4 @@
-"""What a probe reads in a user's trace, in this process or on a server, and how its sums return with the results of the trace.
+"""Reading of a probe in a user's trace, in this process or on a server; its sums return with the results of the trace.
 
 `PassReader` and `ShippedProbe` are shipped to servers by value. What they call uses torch and the standard library alone.
 """
@@ -38,12 +38,12 @@ class PassReader:
 
     Attributes:
         model: the nnsight model.
-        names: of the sites.
+        names: names of the sites.
         steps: the modules that are read, in the order of the forward pass.
-        unembed: the lens; None if the model has none.
-        kernels: by name.
-        rule: selects the counted positions.
-        mask_name: the argument of the model's forward that holds the attention mask.
+        unembed: the logit lens; None if the model has none.
+        kernels: kernels by name.
+        rule: the rule that selects the counted positions.
+        mask_name: name of the attention mask among the arguments of the model's forward.
         whole_rows: whether an analyzer takes rows as samples.
         pads: padding ids that are no other special tokens.
         first: number of rows that were read before this trace.
@@ -61,10 +61,10 @@ class PassReader:
     first: int
 
     def read(self, on_server: bool) -> dict[str, Any]:
-        """The sums over the forward pass that runs.
+        """The sums over the current forward pass.
 
         Args:
-            on_server: whether the dtype and the device of the lens are those of the activations.
+            on_server: whether the model is on a server, where the lens takes its dtype and device from the activations.
 
         Returns:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
@@ -114,7 +114,7 @@ class PassReader:
         return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
 
     def _refuse_sandbox(self) -> None:
-        """Refuse to read a cache where interventions run in another process than the model: it would go on with a copy."""
+        """Raise an error if a sandbox would read a cache: the model in the other process would continue with a copy."""
         if next(iter(self.model._module.parameters())).device.type == "meta":
             raise LayersimError(
                 "`probe.read()` cannot read a generation on a sandboxed server, whose later steps it would change. Trace the "
@@ -122,7 +122,7 @@ class PassReader:
             )
 
     def _refuse(self, tokens: Tensor, continued: bool) -> None:
-        """Refuse a step of cached generation where whole rows are needed."""
+        """Raise an error for a step of cached generation if whole rows are needed."""
         if continued and self.rule.rule not in ("all", "last"):
             raise LayersimError(
                 f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache. "
@@ -139,12 +139,12 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
     """The tokens and the attended positions of a forward pass, on the CPU.
 
     Args:
-        args: of the model's forward.
-        kwargs: of the model's forward.
+        args: positional arguments of the model's forward.
+        kwargs: keyword arguments of the model's forward.
         mask_name: see `PassReader`.
 
     Returns:
-        `batch pos` of each, and whether rows continue from a cache.
+        The tokens and the mask, `batch pos`; and whether rows continue from a cache.
 
     Raises:
         LayersimError: the model was called without token ids, or with a mask of another shape.
@@ -166,19 +166,19 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
 
 
 class ReceivingFunction:
-    """Stands for `receive` in the result of a request. A server does not have the function, and its name suffices."""
+    """Placeholder for `receive` in the result of a request. It holds the name of the function, which the server lacks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, ("tl_layersim.remote.trace_reader:receive",)
 
 
 class ShippedProbe:
-    """Stands for a probe on a server. Saved as a result, it becomes that probe in the user's process, with the sums.
+    """Placeholder for a probe on a server. Saved as a result, it becomes that probe in the user's process, with the sums.
 
     Args:
-        key: of the probe.
-        ticket: of the request.
-        reader: reads forward passes.
+        key: key of the probe.
+        ticket: ticket of the request.
+        reader: the reader of forward passes.
     """
 
     def __init__(self, key: str, ticket: str, reader: PassReader) -> None:
@@ -186,7 +186,7 @@ class ShippedProbe:
         self.passes: list[dict[str, Any]] = []
 
     def read(self) -> ShippedProbe:
-        """Read the forward pass that runs, see `PassReader.read`."""
+        """Read the current forward pass, see `PassReader.read`."""
         import nnsight
 
         self.passes.append(self.reader.read(True))
@@ -209,7 +209,7 @@ class Receiver(Protocol):
     sent: set[str]
 
     def add(self, read: Mapping[str, Any]) -> None:
-        """Add the sums of one forward pass, as `PassReader.read` returned them."""
+        """Add the sums of one forward pass, the output of `PassReader.read`."""
 
 
 PROBES: WeakValueDictionary[str, Receiver] = WeakValueDictionary()
@@ -219,9 +219,9 @@ def receive(key: str, ticket: str, passes: list[dict[str, Any]]) -> Any:
     """Add the sums of a request to their probe, and return the probe. nnsight calls it when it loads a result.
 
     Args:
-        key: of the probe.
-        ticket: of the request; a result that is loaded twice counts once.
-        passes: what `PassReader.read` returned.
+        key: key of the probe.
+        ticket: ticket of the request; a result that is loaded twice counts once.
+        passes: outputs of `PassReader.read`.
     """
     probe = PROBES.get(key)
     if probe is None:

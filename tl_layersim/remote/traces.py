@@ -22,9 +22,6 @@ from ..core.sums import push
 from ..sources.nnsight import TraceStep, read_step
 from ..sources.source import PartialSums
 
-# For each view `layer`, how many activations are not finite; and by kernel name what it returned, summed over batches.
-BatchSums = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
-
 
 def submit(
     model: Any,
@@ -40,8 +37,8 @@ def submit(
     """Submit one request: a session with a trace for each forward pass, and pairwise sums of the kernels' results.
 
     Forward passes run to the end of the model, not to the last block, because a sandbox fails if a trace follows a stopped one.
-    The backend does not wait for the result, the local variable `found`: row counts, each with the sums over these rows
-    (`BatchSums`).
+    The backend does not wait for the result, the local variable `found`: row counts, each with the sums over these rows in the
+    form of `Reduced`.
 
     Args:
         model: the nnsight model.

@@ -63,16 +63,17 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
         field: name of the field; "values" for the field of `values_name`.
         values: the values in the figure.
     """
+    low, high = _limits(values)
     if field.endswith("std") or field == "sd":
-        return ColourScale(SPREAD, 0.0, end_above(_largest(values)))
+        return ColourScale(SPREAD, 0.0, end_above(high))
     if field == "p_values":
-        beyond = f"highest colour: {HIGHEST_P:g} or more" if _largest(values) > HIGHEST_P else ""
+        beyond = f"highest colour: {HIGHEST_P:g} or more" if high > HIGHEST_P else ""
         return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
     bounds = bounds_of(result).get(field) or (-math.inf, math.inf)
     if field in CHANCE:
         own = scale_of(result, "values", result.values.numpy())
         # Values of random pairings that are clearly negative, such as R², lie outside a scale that begins at 0.
-        return own if _smallest(values) >= min(own.low, NEGATIVE) else scale_within(values, bounds)
+        return own if low >= min(own.low, NEGATIVE) else scale_within(values, bounds)
     return scale_within(values, bounds)
 
 
@@ -91,11 +92,12 @@ def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
         >>> scale_within([[0.2, 17.0]], (0, float("inf"))).high
         20.0
     """
-    low, high = _smallest(values), bounds[1] if math.isfinite(bounds[1]) else end_above(_largest(values))
+    low, high = _limits(values)
+    bounded = math.isfinite(bounds[1])
     if low < NEGATIVE:
-        far = bounds[1] if math.isfinite(bounds[1]) else end_above(max(-low, _largest(values)))
+        far = bounds[1] if bounded else end_above(max(-low, high))
         return ColourScale(DIVERGING, -far, far, f"lowest colour: {-far:g} or less" if low < -far else "")
-    return ColourScale(SEQUENTIAL, min(0.0, low), high)
+    return ColourScale(SEQUENTIAL, min(0.0, low), bounds[1] if bounded else end_above(high))
 
 
 def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
@@ -105,7 +107,7 @@ def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
         values: the values in the figure.
         name: name of plotly's scale.
     """
-    low, high = _smallest(values), _largest(values)
+    low, high = _limits(values)
     return ColourScale(name, low, high if high > low else low + 1e-9)
 
 
@@ -123,19 +125,16 @@ def off_diagonal_scale(values: Any, scale: ColourScale) -> ColourScale:
     array = np.asarray(values, dtype=float)
     if array.ndim != 2 or len(set(array.shape)) != 1 or len(array) < MANY_SITES or scale.name != SEQUENTIAL:
         return scale
-    others = array[~np.eye(len(array), dtype=bool)]
-    if not np.allclose(array.diagonal(), 1.0, atol=1e-6) or _largest(others) >= FAR_BELOW_ONE:
+    _, high = _limits(array[~np.eye(len(array), dtype=bool)])
+    if not np.allclose(array.diagonal(), 1.0, atol=1e-6) or high >= FAR_BELOW_ONE:
         return scale
-    return ColourScale(scale.name, scale.low, end_above(_largest(others)), "diagonal: 1, beyond the colours")
+    return ColourScale(scale.name, scale.low, end_above(high), "diagonal: 1, beyond the colours")
 
 
 def about_zero(values: Any) -> ColourScale:
-    """The colour scale of differences, centred at 0.
-
-    Args:
-        values: the values in the figure.
-    """
-    far = end_above(max(_largest(values), -_smallest(values)))
+    """The colour scale of differences, centred at 0."""
+    low, high = _limits(values)
+    far = end_above(max(high, -low))
     return ColourScale(DIVERGING, -far, far)
 
 
@@ -165,8 +164,8 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
     if max(np.shape(values)) > MOST_NUMBERS:
         return {}
     span = scale.high - scale.low
-    varied = _largest(values) > _smallest(values)
-    decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS) if varied else fewest
+    low, high = _limits(values)
+    decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS) if high > low else fewest
     texts = [
         ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
         for row in np.asarray(values).tolist()
@@ -223,13 +222,8 @@ def luminance(colour: Sequence[float]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def _smallest(values: Any) -> float:
+def _limits(values: Any) -> tuple[float, float]:
+    """The smallest and the largest finite value; 0 and 1 if there is none."""
     known = np.asarray(values, dtype=float)
     known = known[np.isfinite(known)]
-    return float(known.min()) if known.size else 0.0
-
-
-def _largest(values: Any) -> float:
-    known = np.asarray(values, dtype=float)
-    known = known[np.isfinite(known)]
-    return float(known.max()) if known.size else 1.0
+    return (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)

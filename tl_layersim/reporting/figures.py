@@ -20,7 +20,7 @@ from ..core.intervals import bounds_of, field_named
 from ..core.results import UNTRAINED, Result
 from .bars import bars
 from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map
-from .interval_bands import Ends, hover_texts, interval_ends, whiskers
+from .interval_bands import Ends, interval_ends
 from .lines import (
     Series,
     is_wide,
@@ -39,15 +39,11 @@ from .style import (
     DASHES,
     GREY,
     MOST_LINES,
-    PALETTE,
     PAPER_SIZES,
-    layer_axis,
     names_of_models,
     on_what,
     series_look,
-    styled,
     with_provenance,
-    with_room_for_legend,
     with_size,
 )
 from .token_grid import token_grid
@@ -192,85 +188,6 @@ def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str
     if declared.scale == "free":
         fig.update_yaxes(rangemode="normal")
     return with_baselines(fig, baselines)
-
-
-# Lines that are nearer than the range of all values divided by this are one line on the screen.
-SAME = 1000
-# Markers of models with themselves.
-OWN_SYMBOLS = ("x", "cross", "star", "diamond-open")
-
-
-def directions(
-    values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], titles: tuple[str, str]
-) -> go.Figure:
-    """Line plot of a value of each stitch over stitch points, with intervals.
-
-    Each direction between two models has its own colour; self-stitches are dashed and grey. Self-stitches with equal values,
-    such as 0, share one line.
-
-    Args:
-        values: `front back point`.
-        low: lower ends of the intervals.
-        high: upper ends of the intervals.
-        names: names of the models.
-        seams: names of the stitch points.
-        titles: titles of the figure and of the vertical axis.
-    """
-    fig = go.Figure()
-    places = np.arange(len(seams))
-    pairs, looks = _pairs(len(names))
-    own = values[range(len(names)), range(len(names))]
-    # Closer than a pixel.
-    together = len(names) > 1 and bool(np.allclose(own, own[0], rtol=0, atol=np.ptp(np.nan_to_num(values)) / SAME))
-    pairs = pairs[: 1 - len(names)] if together else pairs
-    # A little side by side, so that intervals at one point do not hide each other.
-    shifts = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(1)
-    for (a, b), shift in zip(pairs, shifts, strict=True):
-        label = "each into itself" if together and a == b else html.escape(f"{names[a]} into {names[b]}")
-        ends = Ends(low, high).at((a, b))
-        # Ends that equal the values are those of a field without intervals.
-        texts = hover_texts(ends) if bool((ends.low < ends.high).any()) else [""] * len(seams)
-        fig.add_scatter(
-            x=places + shift,
-            y=values[a, b],
-            name=label,
-            mode="lines+markers",
-            line=looks[a, b],
-            marker={"symbol": _symbol(a, b), "color": looks[a, b]["color"]},
-            error_y=whiskers(values[a, b], ends),
-            customdata=list(zip(seams, texts, strict=True)),
-            hovertemplate="%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>",
-        )
-    if all("," not in seam for seam in seams):
-        layer_axis(fig.update_xaxes, seams, axis_title("residual"))
-    else:
-        fig.update_xaxes(tickvals=places, ticktext=_both_sides(seams), title="Stitch point (blocks of front, back)")
-    # Near-zero penalties of models with themselves need no room below 0.
-    fig.update_yaxes(title=titles[1], rangemode="tozero", zeroline=True, zerolinecolor="#888888")
-    fig = styled(fig, titles[0], height=420).update_layout(showlegend=len(pairs) > 1)
-    return with_room_for_legend(fig) if len(pairs) > 1 else fig
-
-
-def _symbol(front: int, back: int) -> str:
-    """The marker of a stitch: the marker of its direction, or one for self-stitches."""
-    return OWN_SYMBOLS[front % len(OWN_SYMBOLS)] if front == back else "circle" if front < back else "square-open"
-
-
-def _both_sides(seams: tuple[str, ...]) -> list[str]:
-    """Tick labels of stitch points between different layers: the blocks of both models."""
-    sides = [tuple(part.strip() for part in seam.split(",")) for seam in seams]
-    return [", ".join(short_names(side)) for side in sides]
-
-
-def _pairs(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], dict[str, Any]]]:
-    """Pairs of models in plotting order, with self-pairs last; and the line style of each."""
-    together = [(a, b) for a in range(count) for b in range(a + 1, count)]
-    looks = {(a, a): {"color": GREY, "dash": ("dash", "dashdot", "longdash")[a % 3], "width": 1.5} for a in range(count)}
-    directed = [pair for a, b in together for pair in ((a, b), (b, a))]
-    for number, pair in enumerate(directed):
-        dash = DASHES[number // len(PALETTE) % len(DASHES)]
-        looks[pair] = {"color": PALETTE[number % len(PALETTE)], "dash": dash}
-    return directed + [(a, a) for a in range(count)], looks
 
 
 # Pixels between the panels of a row, and of the line above all panels.

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.fields import JOINT, Provenance
 from ..core.findings import site_in_words, with_margin
 from ..core.intervals import headline_texts
+from ..core.p_values import is_symmetric
 from ..core.report_tables import COLUMNS, field_table
 from ..core.results import UNTRAINED, LayerMatrix, Report, Result
 from ..core.storage import replacing
@@ -53,9 +54,6 @@ def finding(result: Result) -> str:
 def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The headline numbers of a result of several models: a row for each quantity and a column for each model.
 
-    Args:
-        result: a result.
-
     Returns:
         Names of the models; and rows of a quantity, its value for each model and, for two models, the difference. Empty for a
         result of one model.
@@ -86,7 +84,7 @@ def _extremes(result: LayerMatrix) -> str:
     compared = ~values.isnan()
     if not two_models and rows == columns:
         compared &= ~torch.eye(len(rows), dtype=torch.bool)
-        if torch.allclose(values, values.T, rtol=1e-6, atol=1e-9, equal_nan=True):
+        if is_symmetric(values):
             compared = compared.triu()
     if not bool(compared.any()):
         return ""
@@ -127,11 +125,7 @@ NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=Tru
 
 
 def result_html(result: Result) -> str:
-    """A result as HTML: a table of its headline numbers, and a line with model and data.
-
-    Args:
-        result: a result.
-    """
+    """A result as HTML: a table of its headline numbers, and a line with model and data."""
     size = " x ".join(map(str, result.values.shape))
     rows = [(name, text) for name, text in headline_texts(result).items()]
     return _html(
@@ -143,11 +137,7 @@ def result_html(result: Result) -> str:
 
 
 def report_html(report: Report) -> str:
-    """A report as HTML: one table of the headline numbers of all results.
-
-    Args:
-        report: a report.
-    """
+    """A report as HTML: one table of the headline numbers of all results."""
     first = next(iter(report.values()), None)
     rows = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
     with_intervals = any(result.has_intervals for result in report.values())
@@ -161,11 +151,7 @@ def report_html(report: Report) -> str:
 
 
 def measured_on(provenance: Provenance) -> str:
-    """The model and the data of a run in one line.
-
-    Args:
-        provenance: provenance of a result of the run.
-    """
+    """The model and the data of a run in one line."""
     rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
     return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
 

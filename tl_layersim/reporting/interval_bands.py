@@ -127,12 +127,7 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> N
 
 
 def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
-    """Error bars for `error_x` or `error_y` of a trace; none if an end is unknown.
-
-    Args:
-        values: values of the points.
-        ends: ends of the confidence intervals.
-    """
+    """Error bars for `error_x` or `error_y` of a trace; none if an end is unknown."""
     return {
         "type": "data",
         "symmetric": False,

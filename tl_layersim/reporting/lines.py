@@ -118,11 +118,7 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
 
 
 def is_wide(values: Any) -> bool:
-    """Whether values span so large a factor that they need a logarithmic axis.
-
-    Args:
-        values: any array.
-    """
+    """Whether values span so large a factor that they need a logarithmic axis."""
     known = values[np.isfinite(values)]
     return bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
 
@@ -164,23 +160,12 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
-    """Whether the labels of an axis are positions along it. Class labels are names, even if they are numbers.
-
-    Args:
-        names: labels along the axis.
-        axis: name of the axis.
-    """
+    """Whether the labels of an axis are positions along it. Class labels are names, even if they are numbers."""
     return axis not in (*LAYER_AXES, "label") and all(isinstance(name, int | float) for name in names)
 
 
 def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
-    """Set title and ticks of the horizontal axis.
-
-    Args:
-        fig: the figure.
-        names: labels along the axis.
-        axis: name of the axis.
-    """
+    """Set title and ticks of the horizontal axis."""
     if axis in LAYER_AXES:
         after = not names or names[0].endswith("resid_pre")
         own = axis if axis in ("centre", "skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
@@ -196,12 +181,7 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
-    """Ends of intervals for a logarithmic axis: a lower end at or below 0 becomes half the smallest positive value.
-
-    Args:
-        ends: ends of the confidence intervals.
-        values: values of the points.
-    """
+    """Ends of intervals for a logarithmic axis: a lower end at or below 0 becomes half the smallest positive value."""
     above = [number for number in (*values, *ends.low) if number > 0]
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 

@@ -1,4 +1,4 @@
-"""Figures of many models and runs: lines, heat maps, matrices side by side, dendrograms, and group means.
+"""Figures of many models and runs: lines, heat maps, matrices side by side, dendrograms, group means, and stitches.
 
 Figures of a labelled table take an `xarray.Dataset` with the variables `value` and, for intervals, `low` and `high`.
 """
@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from ..core.wording import equation, number_text, p_value_text
 from .colour_scales import ColourScale, about_zero, narrow_scale, scale_within
 from .heat_map import HeatMapAxis, heat_map
-from .interval_bands import Ends, add_band, cell_hover, intervals_in_words, point_hover
+from .interval_bands import Ends, add_band, cell_hover, hover_texts, intervals_in_words, point_hover, whiskers
 from .lines import Series, lines, with_labelled_ends
 from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
 from .style import (
@@ -260,7 +260,7 @@ def _side(drawn: xarray.Dataset, dim: str) -> str:
     """The title of a site axis."""
     if dim not in STREAM_DIMS:
         return SIDES.get(dim, axis_title(dim))
-    return "After block" if _labels(drawn, dim)[:1] and _labels(drawn, dim)[0].endswith("resid_pre") else "Block"
+    return "After block" if any(name.endswith("resid_pre") for name in _labels(drawn, dim)[:1]) else "Block"
 
 
 def _axis_words(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> str:
@@ -432,3 +432,82 @@ def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
         fig.add_scatter(x=[None], y=[None], mode="markers", **entry)
     # There is nothing that a click could hide.
     return fig.update_layout(showlegend=bool(groups), legend={"itemclick": False, "itemdoubleclick": False})
+
+
+# Lines that are nearer than the range of all values divided by this are one line on the screen.
+SAME = 1000
+# Markers of models with themselves.
+OWN_SYMBOLS = ("x", "cross", "star", "diamond-open")
+
+
+def stitch_lines(
+    values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], titles: tuple[str, str]
+) -> go.Figure:
+    """Line plot of a value of each stitch over stitch points, with intervals.
+
+    Each direction between two models has its own colour; self-stitches are dashed and grey. Self-stitches with equal values,
+    such as 0, share one line.
+
+    Args:
+        values: `front back point`.
+        low: lower ends of the intervals.
+        high: upper ends of the intervals.
+        names: names of the models.
+        seams: names of the stitch points.
+        titles: titles of the figure and of the vertical axis.
+    """
+    fig = go.Figure()
+    places = np.arange(len(seams))
+    pairs, looks = _directions(len(names))
+    own = values[range(len(names)), range(len(names))]
+    # Closer than a pixel.
+    together = len(names) > 1 and bool(np.allclose(own, own[0], rtol=0, atol=np.ptp(np.nan_to_num(values)) / SAME))
+    pairs = pairs[: 1 - len(names)] if together else pairs
+    # A little side by side, so that intervals at one point do not hide each other.
+    shifts = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(1)
+    for (a, b), shift in zip(pairs, shifts, strict=True):
+        label = "each into itself" if together and a == b else html.escape(f"{names[a]} into {names[b]}")
+        ends = Ends(low, high).at((a, b))
+        # Ends that equal the values are those of a field without intervals.
+        texts = hover_texts(ends) if bool((ends.low < ends.high).any()) else [""] * len(seams)
+        fig.add_scatter(
+            x=places + shift,
+            y=values[a, b],
+            name=label,
+            mode="lines+markers",
+            line=looks[a, b],
+            marker={"symbol": _symbol(a, b), "color": looks[a, b]["color"]},
+            error_y=whiskers(values[a, b], ends),
+            customdata=list(zip(seams, texts, strict=True)),
+            hovertemplate="%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>",
+        )
+    if all("," not in seam for seam in seams):
+        layer_axis(fig.update_xaxes, seams, axis_title("residual"))
+    else:
+        fig.update_xaxes(tickvals=places, ticktext=_both_sides(seams), title="Stitch point (blocks of front, back)")
+    # Near-zero penalties of models with themselves need no room below 0.
+    fig.update_yaxes(title=titles[1], rangemode="tozero", zeroline=True, zerolinecolor="#888888")
+    fig = styled(fig, titles[0], height=420).update_layout(showlegend=len(pairs) > 1)
+    return with_room_for_legend(fig) if len(pairs) > 1 else fig
+
+
+def _symbol(front: int, back: int) -> str:
+    """The marker of a stitch: the marker of its direction, or one for self-stitches."""
+    return OWN_SYMBOLS[front % len(OWN_SYMBOLS)] if front == back else "circle" if front < back else "square-open"
+
+
+def _both_sides(seams: tuple[str, ...]) -> list[str]:
+    """Tick labels of stitch points between different layers: the blocks of both models."""
+    sides = [tuple(part.strip() for part in seam.split(",")) for seam in seams]
+    return [", ".join(short_names(side)) for side in sides]
+
+
+def _directions(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], dict[str, Any]]]:
+    """Pairs of models in plotting order, with self-pairs last; and the line style of each."""
+    together = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    looks = {(a, a): {"color": GREY, "dash": ("dash", "dashdot", "longdash")[a % 3], "width": 1.5} for a in range(count)}
+    directed = [pair for a, b in together for pair in ((a, b), (b, a))]
+    for number, pair in enumerate(directed):
+        dash = DASHES[number // len(PALETTE) % len(DASHES)]
+        looks[pair] = {"color": PALETTE[number % len(PALETTE)], "dash": dash}
+    return directed + [(a, a) for a in range(count)], looks

@@ -286,11 +286,7 @@ def inside_title(words: str) -> str:
 
 
 def is_stream(names: tuple[str, ...]) -> bool:
-    """Whether all sites are inputs or outputs of blocks.
-
-    Args:
-        names: names of the sites.
-    """
+    """Whether all sites are inputs or outputs of blocks."""
     sites = _parse_sites(names)
     return sites is not None and all(site.place in STREAM for site in sites)
 
@@ -299,9 +295,6 @@ def site_ranges(names: tuple[str, ...]) -> str:
     """The number of sites and the names of the first and the last of each family.
 
     The input of block 0 and the outputs of all blocks are one family, the residual stream.
-
-    Args:
-        names: names of the sites.
 
     Examples:
         >>> site_ranges(tuple(f"blocks.{i}.hook_attn_out" for i in range(32)))

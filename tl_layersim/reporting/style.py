@@ -368,9 +368,6 @@ def _broken(text: str, letters: float) -> str:
 def ordered_colours(count: int) -> list[str]:
     """Colours for ordered lines, from dark to light.
 
-    Args:
-        count: number of lines.
-
     Examples:
         >>> len(ordered_colours(3)), ordered_colours(1)
         (3, ['#0d0887'])
@@ -443,14 +440,9 @@ def tick_number(value: float) -> str:
     return raised if digit == "1" else f"{digit}·{raised}"
 
 
-def colour_bar(title: str, above: bool = False) -> dict[str, Any]:
-    """A colour bar with its title along its side.
-
-    Args:
-        title: title of the bar.
-        above: whether the title is above the bar, for short titles that look like a number.
-    """
-    return {"title": {"text": title, "side": "top" if above else "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
+def colour_bar(title: str) -> dict[str, Any]:
+    """A colour bar with its title along its side."""
+    return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: str) -> None:

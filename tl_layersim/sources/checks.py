@@ -6,7 +6,7 @@ Bridges and converted weights of new architectures have silently given other act
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,8 +47,8 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
     except (RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise other_logits(model, f"fails: {first[:160]}") from error
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise other_logits(model, f"fails: {last[:160]}") from error
 
 
 def check_lens(source: Source, batch: Batch) -> None:
@@ -74,8 +74,7 @@ def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch
         computed: the coarsest dtype in which the model's logits were computed, if it is not the dtype of its weights.
     """
     difference, size = gap.tolist()
-    own = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
-    allowed = rounding(own, computed)
+    allowed = rounding(_dtype(model), computed)
     if difference <= allowed * max(size, 1e-3):
         return
     off = "gives logits of another shape" if math.isnan(size) else f"is off by {difference / max(size, 1e-3):.2g} of their size"
@@ -176,7 +175,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
     sums = source.stream_sums()
     if not sums:
         return
-    points = _distinct([point for one in sums for point in (one.total, *one.terms)])
+    points = distinct_points(point for one in sums for point in (one.total, *one.terms))
     number = {point.name: at for at, point in enumerate(points)}
     groups = tuple((number[one.total.name], tuple(number[term.name] for term in one.terms)) for one in sums)
     row = batch.short_row
@@ -191,8 +190,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
         # Activations that are not finite are refused where the batch is measured.
         return
     gap, size = out["sums"]["gap"], out["sums"]["size"]
-    dtype = getattr(torch, source.model.dtype.removeprefix("torch."), torch.float32)
-    wrong = (gap > rounding(dtype) * size.clamp(min=1e-6)).nonzero()[:, 0]
+    wrong = (gap > rounding(_dtype(source.model)) * size.clamp(min=1e-6)).nonzero()[:, 0]
     if len(wrong):
         one = sums[int(wrong[0])]
         raise LayersimError(
@@ -216,7 +214,12 @@ def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) 
     return {"gap": torch.stack(gaps).cpu(), "size": torch.stack(sizes).cpu()}
 
 
-def _distinct(points: Sequence[HookPoint]) -> tuple[HookPoint, ...]:
+def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
+    """The hook points without those whose name occurred before.
+
+    Args:
+        points: the hook points.
+    """
     by_name: dict[str, HookPoint] = {}
     for point in points:
         by_name.setdefault(point.name, point)
@@ -316,7 +319,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
     if len(ours) != len(theirs.residuals):
         given = f"{len(ours) - 1} blocks, and {len(theirs.residuals) - 1} in the Hugging Face model"
         raise _differ(source, reference, given)
-    allowed = rounding(_dtype(source), _dtype(reference))
+    allowed = rounding(_dtype(source.model), _dtype(reference.model))
     cancelled = _cancellation(theirs.residuals)
     for pair in _compared_tensors(source, row, ours, theirs):
         if pair.own.shape != pair.other.shape:
@@ -426,8 +429,8 @@ def _minus_mean(logits: Tensor) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _dtype(source: HookedSource) -> torch.dtype:
-    known: torch.dtype = getattr(torch, source.model.dtype.removeprefix("torch."), torch.float32)
+def _dtype(model: Model) -> torch.dtype:
+    known: torch.dtype = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
     return known
 
 
@@ -488,7 +491,7 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
 def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
     """Load a checkpoint from a folder or the hub's cache, with the source's dtype and device."""
     try:
-        model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source), local_files_only=True, **options)
+        model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source.model), local_files_only=True, **options)
     except torch.OutOfMemoryError:
         raise
     except PROBLEMS as error:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call
 from ..activations.site_buffer import SiteBuffer
-from ..activations.view import Kernel, Reduced, View, reduce, tokens_alone
+from ..activations.view import Kernel, Reduced, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.feature_maps import positions_of, to_positions
 from ..architectures.heads import open_head
@@ -27,9 +27,9 @@ from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks
-from .inputs import device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
+from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .model import describe, open_transformer_lens, same_stream, settled
-from .out_of_memory import refusing_full_memory, refusing_one_row
+from .out_of_memory import reduce_batch, refusing_one_row
 from .source import PointSource, SitesRead
 
 
@@ -290,9 +290,9 @@ class HookedSource(PointSource):
 
         def note(hidden: Tensor) -> None:
             seen.append(positions_of(hidden.shape, point.channels, point.name))
-            run.stop()
+            forward.stop()
 
-        with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as run:
+        with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as forward:
             handles.append(on_tensor(self._module_at(point.module), point.incoming, note))
             self._forward(batch)
         if not seen:
@@ -305,7 +305,7 @@ class HookedSource(PointSource):
             check(batch)
         if self._model.stream == "unknown":
             row = batch.first_row
-            with refusing_one_row(row), torch.no_grad(), ForwardRun() as run, self.settling(run.stop):
+            with refusing_one_row(row), torch.no_grad(), ForwardRun() as forward, self.settling(forward.stop):
                 self._forward(row)
         if self._reading.order is None:
             points, row = self._reading.points, batch.short_row
@@ -366,9 +366,7 @@ class HookedSource(PointSource):
         return places
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        view = self.collect(batch)
-        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
-            return reduce(kernels, view)
+        return reduce_batch(batch, kernels, self.collect(batch))
 
     def collect(self, batch: Batch) -> View:
         return self._parts.collect(batch, self._collect, self._indivisible)
@@ -381,9 +379,9 @@ class HookedSource(PointSource):
             if not self.aside():
                 reader.read(sites, hidden)
                 if reader.is_complete and (not self.calling or len(calls) == len(self.blocks)):
-                    run.stop()
+                    forward.stop()
 
-        with torch.no_grad(), temporary_hooks() as handles, ForwardRun() as run:
+        with torch.no_grad(), temporary_hooks() as handles, ForwardRun() as forward:
             if self.calling:
                 handles += self._note_calls(calls)
             for (module, incoming), sites in self.modules_read().items():
@@ -393,10 +391,10 @@ class HookedSource(PointSource):
             raise self._not_in_order(f"{len(reader.seen)} of {len(self.sites)} sites")
         if self.calling and len(calls) != len(self.blocks):
             raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
-        known, device = tokens_alone(batch), reader.buffer.activations.device
-        names = ("tokens", "next_token", "row", "column", "labels")
-        given: dict[str, Any] = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
-        return View(**reader.buffer.fields(), **given, unembed=self.unembed, calls=tuple(calls) if self.calling else None)
+        x, known = reader.buffer.activations, tokens_alone(batch).token_fields()
+        fields: dict[str, Any] = {name: value.to(x.device) for name, value in known.items()}
+        fields |= {"sites": self.sites, "widths": reader.buffer.widths, "unembed": self.unembed}
+        return View(x, **fields, calls=tuple(calls) if self.calling else None)
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
         """Register hooks that append each block call, with all arguments, to a list."""
@@ -445,5 +443,4 @@ class HookedSource(PointSource):
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)
-        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        return self.module(*(value.to(device) for value in args), **options, **more)
+        return call_on(device, self.module, args, options | more)

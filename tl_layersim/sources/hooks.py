@@ -1,4 +1,4 @@
-"""Forward hooks, early stops of forward passes, and evaluation mode, all of which leave the model unchanged.
+"""Forward hooks, early stops of forward passes, evaluation mode and frozen weights, all of which leave the model unchanged.
 
 No other module registers torch hooks or stops forward passes.
 """
@@ -136,6 +136,20 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for sub, training in modes:
             sub.training = training
+
+
+@contextmanager
+def frozen_weights(module: torch.nn.Module) -> Iterator[None]:
+    """A context manager outside of inference mode in which weights get no gradients; restored at the end."""
+    learning = [p for p in module.parameters() if p.requires_grad and not p.is_inference()]
+    with torch.inference_mode(False):
+        try:
+            for parameter in learning:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in learning:
+                parameter.requires_grad_(True)
 
 
 def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:

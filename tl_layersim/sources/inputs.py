@@ -32,6 +32,29 @@ def device_of(module: torch.nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+    """Call a module with tensors that are moved to a device.
+
+    Args:
+        device: the device.
+        module: the module.
+        args: the positional arguments.
+        options: the keyword arguments; those that are not tensors are unchanged.
+    """
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    return module(*(value.to(device) for value in args), **given)
+
+
+def no_cache(module: torch.nn.Module) -> dict[str, bool]:
+    """The argument of a model's forward that turns its own cache off, if its configuration has one."""
+    return {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+
+
+def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
+    """The argument of a model's forward that computes the logits of a single position, if it has one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
+
+
 def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Positional and keyword arguments of a forward pass over a batch.
 
@@ -47,9 +70,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         LayersimError: the model does not accept an input of the batch, or accepts no mask and the batch is padded.
     """
     _refuse_masked_positions(batch, model)
-    options: dict[str, Any] = {}
-    if hasattr(getattr(module, "config", None), "use_cache"):
-        options["use_cache"] = False
+    options: dict[str, Any] = {**no_cache(module)}
     if batch.padded:
         options[model.mask_input] = _attention_mask(module, batch, model.mask_input)
     main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS

@@ -92,6 +92,9 @@ class Model:
     pads: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    stream: Literal["whole", "parts", "unknown", "none"] = "whole"
+    widths: tuple[int, ...] = ()
+    changes: str = ""
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
         """The fields `inputs`, `pads`, `starts` and `ends` for reading the data of two models."""
@@ -101,10 +104,6 @@ class Model:
             either[name] = self.inputs[name] if self.inputs[name] == other.inputs[name] else None
         ids = {name: getattr(self, name) + getattr(other, name) for name in ("pads", "starts", "ends")}
         return {"inputs": either} | {name: tuple(dict.fromkeys(both)) for name, both in ids.items()}
-
-    stream: Literal["whole", "parts", "unknown", "none"] = "whole"
-    widths: tuple[int, ...] = ()
-    changes: str = ""
 
     @property
     def weights_hash(self) -> str:

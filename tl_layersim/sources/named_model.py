@@ -1,4 +1,4 @@
-"""Loading of Hugging Face models by folder or hub name, for the command line."""
+"""Loading of Hugging Face models by folder or hub name, with weights, for a server, or on the meta device."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief, counted
 
 
 def refuse_missing_device(device: str) -> None:
     """Raise an error if this machine or this build of torch lacks a device."""
-    import torch
-
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.backends.mps.is_available() else [])]
     kind, _, number = device.partition(":")
     count = torch.cuda.device_count() if kind == "cuda" else 1
@@ -42,7 +42,6 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
     Warns:
         LayersimWarning: the files lack weights.
     """
-    import torch
     import transformers
 
     place = {"device_map": "auto"} if device == "auto" else {}
@@ -69,7 +68,6 @@ def load_for_server(name: str, dtype: str | None, trust_remote_code: bool, optio
     Raises:
         LayersimError: see `load_model`.
     """
-    import torch
     import transformers
     from nnsight import TransformersModel
 
@@ -90,8 +88,6 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
     Raises:
         LayersimError: see `load_model`.
     """
-    import torch
-
     with _refusing(name, trust_remote_code, option) as options, torch.device("meta"):
         cls, config = _class_and_config(name, options)
         return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
@@ -107,7 +103,6 @@ def model_of_config(config: Any) -> Any:
     Raises:
         LayersimError: `config` is not a configuration.
     """
-    import torch
     import transformers
 
     if not isinstance(config, transformers.PreTrainedConfig):

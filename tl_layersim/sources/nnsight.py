@@ -28,11 +28,10 @@ from ..core.wording import with_article
 from ..data.batches import Batch
 from .checks import refuse_not_finite
 from .hooked import firing_order
-from .hooks import kernels_alone
 from .identity import edits_of
-from .inputs import device_of, forward_arguments, no_forward, refuse_no_weights
+from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .model import describe, processor_of, same_stream, settled
-from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory
+from .out_of_memory import forward_too_large, is_out_of_memory, reduce_batch, refusing_one_row, release_memory
 from .source import PointSource, SitesRead
 
 
@@ -173,11 +172,8 @@ class NNsightSource(PointSource):
     def settle(self, batch: Batch) -> None:
         row = batch.short_row
         if self._model.stream == "unknown":
-            args, options = self._arguments(row)
-            try:
-                same = _trace_stream(self.envoy, self.blocks, args, options)
-            except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-                raise no_forward(self.module, error, row.inputs) from error
+            with refusing_one_row(row), refusing_failed_forward(self.module, row.inputs):
+                same = _trace_stream(self.envoy, self.blocks, *self._arguments(row))
             strangers = [path for path, one in zip(self.paths[1:], same.tolist(), strict=True) if not one]
             self._model = settled(self._model, self.module, self.paths, self._named, strangers)
         if self._reading.order is None:
@@ -192,10 +188,7 @@ class NNsightSource(PointSource):
 
     def _forward_here(self, row: Batch) -> Any:
         """One forward pass of the module in this process, outside nnsight."""
-        device = device_of(self.module)
-        args, options = forward_arguments(self.module, row, self._model)
-        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        return self.module(*(value.to(device) for value in args), **options)
+        return call_on(device_of(self.module), self.module, *forward_arguments(self.module, row, self._model))
 
     def steps(self) -> list[TraceStep]:
         """The module inputs and outputs that a trace reads, in the order of the forward pass."""
@@ -223,10 +216,8 @@ class NNsightSource(PointSource):
         args, options = forward_arguments(self.module, batch, self._model)
         point = self._reading.points[0]
         read = self._envoy_at(point.module)
-        try:
+        with refusing_one_row(batch), refusing_failed_forward(self.module, batch.inputs):
             shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options))
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise no_forward(self.module, error, batch.inputs) from error
         return positions_of(shape, point.channels, point.name)
 
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
@@ -246,9 +237,7 @@ class NNsightSource(PointSource):
             release_memory()
         # Kernels of all rows run after the forward passes of some, with the modules of this process in place of envoys.
         lens = None if self._model.head is None else open_head(self.module, self._model.head)[1]
-        view = replace(self.collect(batch), unembed=lens)
-        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
-            return reduce(kernels, view)
+        return reduce_batch(batch, kernels, replace(self.collect(batch), unembed=lens))
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """Run kernels in a trace of one forward pass."""
@@ -317,10 +306,10 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view, each `sample`."""
-    known = tokens_alone(batch)
-    fields = {name: getattr(known, name) for name in ("tokens", "next_token", "row", "column", "labels")}
-    return batch.counted.reshape(-1).nonzero()[:, 0], {name: value for name, value in fields.items() if value is not None}
+    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view that are sent with a batch."""
+    fields = tokens_alone(batch).token_fields()
+    del fields["sequence"], fields["position"]
+    return batch.counted.reshape(-1).nonzero()[:, 0], fields
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
@@ -357,10 +346,9 @@ class _ModuleTree:
         return objects
 
 
-def whole_view(view: View) -> dict[str, Tensor]:
+def whole_view(view: View) -> dict[str, Any]:
     """A kernel that returns the whole view, for models in this process."""
-    fields = ("activations", "tokens", "sequence", "position", "next_token", "row", "column", "labels", "sites", "widths")
-    return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
+    return {"activations": view.activations, "sites": view.sites, "widths": view.widths} | view.token_fields()
 
 
 def _trace(

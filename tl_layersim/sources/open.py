@@ -15,6 +15,8 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import brief, with_article
+from .hooked import HookedSource
+from .nnsight import NNsightSource
 from .source import Source
 
 if TYPE_CHECKING:
@@ -110,8 +112,6 @@ def open_local(
         # An unset environment variable gives an empty string, which would otherwise run in this process.
         raise LayersimError(f"`remote` is {remote!r}; it must be True, the address of an NDIF server, 'local', or False.")
     if is_nnsight(model):
-        from .nnsight import NNsightSource
-
         return NNsightSource(model, layers, unembed, remote)
     if remote:
         raise LayersimError(
@@ -124,8 +124,6 @@ def open_local(
         source: Source = opens_itself(layers, unembed)
         return source
     if isinstance(model, torch.nn.Module):
-        from .hooked import HookedSource
-
         return HookedSource(model, layers, unembed)
     raise unsupported_model(model)
 

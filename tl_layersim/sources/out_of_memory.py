@@ -1,18 +1,20 @@
-"""Forward passes that run out of memory: the batch is split, and the parts' activations are joined in one view."""
+"""Batches that run out of memory: a forward pass is split by rows, and work on all samples becomes an error."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..activations.view import View, tokens_alone
+from ..activations.view import Kernel, Reduced, View, reduce, tokens_alone
 from ..core.errors import LOG, LayersimError
 from ..core.wording import counted, first_line
+from .hooks import kernels_alone
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -123,10 +125,9 @@ class _JoinedView:
         known, device = tokens_alone(batch), first.activations.device
         sites, _, width = first.activations.shape
         samples = len(known.sequence)
-        with refusing_full_memory(batch, f"{samples} samples at {sites} sites, {width} wide"):
+        with _refusing(partial(_work_too_large, batch, f"{samples} samples at {sites} sites, {width} wide")):
             activations = first.activations.new_empty(sites, samples, width)
-        names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
-        fields = {name: value.to(device) for name in names if (value := getattr(known, name)) is not None}
+        fields: dict[str, Any] = {name: value.to(device) for name, value in known.token_fields().items()}
         self.view = replace(first, activations=activations, memo={}, **fields)
         self._filled = 0
 
@@ -137,30 +138,22 @@ class _JoinedView:
         self._filled = end
 
 
-@contextmanager
-def refusing_full_memory(batch: Batch, work: str) -> Iterator[None]:
-    """A context manager for work on all samples of a batch: an out-of-memory exception becomes an error that names a setting.
+def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:
+    """Run `reduce` on the views of a batch, while no other thread runs kernels.
 
     Args:
         batch: the rows.
-        work: description of the work, for the message.
+        kernels: the kernels, by name.
+        *views: views of the rows, one for each model.
 
     Raises:
-        LayersimError: the work ran out of memory.
+        LayersimError: the kernels ran out of memory.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise LayersimError(
-            f"`batch_size` is too large: measuring a batch after its forward pass ran out of memory ({work}, "
-            f"{_size_of(batch)}): {first_line(error)}. Use {_smaller(batch)}."
-        ) from error
+    with kernels_alone(), _refusing(partial(_work_too_large, batch, ", ".join(kernels))):
+        return reduce(kernels, *views)
 
 
-@contextmanager
-def refusing_one_row(batch: Batch) -> Iterator[None]:
+def refusing_one_row(batch: Batch) -> AbstractContextManager[None]:
     """A context manager for a forward pass over one row: an out-of-memory exception becomes an error that names a setting.
 
     Args:
@@ -169,12 +162,26 @@ def refusing_one_row(batch: Batch) -> Iterator[None]:
     Raises:
         LayersimError: the forward pass ran out of memory.
     """
+    return _refusing(lambda error: forward_too_large(batch, error, ""))
+
+
+@contextmanager
+def _refusing(refusal: Callable[[BaseException], LayersimError]) -> Iterator[None]:
+    """A context manager that replaces an out-of-memory exception by the error that `refusal` returns for it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise forward_too_large(batch, error, "") from error
+        raise refusal(error) from error
+
+
+def _work_too_large(batch: Batch, work: str, error: BaseException) -> LayersimError:
+    """The error for work on all samples of a batch that runs out of memory."""
+    return LayersimError(
+        f"`batch_size` is too large: measuring a batch after its forward pass ran out of memory ({work}, "
+        f"{_size_of(batch)}): {first_line(error)}. Use {_smaller(batch)}."
+    )
 
 
 def forward_too_large(batch: Batch, error: BaseException, reason: str) -> LayersimError:

@@ -70,6 +70,48 @@ class Source(ABC):
             f"Activations of a {type(self).__name__} cannot leave the process that computes them: {self.model.name}."
         )
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the sites to read; the residual layers unless `CanReadSites.read_at` chose others."""
+        return self.model.layers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width of each site; empty if all sites are residual layers, or the widths are not known yet."""
+        return ()
+
+    def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
+        """Run one batch and return the sums of its leaves.
+
+        Args:
+            batch: a batch of one or more forward passes.
+            kernels: kernels of views (see `run`) and of pools of rows.
+        """
+        return run_batch(self.run, batch, kernels)
+
+    def stream(
+        self,
+        batches: Iterator[Batch],
+        kernels: Mapping[str, AnyKernel],
+        start: int,
+        say: Callable[[str], None],
+        first_block: int | None,
+    ) -> Iterator[list[PartialSums]]:
+        """Run batches in order and return their sums in groups of leaves.
+
+        Args:
+            batches: each with at least one counted token.
+            kernels: kernels of views (see `run`) and of pools of rows.
+            start: number of rows of the data before the first batch, which an earlier process or another shard runs.
+            say: function that shows a short progress message.
+            first_block: number of rows per block (`core.sums`), whose boundaries no group crosses; None for no boundaries.
+
+        Returns:
+            Sums of the next batches in groups of 2^k rows that can be pushed by `core.sums.push`: the index of a group's first
+            row is a multiple of its count.
+        """
+        return ([PartialSums(batch.leaf, *own) for own in self.sums(batch, kernels)] for batch in batches)
+
 
 class HasModule(Source):
     """A source of a torch module, which runs in evaluation mode.
@@ -116,17 +158,7 @@ class CanCountPositions(Source):
 
 
 class CanReadSites(Source):
-    """A source that reads hook points other than the residual layers."""
-
-    @property
-    @abstractmethod
-    def sites(self) -> tuple[str, ...]:
-        """Names of the sites to read; the residual layers unless `read_at` chose others."""
-
-    @property
-    @abstractmethod
-    def widths(self) -> tuple[int, ...]:
-        """Width of each site; empty if all sites are residual layers, or the widths are not known yet."""
+    """A source that reads hook points other than the residual layers; it implements `sites` and `widths` too."""
 
     @property
     @abstractmethod
@@ -176,22 +208,7 @@ class CanReadSites(Source):
 
 
 class OnServer(Source):
-    """A source of a model on a server, which runs several batches per request."""
-
-    @abstractmethod
-    def stream(
-        self,
-        batches: Iterator[Batch],
-        kernels: Mapping[str, AnyKernel],
-        start: int,
-        say: Callable[[str], None],
-        first_block: int | None,
-    ) -> Iterator[list[PartialSums]]:
-        """See `sums_of_batches`."""
-
-    @abstractmethod
-    def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-        """See `sums_of_leaves`."""
+    """A source of a model on a server; its `stream` may run several batches per request."""
 
     @abstractmethod
     def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
@@ -217,54 +234,6 @@ class OnServer(Source):
     @abstractmethod
     def record(self) -> dict[str, Any]:
         """Facts about the server that a result records."""
-
-
-def sites_of(source: Source) -> tuple[str, ...]:
-    """Names of the sites to read."""
-    return source.sites if isinstance(source, CanReadSites) else source.model.layers
-
-
-def widths_of(source: Source) -> tuple[int, ...]:
-    """Width of each site; empty if all sites are residual layers, or the widths are not known yet."""
-    return source.widths if isinstance(source, CanReadSites) else ()
-
-
-def sums_of_leaves(source: Source, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-    """Run one batch and return the sums of its leaves.
-
-    Args:
-        source: the model.
-        batch: a batch of one or more forward passes.
-        kernels: kernels of views (see `Source.run`) and of pools of rows.
-    """
-    return source.sums(batch, kernels) if isinstance(source, OnServer) else run_batch(source.run, batch, kernels)
-
-
-def sums_of_batches(
-    source: Source,
-    batches: Iterator[Batch],
-    kernels: Mapping[str, AnyKernel],
-    start: int,
-    say: Callable[[str], None],
-    first_block: int | None,
-) -> Iterator[list[PartialSums]]:
-    """Run batches in order and return their sums in groups of leaves.
-
-    Args:
-        source: the model.
-        batches: each with at least one counted token.
-        kernels: kernels of views (see `Source.run`) and of pools of rows.
-        start: number of rows of the data before the first batch, which an earlier process or another shard runs.
-        say: function that shows a short progress message.
-        first_block: number of rows per block (`core.sums`), whose boundaries no group crosses; None for no boundaries.
-
-    Returns:
-        Sums of the next batches in groups of 2^k rows that can be pushed by `core.sums.push`: the index of a group's first row
-        is a multiple of its count.
-    """
-    if isinstance(source, OnServer):
-        return source.stream(batches, kernels, start, say, first_block)
-    return ([PartialSums(batch.leaf, *own) for own in run_batch(source.run, batch, kernels)] for batch in batches)
 
 
 @contextmanager

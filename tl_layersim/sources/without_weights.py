@@ -23,8 +23,6 @@ from .named_model import load_without_weights, model_of_config
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Fields of a config.json that transformers converts to others.
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "torch_dtype", "auto_map")
-# Fields of a view that follow from the data alone.
-KNOWN = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
 
 
 def has_no_weights(module: torch.nn.Module) -> bool:
@@ -82,9 +80,9 @@ class WeightlessSource(HookedSource):
             return super().count_positions(batch)
 
     def collect(self, batch: Batch) -> View:
-        view, known = super().collect(batch), tokens_alone(batch)
         # Token ids have values, on which minibatches and targets depend.
-        return replace(view, **{name: getattr(known, name) for name in KNOWN})
+        known: dict[str, Any] = tokens_alone(batch).token_fields()
+        return replace(super().collect(batch), **known)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class StitchData:
     Attributes:
         fit: batches for fitting adapters.
         evaluation: batches for measuring the penalty.
-        labels: see `models.targets`.
+        labels: see `lens.targets`.
     """
 
     fit: tuple[Batch, ...]
@@ -53,7 +53,7 @@ class StitchData:
         Args:
             batches: data for the fit; data for the evaluation if no adapter is fitted.
             held_out: data for the evaluation; None to take it from `batches`.
-            labels: see `models.targets`.
+            labels: see `lens.targets`.
             model: the back.
             fitted: whether an adapter is fitted.
 

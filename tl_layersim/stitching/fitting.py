@@ -331,7 +331,7 @@ class _StitchDescent(Descent):
         start: the initial adapter.
         data: the back model's loss.
         training: settings of the training.
-        state: the state to resume from; None to start anew.
+        state: the state to resume from; `Trained()` to start anew.
         record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
     """
@@ -422,7 +422,7 @@ def descend(
         start: the initial adapter.
         data: the back model's loss.
         training: settings of the training.
-        state: the state to resume from; None to start anew.
+        state: the state to resume from; `Trained()` to start anew.
         record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError
-from ..core.fields import Declaration
+from ..core.fields import JOINT, Declaration
 from ..core.results import Result, axes
 from .adapter import Adapter
 
@@ -242,7 +242,7 @@ class StitchResult(Result):
 
     def __repr__(self) -> str:
         how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
-        first, second = (self.provenance.model.split(" | ") * 2)[:2]
+        first, second = (self.provenance.model.split(JOINT) * 2)[:2]
         lines = [f"StitchResult({self.layers[0]} of {first}", f"  into {self.layers[1]} of {second}, {how})"]
         lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
         return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {len(self.batch_tokens)} batches"])
@@ -251,9 +251,7 @@ class StitchResult(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); default: the curve if the adapter was
-        trained.
-        """
+        """Plot the learning curve (`"curve"`, the default if the adapter was trained) or the penalty by batch (`"penalty"`)."""
         from ..reporting.lines import Series, lines, with_baselines
         from ..reporting.style import with_provenance, with_size
 
@@ -435,8 +433,8 @@ class StitchGrid(Result):
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: a line for each direction, with known intervals. Self-stitches are dashed."""
-        from ..reporting.figures import directions
         from ..reporting.interval_bands import intervals_in_words
+        from ..reporting.many_runs import stitch_lines
         from ..reporting.style import with_size, with_subtitle
 
         field = "penalty" if field in (None, "values") else field
@@ -447,7 +445,7 @@ class StitchGrid(Result):
         low, high = intervals.get(field, (values, values))
         declared = self.declared(field)
         words = (declared.title, declared.words)
-        fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
+        fig = stitch_lines(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
         how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
         evaluation = f"{int(self.batch_tokens.sum()):,} {self.unit}s of evaluation"
         return with_size(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures.blocks import entering, refuse_paths
-from ..architectures.points import HookPoint, residual_points
+from ..architectures.points import HookPoint
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed
 from ..core.errors import LayersimError
@@ -22,8 +22,9 @@ from ..data.data import Data
 from ..data.inputs import TOKEN_IDS
 from ..sources.hooked import HookedSource
 from ..sources.identity import hooks_on
+from ..sources.inputs import no_cache
 from ..sources.model import Model
-from ..split_model import LocalSplitModel, no_cache
+from ..split_model import LocalSplitModel
 from .adapter import Adapter
 
 # Arguments of generation, which depend on the cache of the model that is called.
@@ -62,7 +63,7 @@ class StitchedModel(nn.Module):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the stitch's data, None where the data was token ids."""
+        """The tokenizer of the stitch's data; None if the data was token ids."""
         return self._split_models[1].model.tokenizer
 
     @property
@@ -83,10 +84,11 @@ class StitchedModel(nn.Module):
 
         Args:
             prompt: a text, tokenised as `analyze` does, or token ids `batch pos`.
-            options: of the back's generate, such as `max_new_tokens`. Nothing is cached: every step runs the whole rows.
+            **options: options of the back's `generate`, such as `max_new_tokens`. Nothing is cached: every step runs the whole
+                rows.
 
         Returns:
-            Token ids with the prompt; for a text a text, or a list where several are sampled.
+            Token ids with the prompt; for a text a text, or a list of texts if several are sampled.
 
         Raises:
             LayersimError: the back cannot generate.
@@ -229,7 +231,6 @@ class StitchedSource(HookedSource):
             head=None if back.model.head is None else back.model.head.under("back"),
             **front.model.inputs_with(back.model),
         )
-        self._points = residual_points(self._model.layers, self.paths)
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
         raise LayersimError(f"`at` is {at!r}, but a stitched model reads the residual stream only.")

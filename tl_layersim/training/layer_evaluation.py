@@ -23,7 +23,7 @@ from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
 from ..core.arguments import Fraction, PositiveInt, Probability, Seed, typed
 from ..core.errors import LayersimError, warn
-from ..core.fields import Provenance
+from ..core.fields import JOINT, Provenance
 from ..core.results import Report, Result, axes
 from ..core.wording import amount
 from ..data.data import Data
@@ -442,7 +442,7 @@ def evaluate_layers(
     both = replace(
         runs[0],
         options=runs[0].options | read_by,
-        **{name: _both(runs, name) for name in ("model", "config_hash", "weights_hash", "source")},
+        **{name: JOINT.join(getattr(run, name) for run in runs) for name in ("model", "config_hash", "weights_hash", "source")},
     )
     change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
     results: dict[str, Result] = {"layers": change}
@@ -475,10 +475,6 @@ def _analyzers(
 def _norm(heads: ExitHeads | None) -> Literal["final", "none"]:
     """The norm of the logit lens at layers below the last."""
     return "final" if heads is None else heads.norm
-
-
-def _both(runs: list[Provenance], name: str) -> str:
-    return " | ".join(getattr(run, name) for run in runs)
 
 
 def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:

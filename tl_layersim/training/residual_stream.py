@@ -19,20 +19,17 @@ from ..sources.checks import lens_gap, need_stream, refuse_other_logits
 from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode, every_module, on_tensor, temporary_hooks
 from ..sources.identity import refuse_quantised
-from ..sources.inputs import device_of
+from ..sources.inputs import device_of, no_cache
 from ..sources.model import Model
 from ..sources.open import OpenedModel
 from ..sources.source import refuse_inference_weights
-from ..split_model import logits_of, no_cache, read_residuals
+from ..split_model import logits_of, read_residuals
 from ..stitching.stitched_model import StitchedSource
 from .losses import positions_with_targets, summed_loss
 
 
 def refuse_offloaded(module: torch.nn.Module) -> None:
     """Raise an error if the model has offloaded weights, which an optimiser cannot change.
-
-    Args:
-        module: the model.
 
     Raises:
         LayersimError: a weight is offloaded.

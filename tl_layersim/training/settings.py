@@ -59,10 +59,10 @@ class AlignedTraining:
 
     $CE_l$ is the cross-entropy of layer l's residual under the model's own final norm and head. The objectives are:
 
-    - `"aligned"`: $\sum_l w_l CE_l$ (equation 5); - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ at positions
-      with a target (appendix B.3); - `"multi-head"`: $\sum_l w_l CE'_l$ with a separate head for each layer below the last,
-      initialised as a copy of the model's, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, without gradient through
-      $p^L$;
+    - `"aligned"`: $\sum_l w_l CE_l$ (equation 5);
+    - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ at positions with a target (appendix B.3);
+    - `"multi-head"`: $\sum_l w_l CE'_l$ with a separate head for each layer below the last, initialised as a copy of the
+      model's, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, without gradient through $p^L$;
     - `"standard"`: $CE_L$ alone, for comparison at the same budget.
 
     Args:

@@ -34,7 +34,7 @@ class TrainingData:
 
     Args:
         batches: the data.
-        labels: see `models.targets`.
+        labels: see `lens.targets`.
         model: description of the model.
         module: the model.
 

@@ -42,7 +42,7 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
 
     Args:
         source: the model.
-        chosen: analyzers by name.
+        chosen: the analyzers, by name.
         plan: the sites that each analyzer reads.
 
     Raises:
@@ -97,8 +97,9 @@ class LoopProbe(Probe):
         super()._begin()
         # By kernel, the views that wait until they are enough for one call.
         self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
-        # The number of the first row of the last forward pass, and of its rows; and of the rows of all.
+        # Index of the first row of the last forward pass, and its number of rows.
         self._last = (0, 0)
+        # Number of rows of all forward passes.
         self._rows = 0
         self._dtypes = self._dtypes[-1:]
         self._positions.notes.begin()

@@ -130,7 +130,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """The model by analyzer, and what only this kind of probe records."""
+        """The model by analyzer, and the options that only this kind of probe records."""
         raise NotImplementedError
 
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:

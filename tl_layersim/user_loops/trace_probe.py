@@ -29,13 +29,13 @@ from .probe import Probe
 
 
 def refuse_untraceable(source: NNsightSource) -> None:
-    """Refuse a model whose traces do not tell the positions of its rows.
+    """Raise an error for a model whose traces do not tell the positions of its rows.
 
     Args:
         source: the model.
 
     Raises:
-        LayersimError: it takes other inputs than token ids, or has an encoder and a decoder.
+        LayersimError: the model takes other inputs than token ids, or has an encoder and a decoder.
     """
     if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
         takes = "has an encoder and a decoder" if encoder_and_decoder(source.module) else f"takes `{source.model.main_input}`"
@@ -50,7 +50,7 @@ def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SiteP
 
     Args:
         source: the model.
-        analyzers: by name.
+        analyzers: the analyzers, by name.
         plan: the sites that each analyzer reads.
 
     Raises:
@@ -79,7 +79,7 @@ class TraceProbe(Probe):
     def __init__(
         self, source: NNsightSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
     ) -> None:
-        # Of requests whose results have not arrived.
+        # Tickets of requests whose results have not arrived.
         self.sent: set[str] = set()
         self._key = uuid.uuid4().hex
         PROBES[self._key] = self
@@ -148,7 +148,7 @@ class TraceProbe(Probe):
         """Add the sums of one forward pass.
 
         Args:
-            read: what `PassReader.read` returned.
+            read: output of `PassReader.read`.
 
         Raises:
             LayersimError: activations are not finite.
