@@ -46,7 +46,7 @@ check: $(VENV)/dev ## Check style, types, structure and the laws that every anal
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/architecture tests/contract
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/structure tests/contract
 
 # The files that name a TransformerLens model, or a helper that builds one: all others would run the same code twice.
 TL3_WORDS := transformer_lens|TransformerLens|[Hh]ooked|[Bb]ridge|gpt2_of_kind|each_model

@@ -8,11 +8,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import torch
 from hypothesis import settings
 
 import tl_layersim as lsim
 
-from .tiny_models import tiny_llama
+from .tiny_models import random_tokens, tiny_llama
 
 # The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
 settings.register_profile("ci", derandomize=True)
@@ -31,3 +32,11 @@ def llama():
 @pytest.fixture(scope="session")
 def demo():
     return lsim.demo_model()
+
+
+@pytest.fixture(scope="session")
+def data():
+    mask = torch.ones(6, 20, dtype=torch.int64)
+    mask[3, 12:] = 0
+    mask[4, :5] = 0
+    return {"input_ids": random_tokens(6, 20), "attention_mask": mask}

@@ -9,8 +9,8 @@ import torch
 
 import tl_layersim as lsim
 
-from .models.helpers import lively
 from .tiny_models import family, tiny_gpt2, tiny_llama
+from .wrapped_models import lively
 
 # Norms have weights, so that what is before them cannot pass for what is after.
 MODELS = {

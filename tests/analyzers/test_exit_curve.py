@@ -12,8 +12,8 @@ from tl_layersim.activations.view import reduce
 from tl_layersim.architectures.unembed import Unembed
 
 from .. import oracles
-from ..models.helpers import read_logits
 from ..views import from_views, residuals, view
+from ..wrapped_models import read_logits
 
 
 def test_effective_depth():

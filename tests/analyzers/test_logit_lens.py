@@ -9,9 +9,9 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..models.helpers import LENSES, by_hand, read_logits, tables
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..views import from_views, residuals, view
+from ..wrapped_models import LENSES, by_hand, read_logits, tables
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])

@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 
 from ..input_models import image_vit, pair_bert, pair_data, pixels
-from ..models.helpers import nnsight
+from ..wrapped_models import nnsight
 
 ROWS = 6
 SAYS = r"head has one output(.|\n)*TaskMetrics\(labels=scores\)"

@@ -10,9 +10,9 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..models.helpers import lively, read_logits
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, residuals, view, worst
+from ..wrapped_models import lively, read_logits
 
 
 def test_saturation_with_a_centre_and_without():

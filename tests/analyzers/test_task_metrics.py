@@ -10,10 +10,10 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..input_models import image_vit, pair_bert, pair_data, pixels
-from ..models.helpers import bridge, nnsight
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, residuals, view
+from ..wrapped_models import bridge, nnsight
 
 ROWS = 24
 

@@ -10,9 +10,9 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..head_models import CASES
-from ..models.helpers import nnsight
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, residuals, view
+from ..wrapped_models import nnsight
 
 
 def straight(layers: int = 5, tokens: int = 6, ratio: float = 2.0) -> np.ndarray:

@@ -17,10 +17,10 @@ from tl_layersim.analyzers import Analyzer, find_analyzers
 from tl_layersim.architectures.points import HEAD_FAMILIES, SITE_NAMES
 from tl_layersim.core import LayerCurve
 
-from ..models.helpers import bridge, hooked_transformer, nnsight, transformers_model
 from ..options import called
 from ..site_hooks import D_HEAD, MODELS, head_part, read_sites
 from ..tiny_models import random_tokens, tiny_llama
+from ..wrapped_models import bridge, hooked_transformer, nnsight, transformers_model
 
 SOURCES = {
     "NNsight": lambda make, tmp: (nnsight(make()), {}),

@@ -12,7 +12,7 @@ import pytest
 
 import tl_layersim as lsim
 
-from ..analysis.helpers import cosine_and_cka
+from ..runs import cosine_and_cka
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 

@@ -20,7 +20,7 @@ from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.architectures.layouts import LAYOUTS
 from tl_layersim.architectures.points import SITE_NAMES, SiteMap
 
-from ..models.site_cases import GROUPED, MODELS, TEXT, VISION
+from ..architectures.site_cases import GROUPED, MODELS, TEXT, VISION
 from .helpers import ROOT
 
 PAGE = (ROOT / "docs/hook_points.md").read_text()

@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..analysis.test_trace_probe import hooked
+from ..user_loops.test_trace_probe import hooked
 from .client import furthest, load, rows
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:UserWarning")]

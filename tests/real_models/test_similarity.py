@@ -9,10 +9,10 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..models.helpers import bridge, nnsight
 from ..options import called
 from ..tiny_models import hidden_states
 from ..views import worst
+from ..wrapped_models import bridge, nnsight
 from .files import optional_real
 from .helpers import load
 

@@ -6,7 +6,7 @@ import pytest
 
 import tl_layersim as lsim
 
-from ..analysis.test_data_passes import Counted
+from ..engine.test_data_passes import Counted
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 

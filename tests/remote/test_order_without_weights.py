@@ -11,8 +11,8 @@ from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.remote.order_without_weights import order_without_weights, widths_without_weights
 from tl_layersim.sources.hooked import firing_order
 
-from ..models.helpers import LAYOUTS, build
 from ..tiny_models import random_tokens
+from ..wrapped_models import LAYOUTS, build
 
 ROW = (random_tokens(1, 5),), {}
 

@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..analysis.test_trace_probe import ANALYZERS, QUICK, TOKENS, differences, hooked
+from ..user_loops.test_trace_probe import ANALYZERS, QUICK, TOKENS, differences, hooked
 from .helpers import here
 
 

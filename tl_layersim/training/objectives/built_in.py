@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,7 @@ from ...activations.norms import scaled
 from ...core.errors import LayersimError
 from ..losses import chunks, layer_weights, logits_at, rows_at_once, summed_loss
 from ..residual_stream import ResidualStream, TrainingBatch
-from .objective import Objective
-
-if TYPE_CHECKING:
-    from ..settings import AlignedTraining
+from .objective import Objective, ObjectiveSettings
 
 
 class StandardObjective(Objective):
@@ -25,7 +22,7 @@ class StandardObjective(Objective):
     name = "standard"
 
     @classmethod
-    def is_standard(cls, settings: AlignedTraining, step: int) -> bool:
+    def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
         return True
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
@@ -43,7 +40,7 @@ class AlignedObjective(Objective):
     own_settings = ("layers_per_step",)
 
     @classmethod
-    def terms(cls, settings: AlignedTraining, step: int, n_layers: int) -> dict[int, float]:
+    def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
         if settings.layers_per_step is None or settings.layers_per_step >= n_layers:
             return super().terms(settings, step, n_layers)
         weights = layer_weights(settings.weights, n_layers)
@@ -73,7 +70,7 @@ class CosineRegularisedObjective(Objective):
     schedule = "always"
 
     @classmethod
-    def terms(cls, settings: AlignedTraining, step: int, n_layers: int) -> dict[int, float]:
+    def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
         return {n_layers: 1.0}
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
@@ -119,7 +116,7 @@ class MultiHeadObjective(Objective):
     own_settings = ("kl",)
     has_own_parameters = True
 
-    def __init__(self, stream: ResidualStream, settings: AlignedTraining) -> None:
+    def __init__(self, stream: ResidualStream, settings: ObjectiveSettings) -> None:
         super().__init__(stream, settings)
         own = stream.unembed.linear
         if own is None:

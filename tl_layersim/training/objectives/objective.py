@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,31 @@ from torch import Tensor, nn
 from ...lens.exit_heads import ExitHeads
 from ...lens.statistics import cross_entropy
 from ...sources.identity import hash_weights
-from ..losses import chunks, layer_weights, logits_at, rows_at_once
+from ..losses import Weights, chunks, layer_weights, logits_at, rows_at_once
 from ..residual_stream import ResidualStream, TrainingBatch
 
-if TYPE_CHECKING:
-    from ..settings import AlignedTraining
+
+class ObjectiveSettings(Protocol):
+    """The fields of `AlignedTraining` that objectives read; see there."""
+
+    @property
+    def objective(self) -> str: ...
+    @property
+    def schedule(self) -> str | None: ...
+    @property
+    def weights(self) -> Weights: ...
+    @property
+    def norm(self) -> str: ...
+    @property
+    def beta(self) -> int | float: ...
+    @property
+    def kl(self) -> int | float: ...
+    @property
+    def cosine_over(self) -> str: ...
+    @property
+    def layers_per_step(self) -> int | None: ...
+    @property
+    def seed(self) -> int: ...
 
 
 class Objective(nn.Module, ABC):
@@ -47,7 +67,7 @@ class Objective(nn.Module, ABC):
     schedule: ClassVar[Literal["alternating", "always"]] = "alternating"
     has_own_parameters: ClassVar[bool] = False
 
-    def __init__(self, stream: ResidualStream, settings: AlignedTraining) -> None:
+    def __init__(self, stream: ResidualStream, settings: ObjectiveSettings) -> None:
         super().__init__()
         self.stream, self.settings = stream, settings
         self.module = stream.module
@@ -55,12 +75,12 @@ class Objective(nn.Module, ABC):
         self.heads: nn.ModuleList | None = None
 
     @classmethod
-    def is_standard(cls, settings: AlignedTraining, step: int) -> bool:
+    def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
         """Whether a step, counted from 0, trains with the loss of the last layer alone."""
         return (settings.schedule or cls.schedule) == "alternating" and step % 2 == 0
 
     @classmethod
-    def terms(cls, settings: AlignedTraining, step: int, n_layers: int) -> dict[int, float]:
+    def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
         """Weights of the cross-entropies that `loss` sums at a step, by layer from 1. Default: all w_l above 0."""
         return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
 

@@ -1,0 +1,148 @@
+"""Runs that are interrupted or killed, and their checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core import resumable_file
+from tl_layersim.sources.hooked import HookedSource
+
+from ..runs import cosine_and_cka
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import worst
+
+
+class Stopped(KeyboardInterrupt):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 6, 14, 17, 22])
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path, monkeypatch):
+    """Three batches of four forward passes twice over: the interrupt falls into the first pass or into the second."""
+    model, data, path = tiny_llama(), list(random_tokens(48, 11)), tmp_path / "run.safetensors"
+    undisturbed = lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka())
+    calls = []
+    run = HookedSource.run
+
+    def interrupted(self, batch, kernels):
+        calls.append(1)
+        if len(calls) == at + 1:
+            raise Stopped
+        return run(self, batch, kernels)
+
+    monkeypatch.setattr(HookedSource, "run", interrupted)
+    with pytest.raises(Stopped) as caught:
+        lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka(), checkpoint=path)
+    assert "the same call continues from there" in caught.value.__notes__[0]
+    assert path.exists()
+    report = lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka(), checkpoint=path)
+    # Forward passes of the batch that was interrupted run again.
+    total = 24 + at % 4 + 1
+    assert len(calls) == total
+    for name in report:
+        assert worst(report[name], undisturbed[name]) == 0
+        assert report[name].provenance.tokens == undisturbed[name].provenance.tokens
+        assert report[name].provenance.data == undisturbed[name].provenance.data
+    # A run that is complete is read back without a forward pass.
+    again = lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka(), checkpoint=path)
+    assert len(calls) == total
+    assert worst(again["cka"], undisturbed["cka"]) == 0
+
+
+def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
+    script = tmp_path / "run.py"
+    path = tmp_path / "run.safetensors"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import time
+            import tl_layersim as lsim
+            from tl_layersim.core import resumable_file as checkpoint
+            from tl_layersim.sources.hooked import HookedSource
+            from tests.tiny_models import random_tokens, tiny_llama
+            checkpoint.SECONDS_BETWEEN_SAVES = 0.0
+            run = HookedSource.run
+            def slow(self, batch, kernels):
+                time.sleep(0.2)
+                return run(self, batch, kernels)
+            HookedSource.run = slow
+            data = list(random_tokens(40, 11))
+            lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), batch_size=2, checkpoint={str(path)!r})
+            """
+        )
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    process = subprocess.Popen([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": root}, cwd=root)
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    model, data = tiny_llama(), list(random_tokens(40, 11))
+    resumed = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"), checkpoint=path)
+    whole = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))
+    assert worst(resumed["cosine"], whole["cosine"]) == 0
+
+
+def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
+    path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
+    lsim.analyze(model, data, "cka", checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match=r"run.safetensors.*'minibatch': 256.*'minibatch': 8"):
+        lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match=r"skip_first: 0.*skip_first: 1"):
+        lsim.analyze(model, lsim.Data(data, skip_first=1), "cka", checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match="folder that does not exist"):
+        lsim.analyze(model, data, "cka", checkpoint=tmp_path / "nowhere" / "run")
+    partial = tmp_path / "partial.safetensors"
+    source = HookedSource(model)
+    run = source.run
+    seen = []
+
+    def stop(batch, kernels):
+        seen.append(1)
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        return run(batch, kernels)
+
+    source.run = stop
+    # Batches of 32 rows, which have 256 samples.
+    data = list(random_tokens(64, 11))
+    with pytest.raises(KeyboardInterrupt):
+        lsim.analyze(source, lsim.Data(data, batch_size=8), "cka", checkpoint=partial)
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
+        lsim.analyze(model, lsim.Data(data[::-1], batch_size=8), "cka", checkpoint=partial)
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tl_layersim.core.storage.os.fsync", full)
+    monkeypatch.setattr(resumable_file, "SECONDS_BETWEEN_SAVES", 0.0)
+    path = tmp_path / "run.safetensors"
+    with pytest.warns(lsim.LayersimWarning, match=r"continues without it(.|\n)*No space left"):
+        report = lsim.analyze(tiny_llama(), random_tokens(8, 11), "cka", checkpoint=path)
+    assert report["cka"].samples == 88
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_path):
+    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run"
+    lsim.analyze(model, lsim.Data(data, batch_size=2), "cka", checkpoint=path)
+    for other in (data[::-1], data[:4], [*data, data[0]]):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
+            lsim.analyze(model, lsim.Data(other, batch_size=2), "cka", checkpoint=path)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 0.01
+    with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+        lsim.analyze(model, lsim.Data(data, batch_size=2), "cka", checkpoint=path)

@@ -1,0 +1,114 @@
+"""Copies of a model that are made inside attach: they are usable, carry no probe, and leave the probe alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..runs import analyzers, hooks, logits
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..views import worst
+from ..wrapped_models import bridge
+
+MODELS = {"Hugging Face": tiny_llama, "TransformerBridge": lambda: bridge(tiny_gpt2())}
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS = {"deepcopy": copy.deepcopy, "torch.save": saved, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe(way):
+    model, tokens = tiny_llama(), random_tokens(4, 9)
+    with torch.no_grad(), lsim.attach(model, [*analyzers(), lsim.LogitLens()]) as probe:
+        expected = model(tokens).logits
+        copied = WAYS[way](model)
+        assert torch.equal(copied(tokens).logits, expected)
+        model(tokens)
+    assert probe.results()["cosine"].provenance.tokens == 72
+    # Nor does the copy measure differently by itself.
+    for name, found in lsim.analyze(copied, tokens, analyzers()).items():
+        assert worst(found, lsim.analyze(model, tokens, analyzers())[name]) == 0
+    with torch.no_grad(), lsim.attach(copied, analyzers()) as second:
+        copied(tokens)
+    assert second.results()["cosine"].provenance.tokens == 36
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_deep_copy_has_the_users_hooks_and_no_others(make):
+    model, calls = make(), []
+    logits(model, random_tokens(4, 9))
+    try:
+        before = hooks(copy.deepcopy(model))
+    except Exception as error:
+        pytest.skip(f"this model cannot be copied at all: {error}")
+    with lsim.attach(model, analyzers()):
+        mine = model.register_forward_hook(lambda *_: calls.append(1))
+        copied = copy.deepcopy(model)
+        assert hooks(copied) == before + 1
+        for module in copied.modules():
+            assert len(module._forward_hooks_always_called) == 0
+    logits(copied, random_tokens(4, 9))
+    assert len(calls) == 1
+    mine.remove()
+    assert hooks(model) == before
+
+
+def test_an_average_of_weights_over_a_training_and_the_best_model_of_it():
+    """Copies at every step, as EMA and early stopping make them."""
+    model, tokens = tiny_llama(), random_tokens(4, 9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with lsim.attach(model, analyzers()) as probe:
+        inside = torch.optim.swa_utils.AveragedModel(model)
+        best = None
+        for _ in range(3):
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for each in (average, inside):
+                each.update_parameters(model)
+            best = copy.deepcopy(model)
+            with torch.no_grad():
+                best(tokens)
+                inside(tokens)
+    assert probe.results()["cosine"].provenance.tokens == 3 * 36
+    assert hooks(best) == hooks(inside) == 0
+
+
+def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
+    model, tokens = tiny_llama(), random_tokens(4, 9)
+    with torch.no_grad(), lsim.attach(model, analyzers()):
+        expected = model(tokens).logits
+        torch.save((model, tokens, expected), tmp_path / "model.pt")
+    script = (
+        "import sys, torch; sys.modules['tl_layersim'] = None\n"
+        "model, tokens, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "print(torch.equal(model(tokens).logits, expected))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model.pt")],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "True"

@@ -1,0 +1,182 @@
+"""attach never ends the loop that it watches: what goes wrong is raised by results(), and nothing of the model changes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer
+
+from ..runs import analyzers, hooks, lenses, logits
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..views import worst
+from ..wrapped_models import bridge
+
+COSINE = lsim.Cosine(center="none")
+MODELS = {"Hugging Face": tiny_llama, "TransformerBridge": lambda: bridge(tiny_gpt2())}
+each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def broken(view):
+    raise RuntimeError("no kernel")
+
+
+@dataclass(frozen=True)
+class Broken(Analyzer):
+    name: ClassVar[str] = "broken"
+
+    def kernel(self, first):
+        return broken
+
+    def compute(self, sums, run):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_an_analyzer_that_fails_is_reported_by_results(count):
+    """At once, and with the tokens that are gathered before they are reduced."""
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with lsim.attach(model, [COSINE, Broken()]) as probe:
+            for _ in range(count):
+                assert torch.equal(model(tokens).logits, expected)
+    with pytest.raises(lsim.LayersimError, match="RuntimeError: no kernel") as error:
+        probe.results()
+    assert isinstance(error.value.__cause__, RuntimeError)
+
+
+class Flat(torch.nn.Module):
+    """Blocks over `token d_model`, without an axis of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(100, 8)
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+def test_activations_of_two_axes_are_refused_by_results():
+    model = Flat()
+    layers = [f"parts.{i}" for i in range(3)]
+    with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), COSINE) as probe:
+        assert model(random_tokens(1, 9)[0]).shape == (9, 8)
+    with pytest.raises(lsim.LayersimError, match=r"\(9,\).* 9 x 1 "):
+        probe.results()
+
+
+def test_attach_without_with_says_what_to_do():
+    model = tiny_llama()
+    probe = lsim.attach(model, COSINE)
+    model(random_tokens(1, 5))
+    assert hooks(model) == 0
+    with pytest.raises(lsim.LayersimError, match=r"`with`.*model\.forward\(tokens\)"):
+        probe.results()
+    with torch.no_grad(), probe:
+        model(random_tokens(1, 5))
+    assert probe.results()["cosine"].provenance.tokens == 5
+    with pytest.raises(lsim.LayersimError, match="was already attached"), probe:
+        pass
+
+
+def test_a_change_of_dtype_inside_attach_is_measured_and_recorded():
+    model, tokens = tiny_llama(), random_tokens(4, 12)
+    with torch.no_grad(), lsim.attach(model, [lsim.LogitLens(), COSINE]) as probe:
+        model(tokens)
+        model.to(torch.bfloat16)
+        model(tokens)
+    found = probe.results()
+    assert found["logit_lens"].provenance.dtype == "torch.float32, then torch.bfloat16"
+    runs = [lsim.analyze(tiny_llama(dtype=d), tokens, lsim.LogitLens())["logit_lens"] for d in (torch.float32, torch.bfloat16)]
+    mean = sum(run.cross_entropy for run in runs) / 2
+    torch.testing.assert_close(found["logit_lens"].cross_entropy, mean, rtol=0, atol=2e-4)
+    assert found["cosine"].provenance.tokens == 96
+
+
+def test_a_head_that_is_replaced_inside_attach_does_not_end_the_loop():
+    model, tokens = tiny_llama(), random_tokens(4, 12)
+    with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
+        model(tokens)
+        model.lm_head = torch.nn.Identity()
+        assert model(tokens).logits.shape == (4, 12, 32)
+    with pytest.raises(lsim.LayersimError):
+        probe.results()
+
+
+def test_a_pass_that_cannot_be_read_does_not_keep_its_activations():
+    import gc
+    import weakref
+
+    model, seen = Flat(), []
+    model.parts[0].register_forward_hook(lambda _m, args, _o: seen.append(weakref.ref(args[0])))
+    with lsim.attach(lsim.open_model(model, layers=["parts.0", "parts.1", "parts.2"]), COSINE) as probe:
+        model(random_tokens(1, 9)[0])
+    gc.collect()
+    assert seen[0]() is None
+    with pytest.raises(lsim.LayersimError):
+        probe.results()
+
+
+@each_model
+def test_attaching_changes_neither_state_nor_random_numbers_nor_modes(make):
+    model, tokens = make().train(), random_tokens(2, 12)
+    logits(model, tokens)
+    state = copy.deepcopy({name: value.clone() for name, value in model.state_dict().items()})
+    kept = {name: (set(vars(m)), m.training) for name, m in model.named_modules()}
+    before, random = hooks(model), torch.get_rng_state()
+    with torch.no_grad(), lsim.attach(model, lenses()) as probe:
+        assert torch.equal(torch.get_rng_state(), random)
+        logits(model.eval(), tokens)
+        model.train()
+        assert torch.equal(torch.get_rng_state(), random)
+        probe.results()
+    assert hooks(model) == before
+    assert {name: (set(vars(m)), m.training) for name, m in model.named_modules()} == kept
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@each_model
+def test_gradients_are_the_same_when_the_probe_fails(make):
+    tokens = random_tokens(2, 12)
+
+    def step(model):
+        model.zero_grad()
+        logits(model, tokens).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    model = make()
+    plain = step(model)
+    before = hooks(model)
+    with lsim.attach(model, [COSINE, Broken()]) as probe:
+        probe.mask = torch.ones(7, 7)
+        found = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert hooks(model) == before
+
+
+def test_every_kind_of_misfit_leaves_the_loop_alone():
+    model, tokens = tiny_llama(), random_tokens(2, 6)
+    ways = {
+        "mask": lambda: model(tokens, attention_mask=torch.zeros(2, 1, 6, 6)),
+        "inputs": lambda: model(inputs_embeds=torch.randn(2, 6, 32), attention_mask=torch.ones(2, 6)),
+        "nothing": lambda: model(tokens[:, :0]) if tokens[:, :0].numel() else None,
+        "functional": lambda: torch.func.functional_call(model, dict(model.named_parameters()), (tokens,)),
+        "vmap": lambda: torch.func.vmap(lambda x: x + model.model.layers[0].mlp(x))(torch.randn(2, 3, 32)),
+        "meta": lambda: copy.deepcopy(model).to("meta")(tokens.to("meta")),
+    }
+    for way in ways.values():
+        with torch.no_grad(), lsim.attach(model, [*analyzers(), lsim.Saturation()]):
+            way()
+    assert hooks(model) == 0
+    assert worst(lsim.analyze(model, tokens, COSINE)["cosine"], lsim.analyze(tiny_llama(), tokens, COSINE)["cosine"]) == 0
