@@ -391,10 +391,14 @@ class HookedSource(PointSource):
             raise self._not_in_order(f"{len(reader.seen)} of {len(self.sites)} sites")
         if self.calling and len(calls) != len(self.blocks):
             raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
-        x, known = reader.buffer.activations, tokens_alone(batch).token_fields()
-        fields: dict[str, Any] = {name: value.to(x.device) for name, value in known.items()}
-        fields |= {"sites": self.sites, "widths": reader.buffer.widths, "unembed": self.unembed}
+        x = reader.buffer.activations
+        fields: dict[str, Any] = {"sites": self.sites, "widths": reader.buffer.widths, "unembed": self.unembed}
+        fields |= self._token_fields(batch, x.device)
         return View(x, **fields, calls=tuple(calls) if self.calling else None)
+
+    def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        """The fields of the view that follow from the data alone."""
+        return {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
         """Register hooks that append each block call, with all arguments, to a list."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..activations.view import View, tokens_alone
+from ..activations.view import tokens_alone
 from ..core.errors import warn
 from ..data.batches import Batch
 from .hooked import HookedSource
@@ -79,10 +78,9 @@ class WeightlessSource(HookedSource):
         with without_values():
             return super().count_positions(batch)
 
-    def collect(self, batch: Batch) -> View:
-        # Token ids have values, on which minibatches and targets depend.
-        known: dict[str, Any] = tokens_alone(batch).token_fields()
-        return replace(super().collect(batch), **known)
+    def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        # They keep their values, on which minibatches and targets depend.
+        return tokens_alone(batch).token_fields()
 
 
 @contextmanager
