@@ -26,6 +26,7 @@ from ..architectures.blocks import (
     layer_names,
     locate,
     module_sites,
+    refuse_positions_first,
     unsupported_blocks,
 )
 from ..architectures.heads import find_head, norms_between_layers
@@ -214,8 +215,9 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
     """The fields of `Model` that depend on the blocks; for the arguments see `describe`.
 
     Raises:
-        LayersimError: the blocks lie in both stacks of an encoder-decoder.
+        LayersimError: the blocks lie in both stacks of an encoder-decoder, or pass on `pos batch width`.
     """
+    refuse_positions_first(module, blocks)
     side = encoder_or_decoder(module, blocks)
     if side == "both":
         raise in_both_stacks(module)
