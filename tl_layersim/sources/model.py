@@ -144,32 +144,6 @@ class Model:
         object.__setattr__(self, "name", without_secrets(self.name))
 
 
-@dataclass(frozen=True)
-class ServerOffer:
-    """What an NDIF server allows its users to do with one model.
-
-    Attributes:
-        server: address of the server.
-        trusted: whether requests run in the process with the weights. If False, they run in a sandbox without weights and
-            gradients.
-        dtype: dtype of the model on the server.
-        devices: devices of the blocks, as kernels see them.
-        job_limit: time limit of a job in seconds; None if there is no limit or it is not reported.
-        running: names of the loaded models.
-        versions: versions of Python, nnsight, transformers and torch on the server.
-        differences: descriptions of the versions that differ from this process.
-    """
-
-    server: str
-    trusted: bool
-    dtype: str
-    devices: tuple[str, ...]
-    job_limit: float | None
-    running: tuple[str, ...]
-    versions: Mapping[str, str]
-    differences: tuple[str, ...]
-
-
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
 HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
 
