@@ -29,7 +29,7 @@ from ..architectures.blocks import (
     refuse_positions_first,
     unsupported_blocks,
 )
-from ..architectures.heads import find_head, norms_between_layers
+from ..architectures.heads import find_head, norms_between_layers, text_config
 from ..architectures.layouts import NUMBERED_FROM_PAD
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
@@ -162,7 +162,7 @@ def describe(
         named: whether the user named the blocks.
     """
     config = getattr(module, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    text = text_config(config)
     if config is not None and hasattr(config, "to_dict"):
         # Name and version tell from where a configuration was loaded, and do not belong to the model.
         plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
@@ -215,7 +215,7 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
         block: path of its first block.
     """
     config = getattr(module, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    text = text_config(config)
     # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
     names, main = _forward_names(module, block), _main_input(module)
