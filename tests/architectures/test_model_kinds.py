@@ -182,3 +182,51 @@ def test_a_device_that_is_not_there_is_named(device, tmp_path, monkeypatch):
     assert isinstance(out.exception, lsim.LayersimError)
     assert str(out.exception).startswith(f"`--device` is {device}")
     assert not (tmp_path / "out").exists()
+
+
+def xlnet():
+    return hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=100, d_model=16, n_layer=2, n_head=2, d_inner=32)).eval()
+
+
+def encoder(batch_first):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first)
+    stack = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return torch.nn.Sequential(torch.nn.Embedding(100, 16), stack).eval()
+
+
+def squeezebert():
+    return hf.SqueezeBertForMaskedLM(hf.SqueezeBertConfig(**SMALL, vocab_size=100, embedding_size=16)).eval()
+
+
+def vitdet():
+    return hf.VitDetModel(
+        hf.VitDetConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, pretrain_image_size=32, patch_size=8
+        )
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "analyzer", "named"),
+    [
+        # As many rows as positions would hide that both axes are exchanged.
+        (xlnet(), None, lsim.Cosine(), "XLNetLMHeadModel.* batch x pos x width"),
+        (encoder(False), ["1.layers.0", "1.layers.1"], lsim.Cosine(), "batch_first=True"),
+        (squeezebert(), None, lsim.LogitLens(labels="none"), "SqueezeBertForMaskedLM"),
+        (vitdet(), None, lsim.BlockCoupling(k=2), "VitDetLayer.* 3 x 16 x 4 x 4"),
+        (vitdet(), None, lsim.SkipEffect(), "VitDetLayer.* 3 x 16 x 4 x 4"),
+    ],
+)
+def test_blocks_that_pass_on_other_axes_are_refused(model, layers, analyzer, named):
+    tokens = torch.randint(10, 100, (6, 6), generator=torch.Generator().manual_seed(0))
+    data = {"pixel_values": torch.randn(3, 3, 32, 32)} if "VitDet" in named else tokens
+    with pytest.raises(lsim.LayersimError, match=named):
+        lsim.analyze(lsim.open_model(model, layers=layers), data, [analyzer])
+
+
+def test_a_site_of_tokens_with_other_axes_is_not_taken_for_one_of_images():
+    module, tokens = encoder(True), torch.randint(10, 100, (4, 6))
+    module[1].layers[0].register_forward_hook(lambda _module, _args, output: output.transpose(0, 1))
+    module[1].layers[1].register_forward_pre_hook(lambda _module, args: (args[0].transpose(0, 1),))
+    with pytest.raises(lsim.LayersimError, match=r"1\.layers\.0.* 6 x 4 x 16, for 4 x 6 positions\.$"):
+        lsim.analyze(module, tokens, [lsim.Cosine()], at=["1.layers.0"])

@@ -77,6 +77,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
         (
             "_lens_analyzer.py",
+            "core/cross_entropy.py",
             "lens/statistics.py",
             "logit_lens.py",
             "saturation.py",

@@ -13,7 +13,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.ray import analyze_on_ray
+from tl_layersim.engine import analyze_on_ray
 
 from .loaders import (
     assert_same,

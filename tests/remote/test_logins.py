@@ -114,7 +114,7 @@ def test_a_status_of_another_form_is_refused_or_read(server, answer, readable):
     server[0].answer = {"deep": deep, "no JSON": "<html>"}.get(str(answer), json.dumps(answer)).encode()
     ndif = NdifClient(f"http://127.0.0.1:{server[1]}", "key", {})
     if readable:
-        assert not ndif.status.loaded
+        assert not ndif.status.dtype
         return
     with pytest.raises(lsim.LayersimError, match=r"no NDIF server at this address"):
         _ = ndif.status

@@ -47,6 +47,7 @@ def test_model_and_run_are_enough():
         (lambda data: lsim.analyze(Own(), data, [lsim.LogitLens()]), "LogitLens"),
         (lambda data: lsim.analyze(Own(head=open_source(tiny_llama()).model.head), data, [lsim.LogitLens()]), "CanUnembed"),
         (lambda data: lsim.analyze(Own(), data, [lsim.SkipEffect()]), "SkipEffect"),
+        (lambda data: lsim.analyze(Own(calls="gradients"), data, [lsim.SkipEffect()]), "`calls`.*'gradients'"),
         (lambda data: lsim.analyze(Own(), {"pixel_values": torch.randn(2, 3, 8, 8)}, [lsim.CKA()]), "pixel_values"),
         (lambda data: lsim.attach(Own(), [lsim.CKA()]), "Own"),
     ],

@@ -18,7 +18,7 @@ class TestRefusals:
     @staticmethod
     def losses(monkeypatch, values):
         """Let the back return these losses, with its true gradients."""
-        from tl_layersim.split_model import LocalSplitModel
+        from tl_layersim.sources.split_model import LocalSplitModel
 
         plain, losses = LocalSplitModel.loss_and_gradient, iter(values)
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))

@@ -61,7 +61,7 @@ class TestNothingElseChanges:
         assert runs == {0: 0, 1: 0, 2: 0, 3: 1}
 
     def test_the_front_runs_once_a_batch(self, monkeypatch):
-        from tl_layersim.split_model import LocalSplitModel
+        from tl_layersim.sources.split_model import LocalSplitModel
 
         calls = []
         plain = LocalSplitModel.hidden

@@ -20,10 +20,8 @@ ORDER = (
     "lens",
     "jacobians",
     "analyzers",
-    "split_model",
     "remote",
     "engine",
-    "ray",
     "user_loops",
     "many",
     "prompts",
@@ -68,7 +66,7 @@ def files() -> list[Path]:
 
 
 def dotted(path: Path) -> str:
-    """The dotted name of a module: `activations/view.py` is `models.view`."""
+    """The dotted name of a module: `activations/view.py` is `activations.view`."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.errors import LayersimError
+
 # Arguments for a cache of keys and values: of most Hugging Face blocks; of GPT-NeoX, GPT-J, Bloom, Falcon; of older blocks.
 CACHES = ("past_key_values", "layer_past", "past_key_value")
 # Arguments with positions on their second axis, of which those of the chosen tokens are taken.
@@ -89,10 +91,19 @@ def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str,
 
 
 def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> BlockCall:
-    """Record a call of a block; the residual is the first tensor among the arguments."""
+    """Record a call of a block; the residual is the first tensor among the arguments.
+
+    Raises:
+        LayersimError: the residual is a feature map.
+    """
     places = _places(args, kwargs)
     key = next(place for place, value in places.items() if isinstance(value, Tensor))
     after = first_tensor(output).detach()
+    if places[key].dim() > 3:
+        raise LayersimError(
+            f"Calls of {type(block).__name__} are not replayed: its input is a feature map, "
+            f"{' x '.join(map(str, places[key].shape))}, and not batch x pos x width."
+        )
     if places[key].dim() == 2:
         places[key], block = as_positions(places[key]), VectorBlock(block, key)
     named = {name: value for name, value in places.items() if isinstance(name, str)}

@@ -64,7 +64,10 @@ class SiteBuffer:
             part: part of the last axis that belongs to the site; None for all of it.
         """
         own = self.own_positions and hidden.shape[0] == self.shape[0] and (hidden.dim() < 3 or hidden.shape[1] != self.shape[1])
-        hidden = at_point(hidden, part, None if own else self.shape, self.sites[site])
+        remedy = (
+            "" if self.token_positions else " If the site has its own number of positions for an image, pass positions='mean'."
+        )
+        hidden = at_point(hidden, part, None if own else self.shape, self.sites[site], remedy)
         width = hidden.shape[-1]
         rows = hidden.detach() if own else hidden.detach().reshape(-1, width)
         # Positions are ascending, so that as many as there are is all of them.

@@ -140,9 +140,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
     """Base class of analyzers that sum the cross-products between sites. Subclasses compute a result from the sums.
 
     Args:
-        level: see `Procrustes`, as for all options.
-        pool: see `Procrustes`.
-        permutations: see `Procrustes`.
+        permutations: see `Procrustes`, as for all options.
         unit: see `Procrustes`.
         seed: see `Procrustes`.
         max_memory_gb: see `Procrustes`.
@@ -155,8 +153,6 @@ class CrossProductAnalyzer(SampleAnalyzer):
     # Groups of samples that are summed separately.
     groups: ClassVar[int] = 1
 
-    level: Literal["token", "sequence"] = "token"
-    pool: Literal["mean", "last", "first"] = "mean"
     permutations: PermutationCount = 0
     unit: Literal["row", "token"] = "row"
     seed: Seed = 0

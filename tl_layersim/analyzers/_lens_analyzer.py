@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from ..core.arguments import PositiveFloat
+from ..core.arguments import PositiveFloat, typed
 from ..core.sums import Sums
 from ..data.labels import is_none, warn_of_unused
 from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
@@ -17,15 +17,23 @@ from ..sources.model import Model
 from .analyzer import LabelledAnalyzer, Run, need_head, need_tokens
 
 
+@typed
+@dataclass(frozen=True, eq=False)
 class LensAnalyzer(LabelledAnalyzer):
-    """Base class of analyzers that read the predictions of each layer, by the model's head or by heads of the layers."""
+    """Base class of analyzers that read the predictions of each layer, by the model's head or by heads of the layers.
+
+    Args:
+        norm: see `LogitLens`, as for all options.
+        lens_memory_mb: see `LogitLens`.
+        heads: see `LogitLens`.
+    """
 
     needs_unembed: ClassVar[bool] = True
     optional_labels: ClassVar[bool] = True
 
-    norm: Literal["final", "none"]
-    lens_memory_mb: PositiveFloat
-    heads: ExitHeads | str | os.PathLike[str] | None
+    norm: Literal["final", "none"] = "final"
+    lens_memory_mb: PositiveFloat = 128
+    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -91,17 +91,27 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return (rest / left.clamp(min=0).sqrt()).where(left > 1e-12, float("nan"))
 
 
+@typed
+@dataclass(frozen=True, eq=False)
 class MinibatchAnalyzer(SampleAnalyzer):
-    """Base class of analyzers that relate the samples of a minibatch at each layer and compare these relations."""
+    """Base class of analyzers that relate the samples of a minibatch at each layer and compare these relations.
+
+    Args:
+        minibatch: see `CKA`, as for all options.
+        unit: see `CKA`.
+        seed: see `CKA`.
+        max_memory_gb: see `CKA`.
+        permutations: see `CKA`.
+    """
 
     compares: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
 
-    minibatch: PositiveInt
-    unit: Literal["row", "token"]
-    seed: Seed
-    permutations: PermutationCount
-    max_memory_gb: Limit
+    minibatch: PositiveInt = 256
+    unit: Literal["row", "token"] = "row"
+    seed: Seed = 0
+    max_memory_gb: Limit = 4.0
+    permutations: PermutationCount = 0
 
     @property
     @abstractmethod
@@ -203,15 +213,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             )
         if inputs is not None:
             values = without_inputs(values, *inputs)
-        fields = {
-            "values": values,
-            "samples": int(sums["samples"]),
-            "minibatches": minibatches,
-            "rows": each,
-            "layers": run.layers,
-            "column_layers": run.column_layers,
-            "provenance": run.provenance,
-        }
+        fields = self.shared(run, values, int(sums["samples"]), minibatches, each)
         if self.permutations and "null xy" not in sums.fields:
             warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens to exchange.")
         if "null xy" not in sums.fields:
@@ -221,6 +223,11 @@ class MinibatchAnalyzer(SampleAnalyzer):
             observed, null = without_inputs(observed, *inputs), without_inputs(null, *inputs)
         observed = observed.where(~values.isnan(), float("nan"))
         return fields | null_fields(observed, null, one_model=is_one_model(run.models))
+
+    def shared(self, run: Run, values: Tensor, samples: int, minibatches: int, rows: float) -> dict[str, Any]:
+        """The fields of a `MinibatchMatrix` without a null; for the arguments see there."""
+        about = {"values": values, "samples": samples, "minibatches": minibatches, "rows": rows}
+        return about | {"layers": run.layers, "column_layers": run.column_layers, "provenance": run.provenance}
 
     def need_minibatch(self, sums: Sums, run: Run) -> None:
         """Raise an error if no pool had enough samples for a minibatch.

@@ -282,7 +282,6 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
         `minibatches`, `samples` and `rows`.
     """
     out = _similarities(x, y)
-    out |= {name.format(side): one.numbers[name] for side, one in (("x", x), ("y", y)) for name in one.numbers}
     counts = {"minibatches": 1, "samples": samples, "rows": rows}
     return out | {name: torch.tensor(count) for name, count in counts.items()}
 
@@ -300,17 +299,18 @@ def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, per
     """
     out = _similarities(x, y)
     out["permuted"] = permuted_products(x, y, draw_orders(permutations, rows, key))[:permutations]
-    out |= {name.format(side): one.numbers[name] for side, one in (("x", x), ("y", y)) for name in one.numbers}
     return {f"null {name}": value for name, value in out.items()} | {"null samples": torch.tensor(samples)}
 
 
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
+    """Products of the relations of all pairs of layers, and the `numbers` of each relation."""
     a, b = x.terms, y.terms.to(x.terms.device)
     norms = a.norm(dim=1), b.norm(dim=1)
     own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
     out = {"xy": (a * x.signs) @ b.T, "xx": own[0], "yy": own[1], "norms": torch.outer(*norms)}
     for side, one, terms, norm in (("x", x, a, norms[0]), ("y", y, b, norms[1])):
         out |= {f"{side}0": (terms * one.signs.to(terms.device)) @ terms[0], f"{side}0 norms": norm * norm[0]}
+        out |= {name.format(side): number for name, number in one.numbers.items()}
     return out
 
 

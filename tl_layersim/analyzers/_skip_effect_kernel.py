@@ -65,7 +65,8 @@ def _everywhere(view: View, keep_first: int) -> Skip:
     shape = view.calls[0].hidden.shape[:2]
     skipped = (torch.arange(shape[1], device=view.position.device) >= keep_first).expand(shape)
     tokens = view.position >= keep_first
-    return Skip(skipped, tokens.nonzero()[:, 0], _read(view, tokens if _reads_every(view) else torch.ones_like(tokens)))
+    read = tokens if read_positions(view) is None else torch.ones_like(tokens)
+    return Skip(skipped, tokens.nonzero()[:, 0], _read(view, read))
 
 
 def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
@@ -85,10 +86,6 @@ def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
         alone = torch.zeros_like(tokens) if view.unembed is not None and view.unembed.pool is not None else tokens
         skips.append(Skip(skipped, tokens.nonzero()[:, 0], _read(view, alone)))
     return skips
-
-
-def _reads_every(view: View) -> bool:
-    return view.unembed is None or view.unembed.reads == "every"
 
 
 def _read(view: View, tokens: Tensor) -> Tensor:

@@ -323,11 +323,18 @@ class LabelledAnalyzer(Analyzer):
         check_batch_labels(self.labels, batch, model if self.needs_unembed else None)
 
 
+@typed
+@dataclass(frozen=True, eq=False)
 class SampleAnalyzer(Analyzer):
-    """Base class of analyzers with the options `level` and `pool`: a sample is a token, or one vector for each row."""
+    """Base class of analyzers with the options `level` and `pool`: a sample is a token, or one vector for each row.
 
-    level: Literal["token", "sequence"]
-    pool: Literal["mean", "last", "first"]
+    Args:
+        level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    pool: Literal["mean", "last", "first"] = "mean"
 
     @property
     def whole_rows(self) -> bool:

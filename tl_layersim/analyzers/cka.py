@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel
-from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
+from ..core.arguments import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import axes
 from ..core.sums import Sums
@@ -156,14 +156,7 @@ class CKA(MinibatchAnalyzer):
     one_pass: ClassVar[str] = 'CKA(estimator="minibatch")'
 
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
-    minibatch: PositiveInt = 256
-    unit: Literal["row", "token"] = "row"
-    level: Literal["token", "sequence"] = "token"
-    pool: Literal["mean", "last", "first"] = "mean"
-    seed: Seed = 0
     deconfound: Literal["input"] | None = None
-    max_memory_gb: Limit = 4.0
-    permutations: PermutationCount = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
@@ -228,13 +221,7 @@ class CKA(MinibatchAnalyzer):
             warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
         values = (cross / _scale(own_x, own_y)).where(defined_x[:, None] & defined_y, math.nan)
         if self.estimator == "exact":
-            about: dict[str, Any] = {
-                "values": values,
-                "samples": count,
-                "minibatches": 1,
-                "rows": float(run.provenance.sequences),
-            }
-            about |= {"layers": run.layers, "column_layers": run.column_layers, "provenance": run.provenance}
+            about = self.shared(run, values, count, 1, float(run.provenance.sequences))
         else:
             scale = _scale(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
             about = self.similarities(sums, run, values, scale, self._inputs(sums))

@@ -152,8 +152,6 @@ class EffectiveRank(SampleAnalyzer):
     name: ClassVar[str] = "effective_rank"
 
     center: Literal["dataset", "none"] = "dataset"
-    level: Literal["token", "sequence"] = "token"
-    pool: Literal["mean", "last", "first"] = "mean"
     top: PositiveInt = 64
     max_memory_gb: Limit = 4.0
 

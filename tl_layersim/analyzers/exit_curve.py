@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float64
@@ -15,14 +14,13 @@ from torch import Tensor
 from ..activations.row_pools import samples_of
 from ..activations.view import Kernel, View, with_labels
 from ..architectures.unembed import LayerHeads
-from ..core.arguments import PositiveFloat, Probability, typed
+from ..core.arguments import Probability, typed
 from ..core.errors import LayersimError
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
-from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
 from ._lens_analyzer import LensAnalyzer
 from .analyzer import JIANG, Run, SiteNeed
@@ -295,10 +293,7 @@ class ExitCurve(LensAnalyzer):
     needs_sites: ClassVar[SiteNeed] = "every_block"
 
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
-    norm: Literal["final", "none"] = "final"
     labels: Any = "next_token"
-    lens_memory_mb: PositiveFloat = 128
-    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

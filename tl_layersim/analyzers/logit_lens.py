@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float64
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View, with_labels
 from ..architectures.unembed import LayerHeads
-from ..core.arguments import PositiveFloat, Probability, typed
+from ..core.arguments import Probability, typed
 from ..core.errors import LayersimError
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
-from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import bad_logits, read_lens, read_positions
 from ._lens_analyzer import LensAnalyzer
 from .analyzer import JIANG, Run, SiteNeed
@@ -211,6 +209,7 @@ class LogitLens(LensAnalyzer):
             `row` or `row pos`. A label is the target at its own position and is not shifted. -100 marks a position without a
             target. "none" measures agreement, KL divergence and entropy only; fields that need a target are NaN.
         lens_memory_mb: megabytes for the logits of one chunk of tokens; at least one token at all layers is computed.
+        heads: `ExitHeads` of the layers below the last, or their file; None for the model's own head at every layer.
 
     Source:
         nostalgebraist 2020; Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 2, theorem 2.2,
@@ -229,11 +228,8 @@ class LogitLens(LensAnalyzer):
     needs_sites: ClassVar[SiteNeed] = "stream"
     reads_mid: ClassVar[bool] = True
 
-    norm: Literal["final", "none"] = "final"
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
     labels: Any = "next_token"
-    lens_memory_mb: PositiveFloat = 128
-    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

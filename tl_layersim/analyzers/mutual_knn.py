@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
+from ..core.arguments import PositiveInt, typed
 from ..core.results import axes
 from ..core.sums import Sums
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
@@ -96,13 +96,6 @@ class MutualKNN(MinibatchAnalyzer):
 
     k: PositiveInt = 10
     metric: Literal["cosine", "euclidean"] = "cosine"
-    minibatch: PositiveInt = 256
-    unit: Literal["row", "token"] = "row"
-    level: Literal["token", "sequence"] = "token"
-    pool: Literal["mean", "last", "first"] = "mean"
-    seed: Seed = 0
-    max_memory_gb: Limit = 4.0
-    permutations: PermutationCount = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:

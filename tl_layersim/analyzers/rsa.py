@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed, typed
+from ..core.arguments import typed
 from ..core.results import axes
 from ..core.sums import Sums
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
@@ -91,14 +91,7 @@ class RSA(MinibatchAnalyzer):
 
     dissimilarity: Literal["correlation", "cosine", "euclidean"] = "correlation"
     compare: Literal["spearman", "pearson"] = "spearman"
-    minibatch: PositiveInt = 256
-    unit: Literal["row", "token"] = "row"
-    level: Literal["token", "sequence"] = "token"
-    pool: Literal["mean", "last", "first"] = "mean"
-    seed: Seed = 0
     deconfound: Literal["input"] | None = None
-    max_memory_gb: Limit = 4.0
-    permutations: PermutationCount = 0
 
     @property
     def weighs(self) -> tuple[Weight, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -15,12 +14,11 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding
 from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
-from ..core.arguments import PositiveFloat, typed
+from ..core.arguments import typed
 from ..core.errors import warn
 from ..core.findings import with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
-from ..lens.exit_heads import ExitHeads
 from ..lens.statistics import read_vectors, saturation_layers
 from ._cosine_kernel import mean_kernel
 from ._lens_analyzer import LensAnalyzer
@@ -138,10 +136,7 @@ class Saturation(LensAnalyzer):
     needs_sites: ClassVar[SiteNeed] = "every_block"
     one_pass: ClassVar[str] = 'Saturation(center="none")'
 
-    norm: Literal["final", "none"] = "final"
     center: Literal["none", "dataset"] = "none"
-    lens_memory_mb: PositiveFloat = 128
-    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if self.center == "dataset" else None

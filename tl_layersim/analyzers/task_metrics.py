@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,12 +14,11 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel
-from ..core.arguments import Limit, PositiveFloat, typed
+from ..core.arguments import Limit, typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..data.labels import number_tensor, warn_of_unused
-from ..lens.exit_heads import ExitHeads
 from ..lens.targets import gives_classes
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
@@ -189,10 +187,7 @@ class TaskMetrics(LensAnalyzer):
     optional_labels: ClassVar[bool] = False
 
     labels: Any = "next_token"
-    norm: Literal["final", "none"] = "final"
-    lens_memory_mb: PositiveFloat = 128
     max_memory_gb: Limit = 4.0
-    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def read_labels(self) -> str | Tensor:
         scores = _as_scores(self.labels)

@@ -13,7 +13,7 @@ import torch
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .layouts import BLOCKS, CROSS_ATTENTION, LAYOUTS, OF_ENCODER, OTHER_POST_NORM, TOWER_MODULES, BlockLayout
+from .layouts import BLOCKS, CROSS_ATTENTION, LAYOUTS, OF_ENCODER, OTHER_POST_NORM, POSITIONS_FIRST, TOWER_MODULES, BlockLayout
 
 PRE_NORM = "raw weights, before the final norm"
 MODULES = "raw weights; what the named modules give"
@@ -322,6 +322,26 @@ def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
             else "Name its blocks, layers=['path.of.block.0', 'path.of.block.1', ...]."
         )
     )
+
+
+def refuse_positions_first(module: torch.nn.Module, blocks: list[str]) -> None:
+    """Raise an error if blocks pass on `pos batch width`, which a batch of as many rows as positions would hide.
+
+    Args:
+        module: the model.
+        blocks: paths of its blocks.
+
+    Raises:
+        LayersimError: positions are the first axis.
+    """
+    block = module.get_submodule(blocks[0])
+    layers = torch.nn.TransformerEncoderLayer | torch.nn.TransformerDecoderLayer
+    first = isinstance(block, layers) and not block.self_attn.batch_first
+    if first or getattr(nearest_config(module, blocks[0]), "model_type", None) in POSITIONS_FIRST:
+        raise LayersimError(
+            f"The blocks of {type(module).__name__} pass on pos x batch x width; they must pass on batch x pos x width"
+            + (", as with batch_first=True." if first else ".")
+        )
 
 
 def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> list[str]:

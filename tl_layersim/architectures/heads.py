@@ -133,9 +133,14 @@ def _is_norm(path: str, module: torch.nn.Module) -> bool:
     return "embed" not in name and ("norm" in type(module).__name__.lower() or "norm" in name or name.startswith("ln_"))
 
 
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the text model; the configuration itself if it has no parts."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def logit_scaling(config: Any) -> tuple[float, float | None]:
     """Scale and soft-cap of the logits in a configuration."""
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     times, over = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere; Granite
     scale = float(times) if isinstance(times, int | float) else 1.0
     scale = scale / over if isinstance(over, int | float) else scale

@@ -40,10 +40,12 @@ OF_ENCODER = ("k", "v", "key", "value", "k_proj", "v_proj")
 TOWER_MODULES = {"text": "text_model", "vision": "vision_model"}
 
 # Values of `model_type`: of models without a row in `LAYOUTS` whose blocks end in a layer norm; of models whose heads read
-# scaled inputs if they share the weights of the embedding; and of models that number positions from the padding index on.
+# scaled inputs if they share the weights of the embedding; of models that number positions from the padding index on; and of
+# models whose blocks pass on `pos batch width`.
 OTHER_POST_NORM = ("openai-gpt",)
 SCALED_IF_TIED = ("umt5", "switch_transformers")
 NUMBERED_FROM_PAD = ("roberta", "mpnet", "xlm-roberta")
+POSITIONS_FIRST = ("xlnet", "fsmt")
 # Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
 

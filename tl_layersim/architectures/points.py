@@ -91,7 +91,9 @@ def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPo
     return (first, *(HookPoint(name, path) for name, path in zip(names[1:], blocks, strict=True)))
 
 
-def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = None, name: str = "") -> Tensor:
+def at_point(
+    hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = None, name: str = "", remedy: str = ""
+) -> Tensor:
     """The activations of a hook point, `batch pos width`, from its module's input or output.
 
     Args:
@@ -100,6 +102,7 @@ def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = 
         part: see `HookPoint`.
         shape: expected `batch pos`; None for no check.
         name: name of the hook point, for the error message.
+        remedy: what to do about other axes, for the error message.
 
     Raises:
         LayersimError: the tensor has other axes.
@@ -111,7 +114,7 @@ def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = 
             f"The activations at {name or 'this site'} are not batch x pos x width: their shape is "
             f"{' x '.join(map(str, hidden.shape))}"
             + (f", for {shape[0]} x {shape[1]} positions." if shape is not None else ".")
-            + " If the site has its own number of positions for an image, pass positions='mean'."
+            + remedy
         )
     if hidden.dim() > 3:
         hidden = hidden.flatten(2)

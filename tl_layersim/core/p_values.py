@@ -25,7 +25,7 @@ def report_p_values(report: Mapping[str, Any], method: Correction) -> pandas.Dat
     tables = []
     for name, result in report.items():
         for field, axes in result.tensor_fields().items():
-            tested = distinct_tests(result, field) if is_p_value_field(field) else None
+            tested = distinct_tests(result, field) if field.endswith(("p_value", "p_values")) else None
             if tested is not None and bool(tested.any()):
                 table = label_table({axis: result.coordinates(axis) for axis in axes})
                 table[P_VALUE] = getattr(result, field).numpy().reshape(-1)
@@ -35,16 +35,6 @@ def report_p_values(report: Mapping[str, Any], method: Correction) -> pandas.Dat
     found = joined_tables(tables, (P_VALUE,))
     found[P_ADJUSTED] = adjusted(torch.tensor(found[P_VALUE].to_numpy(dtype=float)), method).numpy()
     return found
-
-
-def is_p_value_field(field: str) -> bool:
-    """Whether a tensor field holds p-values, by its name.
-
-    Examples:
-        >>> is_p_value_field("max_p_value"), is_p_value_field("values")
-        (True, False)
-    """
-    return field.endswith(("p_value", "p_values"))
 
 
 def distinct_tests(result: Any, field: str) -> Tensor:

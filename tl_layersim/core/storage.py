@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -325,7 +327,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     if not path.is_file():
         raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given when it was written.")
     try:
-        with safe_open(path, framework="pt") as file:
+        with _interrupts_deferred(), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             text = metadata.get(HEADER, "null")
             header = json.loads(text)
@@ -356,6 +358,23 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             + "."
         )
     return header, tensors
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """A context manager at whose end Ctrl-C takes effect; torch would turn it into the ValueError of a damaged file."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from ..analyzers import find_analyzers
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..remote.open import on_server, open_source
-from ..sources.model import ServerOffer
+from ..remote.server_status import ServerOffer
 from ..sources.open import OpenedModel
 
 

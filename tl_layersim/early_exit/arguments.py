@@ -21,7 +21,7 @@ from ..data.masks import RunsAtEnds, as_mask, mask_of, masked_warning
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads
 from ..sources.model import Model
-from ..split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel
 from .full_model_check import positions_read
 from .full_sequence import Rows
 from .rules.built_in import MaxProbRule

@@ -14,7 +14,7 @@ from ..analyzers.exit_curve import ExitCurveResult
 from ..architectures.unembed import Unembed
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError, warn
-from ..split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel
 from .arguments import shortlist_ids
 from .checks import ExitLens, RuleCheck
 from .decoding import Decoding

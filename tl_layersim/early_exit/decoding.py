@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel
 from .cache import ColumnCache, Columns, grown
 from .segments import Segments
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from ..analyzers.exit_curve import ExitCurveResult
 from ..architectures.find_hook_points import block_number
 from ..core.arguments import Fraction, PositiveFloat, PositiveInt, typed
+from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
-from ..lens.statistics import need_classes
 from ..sources.inputs import no_cache, refusing_failed_forward
 from ..sources.open import OpenedModel
 from .arguments import check_curve, check_layers, prompt_rows, sequence_rows, shortlist_ids

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..sources.inputs import no_cache
-from ..split_model import LocalSplitModel, logits_of
+from ..sources.split_model import LocalSplitModel, logits_of
 from .checks import ExitLens, FixedCheck
 from .decoding import Decoding
 from .full_sequence import FullSequence, Rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..sources.inputs import no_cache
-from ..split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel
 from .checks import ExitCheck
 from .segments import Segments
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from ..split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel
 from .checks import ExitCheck
 from .decoding import Decoding
 from .exit_results import Generated

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..activations.block_call import first_tensor
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
-from ..split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel
 from .supported_models import not_reached
 
 

@@ -18,7 +18,7 @@ from ..sources.checks import need_stream
 from ..sources.hooked import HookedSource
 from ..sources.inputs import no_cache
 from ..sources.open import OpenedModel, is_nnsight
-from ..split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:

@@ -17,7 +17,7 @@ from ..core.errors import LayersimError
 from ..core.storage import replacing_model
 from ..sources.identity import refuse_quantised
 from ..sources.open import OpenedModel
-from ..split_model import logits_of
+from ..sources.split_model import logits_of
 from .checks import ExitLens, FixedCheck
 from .full_model_check import positions_read, relative_gap
 from .full_sequence import FullSequence, Rows

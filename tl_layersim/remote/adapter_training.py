@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..activations.block_call import first_tensor
 from ..architectures.unembed import Unembed
+from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError
-from ..lens.statistics import cross_entropy, cross_entropy_slopes
 from ..sources.hooks import frozen_weights
 from ..sources.inputs import fewest_logits
 from ..sources.nnsight import NNsightSource

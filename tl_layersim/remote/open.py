@@ -18,7 +18,7 @@ from ..sources.identity import refuse_edits
 from ..sources.nnsight import NNsightSource
 from ..sources.open import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
 from ..sources.source import HasModule, Source
-from ..split_model import LocalSplitModel, SplitModel
+from ..sources.split_model import LocalSplitModel, SplitModel
 from .source import RemoteSource
 from .split_model import RemoteSplitModel
 

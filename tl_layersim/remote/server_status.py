@@ -64,19 +64,33 @@ class ServerStatus:
 
     Attributes:
         running: names of the loaded models.
-        loaded: whether this model is loaded.
         dtype: dtype of this model's weights on the server; "" if the server does not report it.
         job_limit: time limit for a job in seconds; None if there is no limit or none is reported.
-        versions: versions of Python and of the relevant packages on the server.
+        versions: versions of Python, nnsight, transformers and torch on the server.
         differences: descriptions of versions that differ from this process.
     """
 
     running: tuple[str, ...]
-    loaded: bool
     dtype: str
     job_limit: float | None
     versions: Mapping[str, str]
     differences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ServerOffer(ServerStatus):
+    """What an NDIF server allows its users to do with one model: its status, and what a request of one row has found.
+
+    Attributes:
+        server: address of the server.
+        trusted: whether requests run in the process with the weights. If False, they run in a sandbox without weights and
+            gradients.
+        devices: devices of the blocks, as kernels see them.
+    """
+
+    server: str
+    trusted: bool
+    devices: tuple[str, ...]
 
 
 def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
@@ -102,7 +116,6 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
     packages = env.get("packages", {})
     return ServerStatus(
         running=tuple(sorted({str(entry.get("repo_id")) for entry in entries})),
-        loaded=bool(own),
         dtype=str(own.get("dtype") or ""),
         job_limit=float(limit) if limit else None,
         versions={"python": remote} | {name: str(packages[name]) for name in CRITICAL if name in packages},

@@ -22,13 +22,13 @@ from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, shown, 
 from ..data.batches import Batch
 from ..sources.identity import edits_of
 from ..sources.inputs import fewest_logits, forward_arguments, smallest_arguments
-from ..sources.model import ServerOffer
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums
 from .client import NdifClient, PreparedRequest, quiet
 from .failures import JobTooLong
 from .order_without_weights import Order, order_without_weights, widths_without_weights
 from .requests import MOST_BATCHES, RequestPipeline, RequestSchedule
+from .server_status import ServerOffer
 from .shipped_source import ShippedSource
 from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
 
@@ -92,16 +92,9 @@ class RemoteSource(NNsightSource, OnServer):
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
-        return ServerOffer(
-            server=self.ndif.name,
-            trusted=not facts["meta"],
-            dtype=f"torch.{status.dtype}" if status.dtype else facts["dtype"],
-            devices=tuple(dict.fromkeys(facts["devices"])),
-            job_limit=status.job_limit,
-            running=status.running,
-            versions=dict(status.versions),
-            differences=status.differences,
-        )
+        found = vars(status) | {"dtype": f"torch.{status.dtype}" if status.dtype else facts["dtype"]}
+        devices = tuple(dict.fromkeys(facts["devices"]))
+        return ServerOffer(**found, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
 
     def record(self) -> dict[str, Any]:
         offer, ndif = self.offer, self.ndif

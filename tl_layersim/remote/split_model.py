@@ -16,7 +16,7 @@ from ..activations.block_call import first_tensor
 from ..data.batches import Batch
 from ..sources.inputs import forward_arguments
 from ..sources.nnsight import NNsightSource
-from ..split_model import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
+from ..sources.split_model import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
 
 
 class RemoteSplitModel(SplitModel):

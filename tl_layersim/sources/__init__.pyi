@@ -2,7 +2,6 @@
 
 from .hooks import eval_mode as eval_mode
 from .model import Model as Model
-from .model import ServerOffer as ServerOffer
 from .open import sites as sites
 from .source import CanCountPositions as CanCountPositions
 from .source import CanReadSites as CanReadSites

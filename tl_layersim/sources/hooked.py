@@ -428,6 +428,8 @@ class HookedSource(PointSource):
         with refusing_one_row(row), temporary_hooks() as handles, torch.no_grad():
             handles.append(on_tensor(self._module_at(self.residual_points[-1].module), False, seen.append))
             logits = tensor_of(self.call(row))
+            if not seen:
+                raise self._not_in_order(f"no {self.residual_points[-1].name}")
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def _forward(self, batch: Batch) -> None:

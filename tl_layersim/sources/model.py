@@ -26,9 +26,10 @@ from ..architectures.blocks import (
     layer_names,
     locate,
     module_sites,
+    refuse_positions_first,
     unsupported_blocks,
 )
-from ..architectures.heads import find_head, norms_between_layers
+from ..architectures.heads import find_head, norms_between_layers, text_config
 from ..architectures.layouts import NUMBERED_FROM_PAD
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
@@ -143,32 +144,6 @@ class Model:
         object.__setattr__(self, "name", without_secrets(self.name))
 
 
-@dataclass(frozen=True)
-class ServerOffer:
-    """What an NDIF server allows its users to do with one model.
-
-    Attributes:
-        server: address of the server.
-        trusted: whether requests run in the process with the weights. If False, they run in a sandbox without weights and
-            gradients.
-        dtype: dtype of the model on the server.
-        devices: devices of the blocks, as kernels see them.
-        job_limit: time limit of a job in seconds; None if there is no limit or it is not reported.
-        running: names of the loaded models.
-        versions: versions of Python, nnsight, transformers and torch on the server.
-        differences: descriptions of the versions that differ from this process.
-    """
-
-    server: str
-    trusted: bool
-    dtype: str
-    devices: tuple[str, ...]
-    job_limit: float | None
-    running: tuple[str, ...]
-    versions: Mapping[str, str]
-    differences: tuple[str, ...]
-
-
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
 HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
 
@@ -187,7 +162,7 @@ def describe(
         named: whether the user named the blocks.
     """
     config = getattr(module, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    text = text_config(config)
     if config is not None and hasattr(config, "to_dict"):
         # Name and version tell from where a configuration was loaded, and do not belong to the model.
         plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
@@ -214,8 +189,9 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
     """The fields of `Model` that depend on the blocks; for the arguments see `describe`.
 
     Raises:
-        LayersimError: the blocks lie in both stacks of an encoder-decoder.
+        LayersimError: the blocks lie in both stacks of an encoder-decoder, or pass on `pos batch width`.
     """
+    refuse_positions_first(module, blocks)
     side = encoder_or_decoder(module, blocks)
     if side == "both":
         raise in_both_stacks(module)
@@ -239,7 +215,7 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
         block: path of its first block.
     """
     config = getattr(module, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    text = text_config(config)
     # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
     names, main = _forward_names(module, block), _main_input(module)

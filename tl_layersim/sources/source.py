@@ -245,8 +245,13 @@ def running(source: Source, calls: bool = False) -> Iterator[None]:
         calls: whether views contain `calls`.
 
     Raises:
-        LayersimError: the weights cannot have gradients.
+        LayersimError: the weights cannot have gradients, or calls of blocks are needed and the source has none.
     """
+    if calls and not isinstance(source, CanReplay):
+        raise LayersimError(
+            f"`calls` of the model of {type(source).__name__} is {source.model.calls!r}; it must be 'none' for a source that "
+            "is no CanReplay."
+        )
     with source.evaluating() if isinstance(source, HasModule) else nullcontext():
         if not calls:
             yield

@@ -27,7 +27,7 @@ from ..engine.chosen_analyzers import shared_tokens, with_tokenizer
 from ..engine.report_assembly import record
 from ..lens.targets import answers, usual_labels
 from ..sources.inputs import position_counter
-from ..split_model import SplitModel
+from ..sources.split_model import SplitModel
 from .activation_store import ActivationStore, StitchData
 from .adapter import Adapter
 from .fitting import BackLoss, Progress, Trained, descend, least_squares, start_of

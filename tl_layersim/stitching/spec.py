@@ -12,7 +12,7 @@ from ..core.errors import LayersimError, warn
 from ..core.wording import brief, counted
 from ..sources.model import Model
 from ..sources.source import refuse_inference_weights
-from ..split_model import SplitModel
+from ..sources.split_model import SplitModel
 from .adapter import Adapter
 from .adapters import ADAPTER_KINDS
 from .adapters.kind import AdapterKind

@@ -21,7 +21,7 @@ from ..data.data import Data
 from ..many.groups import group_labels
 from ..remote.open import open_split_model
 from ..sources.open import OpenedModel, records_of
-from ..split_model import LocalSplitModel, SplitModel
+from ..sources.split_model import LocalSplitModel, SplitModel
 from .activation_store import ActivationStore
 from .adapter import Adapter
 from .experiment import JUDGED, StitchExperiment, StitchRun

@@ -16,7 +16,7 @@ from ..core.errors import LayersimError, warn
 from ..core.storage import replacing_model
 from ..lens.exit_heads import ExitHeads
 from ..sources.hooks import eval_mode
-from ..split_model import logits_of
+from ..sources.split_model import logits_of
 from .residual_stream import TrainingBatch
 
 ORIGINAL = "_original_component"

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..architectures.unembed import Unembed
+from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.labels import NO_LABEL
-from ..lens.statistics import cross_entropy, cross_entropy_slopes
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
 # Number of logits held at once.

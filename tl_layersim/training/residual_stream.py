@@ -23,7 +23,7 @@ from ..sources.inputs import device_of, no_cache
 from ..sources.model import Model
 from ..sources.open import OpenedModel
 from ..sources.source import refuse_inference_weights
-from ..split_model import logits_of, read_residuals
+from ..sources.split_model import logits_of, read_residuals
 from ..stitching.stitched_model import StitchedSource
 from .losses import positions_with_targets, summed_loss
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...core.cross_entropy import confidence, on_float64_device
 from ...core.errors import LayersimError
-from ...lens.statistics import confidence, on_float64_device
 from .exit_rule import CheckedTokens, ExitRule, RuleState
 
 

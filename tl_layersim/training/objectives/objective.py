@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...core.cross_entropy import cross_entropy
 from ...lens.exit_heads import ExitHeads
-from ...lens.statistics import cross_entropy
 from ...sources.identity import hash_weights
 from ..losses import Weights, chunks, layer_weights, logits_at, rows_at_once
 from ..residual_stream import ResidualStream, TrainingBatch

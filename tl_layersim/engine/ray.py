@@ -13,24 +13,24 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from .core.arguments import PositiveInt, typed
-from .core.distributed import rank_and_size
-from .core.errors import LayersimError
-from .core.results import Report
-from .core.resumable_file import plain
-from .core.sums import Tally
-from .core.wording import brief, with_article
-from .data import data as data_module
-from .data.data import Data
-from .engine.analyze_and_compare import opened_analysis
-from .engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
-from .engine.merge import FirstStage, differing_entries, merged_first, merged_report
-from .engine.plan import DEFAULT, AtArgument
-from .engine.report_assembly import refuse_empty
-from .engine.run import TITLES, Analysis
-from .engine.shard_run import ShardRun
-from .engine.shards import FIRST, MAIN, DataCounts, ShardPart, count_data, digest_of, read_part
-from .sources.open import OpenedModel
+from ..core.arguments import PositiveInt, typed
+from ..core.distributed import rank_and_size
+from ..core.errors import LayersimError
+from ..core.results import Report
+from ..core.resumable_file import plain
+from ..core.sums import Tally
+from ..core.wording import brief, with_article
+from ..data import data as data_module
+from ..data.data import Data
+from ..sources.open import OpenedModel
+from .analyze_and_compare import opened_analysis
+from .chosen_analyzers import AnalyzersArgument, choose_analyzers
+from .merge import FirstStage, differing_entries, merged_first, merged_report
+from .plan import DEFAULT, AtArgument
+from .report_assembly import refuse_empty
+from .run import TITLES, Analysis
+from .shard_run import ShardRun
+from .shards import FIRST, MAIN, DataCounts, ShardPart, count_data, digest_of, read_part
 
 # Small shards: little is lost with a worker, and all workers end at about the same time.
 SHARDS_PER_WORKER = 6
@@ -214,7 +214,7 @@ def analyze_on_ray(
         ray.exceptions.RayError: a worker was lost with each of the attempts of `max_task_retries`.
 
     Examples:
-        >>> from tl_layersim.ray import analyze_on_ray
+        >>> from tl_layersim.engine.ray import analyze_on_ray
         >>> import tl_layersim as lsim
         >>> report = analyze_on_ray(lsim.demo_model, lsim.demo_text(), [lsim.Cosine()], num_workers=2)  # doctest: +SKIP
     """

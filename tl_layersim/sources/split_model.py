@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .activations.block_call import as_positions, first_tensor
-from .architectures.heads import classes_with_head
-from .architectures.unembed import rounding, tensor_of
-from .core.errors import LayersimError
-from .data.batches import Batch
-from .data.labels import NO_LABEL
-from .lens.statistics import cross_entropy, cross_entropy_slopes
-from .sources.checks import need_stream
-from .sources.hooked import HookedSource
-from .sources.hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
-from .sources.model import Model
-from .sources.source import PointSource
+from ..activations.block_call import as_positions, first_tensor
+from ..architectures.heads import classes_with_head
+from ..architectures.unembed import rounding, tensor_of
+from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
+from ..core.errors import LayersimError
+from ..data.batches import Batch
+from ..data.labels import NO_LABEL
+from .checks import need_stream
+from .hooked import HookedSource
+from .hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
+from .model import Model
+from .source import PointSource
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
 # Function from the residual at a layer to tensors by name. It is shipped to servers as source.

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Unembed
-from tl_layersim.lens.statistics import confidence, cross_entropy, cross_entropy_slopes
+from tl_layersim.core.cross_entropy import confidence, cross_entropy, cross_entropy_slopes
 
 from ..tiny_models import random_tokens
 
