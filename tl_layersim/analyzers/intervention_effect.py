@@ -52,6 +52,7 @@ class InterventionEffectResult(Result):
         "residual",
         label="Cosine similarity",
         title="Cosine of clean and edited activations",
+        scale="free",
         caption="Mean over tokens of the cosine between a token's activations in the clean and in the edited run; 1 where the "
         "intervention changes no direction, such as before it (compare Csordás, Manning and Potts 2025, section 3, for skipped "
         "layers).",
@@ -60,7 +61,7 @@ class InterventionEffectResult(Result):
     relative_change: Float64[Tensor, " residual"] = axes(
         "residual",
         label="Relative change",
-        title="Size of the change of the activations",
+        title="Relative change of the activations",
         caption="|x edited - x clean| / |x clean|, mean over tokens (compare Csordás, Manning and Potts 2025, figure 3, for "
         "skipped layers). The curve falls where later layers undo the change.",
         within=(0, math.inf),
