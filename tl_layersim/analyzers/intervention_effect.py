@@ -93,10 +93,13 @@ class InterventionEffectResult(Result):
         return self.values
 
     def headline(self) -> dict[str, float]:
-        where = "the last layer" if self.positions else "the last site"
+        if not self.positions:
+            # Heads and other sites have no last one.
+            means = {"cosine of clean and edited": self.values, "relative change": self.relative_change}
+            return {f"{name}, mean over sites": float(values.nanmean()) for name, values in means.items()}
         numbers = {
-            f"cosine of clean and edited at {where}": self.values[-1],
-            f"relative change at {where}": self.relative_change[-1],
+            "cosine of clean and edited at the last layer": self.values[-1],
+            "relative change at the last layer": self.relative_change[-1],
             "KL divergence of the output (nats)": self.kl_divergence[-1],
             "changed predictions of the output (fraction)": self.top_changed[-1],
             "shift of the saturation layer (blocks)": self.saturation_shift,
@@ -109,8 +112,9 @@ class InterventionEffectResult(Result):
             return "The intervention changes none of the activations that were measured."
         first = f"The first change is at {site_in_words(self.layers[int(changed[0])])}"
         if not self.positions:
-            size = with_margin(self, lambda result: result.relative_change[-1])
-            return f"{first}; the last site changes by {size} of its norm."
+            most = int(self.relative_change.nan_to_num(0).argmax())
+            size = with_margin(self, lambda result: result.relative_change[most])
+            return f"{first}, the largest relative change, {size}, at {site_in_words(self.layers[most])}."
         share = with_margin(self, lambda result: result.top_changed[-1], percent=True)
         kl = with_margin(self, lambda result: result.kl_divergence[-1])
         return f"{first}; {share} of the predictions change, by a KL divergence of {kl} nats on average."

@@ -228,10 +228,11 @@ class NNsightSource(PointSource):
         return steps
 
     def beside(self, others: Sequence[Source]) -> NNsightSource | None:
-        if not self._remote or not all(isinstance(other, NNsightSource) and self._shares_model(other) for other in others):
+        models = [one for one in (self, *others) if isinstance(one, NNsightSource) and self._shares_model(one)]
+        if not self._remote or len(models) <= len(others):
             return None
         joined = copy(self)
-        joined._together = (self, *others)  # type: ignore[assignment]  # checked above
+        joined._together = tuple(models)
         return joined
 
     def _shares_model(self, other: NNsightSource) -> bool:
