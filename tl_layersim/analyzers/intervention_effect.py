@@ -151,7 +151,7 @@ class InterventionEffect(Analyzer):
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
         >>> edited = copy.deepcopy(model)
-        >>> _ = edited.model.layers[2].mlp.register_forward_hook(lambda module, args, output: 0 * output)
+        >>> _ = edited.model.layers[2].mlp.down_proj.weight.data.zero_()
         >>> effect = lsim.compare(model, edited, lsim.demo_text()[:4], lsim.InterventionEffect())
         >>> effect.cosine[:3].tolist(), effect.kl_divergence[:2].tolist(), bool(effect.kl_divergence[2] > 0)
         ([1.0, 1.0, 1.0], [0.0, 0.0], True)
