@@ -490,7 +490,8 @@ def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Ten
             z = logits_of_layers(unembed, x[:, span], needs_norm, True, None, spares[number])
             need_classes(z.shape[-1])
             if start == 0:
-                step, spares[number] = _room(unembed, z, memory_mb / 2, tokens - 1)
+                room, spares[number] = _room(unembed, z, memory_mb / 2, tokens - 1)
+                step = room if number == 0 else min(step, room)
             flat = on_float64_device(z.flatten(0, 1)).to(device)
             groups = torch.empty(len(flat), -(-z.shape[-1] // GROUP_SIZE), dtype=z.dtype, device=device)
             best[number, :, span] = top_id(flat, _group_maxima(flat, groups)).view(z.shape[:2]).T

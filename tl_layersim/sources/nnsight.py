@@ -276,13 +276,11 @@ class NNsightSource(PointSource):
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """Run kernels in a trace of one forward pass, or in a session with a forward pass of each model."""
-        args, options = self._arguments(batch)
+        readers, shipped = self.readers(), shippable(kernels)
         if self._together:
-            backend = local_simulation(self.envoy)
-            options = {name: value for name, value in options.items() if name not in self.where}
-            return _trace_together(self.readers(), batch, (args, options), shippable(kernels), backend)
-        [reader] = self.readers()
-        return _trace(reader, batch, (args, options), shippable(kernels), self.calling)
+            arguments = forward_arguments(self.module, batch, self._model)
+            return _trace_together(readers, batch, arguments, shipped, local_simulation(self.envoy))
+        return _trace(readers[0], batch, self._arguments(batch), shipped, self.calling)
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self.lens is not None
