@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -29,6 +31,20 @@ def hooks(model: torch.nn.Module) -> int:
 def logits(model, tokens):
     out = model(tokens)
     return out.logits if hasattr(out, "logits") else out
+
+
+def without_mlp(model: torch.nn.Module, scale: float = 0.0) -> torch.nn.Module:
+    """A copy of a Hugging Face Llama in which the output of the MLP of block 1 is scaled by a hook."""
+    edited = copy.deepcopy(model)
+    edited.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * scale)
+    return edited
+
+
+def measured(model, data, analyzer, **options) -> lsim.Result:
+    """The result of an analyzer; of one that needs two models, on the model and on an edited copy."""
+    if analyzer.needs_two_models:
+        return lsim.compare(model, without_mlp(model, 0.5), data, analyzer, **options)
+    return lsim.analyze(model, data, analyzer, **options)[analyzer.name]
 
 
 def lenses():

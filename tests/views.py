@@ -66,6 +66,19 @@ def with_sublayers(one: View, x: np.ndarray, parallel: bool = False, stack: str 
     return replace(one, activations=sites, sites=tuple(f"{stack}{name}" for name in names))
 
 
+def edited(x: np.ndarray) -> np.ndarray:
+    """Residuals of an edited run: other ones from layer 2 on, and farther away with depth."""
+    depth = np.maximum(np.arange(len(x)) - 1, 0)[:, None, None]
+    return x + 0.4 * depth * np.roll(x, 1, axis=-1)
+
+
+def views_of(analyzer: Analyzer | type[Analyzer], one: View) -> tuple[View, ...]:
+    """The views that a kernel takes: one; or, of a clean and of an edited run."""
+    if not analyzer.needs_two_models:
+        return (one,)
+    return one, replace(one, activations=torch.as_tensor(edited(one.activations.numpy())).to(one.activations), memo={})
+
+
 def residuals(seed: int = 0, layers: int = 4, tokens: int = 40, width: int = 8) -> np.ndarray:
     """A random walk over layers, so that near layers are alike, with a common offset that centring must remove."""
     rng = np.random.default_rng(seed)
@@ -110,7 +123,7 @@ def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:
     def total(kernel) -> Sums:
         sums = Sums()
         for one in views:
-            sums = sums + Sums.of(reduce({"k": kernel}, one)[1]["k"])
+            sums = sums + Sums.of(reduce({"k": kernel}, *views_of(analyzer, one))[1]["k"])
         return sums
 
     first_kernel = analyzer.first_kernel()

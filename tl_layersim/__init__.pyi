@@ -7,6 +7,7 @@ from .analyzers.contribution import Contribution as Contribution
 from .analyzers.cosine import Cosine as Cosine
 from .analyzers.effective_rank import EffectiveRank as EffectiveRank
 from .analyzers.exit_curve import ExitCurve as ExitCurve
+from .analyzers.intervention_effect import InterventionEffect as InterventionEffect
 from .analyzers.linear_predictivity import LinearPredictivity as LinearPredictivity
 from .analyzers.linear_probe import LinearProbe as LinearProbe
 from .analyzers.logit_lens import LogitLens as LogitLens

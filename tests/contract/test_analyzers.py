@@ -24,8 +24,9 @@ from tl_layersim.core.fields import declarations
 from tl_layersim.core.intervals import aligned, bounds_of, total_of, with_and_without_blocks
 
 from .. import oracles
+from ..runs import measured
 from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, in_pools, residuals, view_for, worst
+from ..views import edited, from_views, in_pools, residuals, view_for, views_of, worst
 
 ANALYZERS = sorted(find_analyzers().items())
 each_analyzer = pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
@@ -35,9 +36,11 @@ def batches(seed: int, sizes: tuple[int, ...] = (12, 30, 7)) -> list[np.ndarray]
     return [residuals(seed + i, tokens=size) for i, size in enumerate(sizes)]
 
 
-def rows_of(cls) -> dict[str, int]:
-    """Of measures over pairs of samples, the tokens of a row."""
-    return {"rows": oracles.ROWS_OF} if in_pools(cls) else {}
+def expected_of(name: str, cls, data: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """What the oracle gives; of measures over pairs of samples with the tokens of a row, of two models with both runs."""
+    more = {"rows": oracles.ROWS_OF} if in_pools(cls) else {}
+    more |= {"edited": [edited(x) for x in data]} if cls.needs_two_models else {}
+    return getattr(oracles, f"oracle_{name}")(data, **more)
 
 
 @each_analyzer
@@ -72,9 +75,9 @@ def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cut
     first = Sums()
     if first_kernel is not None:
         for one in views:
-            first = first + Sums.of(reduce({"k": first_kernel}, one)[1]["k"])
+            first = first + Sums.of(reduce({"k": first_kernel}, *views_of(cls, one))[1]["k"])
     kernel = analyzer.kernel(first)
-    sums = [Sums.of(reduce({"k": kernel}, one)[1]["k"]) for one in views]
+    sums = [Sums.of(reduce({"k": kernel}, *views_of(cls, one))[1]["k"]) for one in views]
     left, right = sums[0], Sums()
     for i, part in enumerate(sums[1:], start=1):
         if i < cuts:
@@ -90,10 +93,9 @@ def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cut
 @each_analyzer
 @pytest.mark.parametrize("seed", range(3))
 def test_it_equals_its_oracle(name, cls, seed):
-    oracle = getattr(oracles, f"oracle_{name}", None)
-    assert oracle is not None, f"write oracle_{name}(batches) in tests/oracles/ from the formula, in float64 NumPy"
+    assert hasattr(oracles, f"oracle_{name}"), f"write oracle_{name}(batches) in tests/oracles/, in float64 NumPy"
     data = batches(seed)
-    expected = oracle(data, **rows_of(cls))
+    expected = expected_of(name, cls, data)
     result = from_views(cls(), [view_for(cls, x) for x in data])
     for field, value in expected.items():
         # Quantiles come from a histogram of 2000 bins over [-1, 1], or of bins of a hundredth of a decade.
@@ -107,7 +109,7 @@ def test_it_equals_its_oracle(name, cls, seed):
 @each_analyzer
 def test_float32_activations_give_the_oracle_to_float32(name, cls):
     data = batches(3)
-    expected = getattr(oracles, f"oracle_{name}")(data, **rows_of(cls))
+    expected = expected_of(name, cls, data)
     result = from_views(cls(), [view_for(cls, x.astype(np.float32)) for x in data])
     np.testing.assert_allclose(result.values.numpy(), expected["values"], atol=2e-6, rtol=1e-5)
 
@@ -117,14 +119,14 @@ def test_padding_and_masked_positions_do_not_matter(name, cls):
     model, rng = tiny_llama(), torch.Generator().manual_seed(5)
     lengths = (20, 13, 7, 18)
     rows = [random_tokens(1, n, seed=n)[0] for n in lengths]
-    plain = lsim.analyze(model, rows, cls())[name]
+    plain = measured(model, rows, cls())
     for side in ("left", "right"):
         tokens = torch.randint(3, 100, (4, 25), generator=rng)
         mask = torch.zeros(4, 25, dtype=torch.int64)
         for i, row in enumerate(rows):
             span = slice(25 - len(row), 25) if side == "left" else slice(0, len(row))
             tokens[i, span], mask[i, span] = row, 1
-        padded = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, cls())[name]
+        padded = measured(model, {"input_ids": tokens, "attention_mask": mask}, cls())
         assert worst(plain, padded) == 0
         assert padded.provenance.tokens == sum(lengths)
         assert padded.provenance.data == plain.provenance.data
@@ -181,24 +183,24 @@ def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
 @each_analyzer
 def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path):
     analyzer = cls()
-    one = view_for(cls, residuals(tokens=20))
+    views = views_of(cls, view_for(cls, residuals(tokens=20)))
     first_kernel = analyzer.first_kernel()
-    first = Sums() if first_kernel is None else Sums.of(first_kernel(one))
+    first = Sums() if first_kernel is None else Sums.of(first_kernel(*views))
     kernels = [*([] if first_kernel is None else [first_kernel]), analyzer.kernel(first)]
     nnsight.register("tl_layersim")
     blob = tmp_path / "blob"
-    blob.write_bytes(dumps((reduce, kernels, one)))
+    blob.write_bytes(dumps((reduce, kernels, views)))
     script = (
         "import sys\n"
         "for name in ('tl_layersim', 'jaxtyping', 'beartype'): sys.modules[name] = None\n"
         "from nnsight.intervention.serialization import loads\n"
-        "reduce, kernels, view = loads(open(sys.argv[1], 'rb').read())\n"
-        "for kernel in kernels: out = reduce({'k': kernel}, view)[1]['k']\n"
+        "reduce, kernels, views = loads(open(sys.argv[1], 'rb').read())\n"
+        "for kernel in kernels: out = reduce({'k': kernel}, *views)[1]['k']\n"
         "print(sorted(out))\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(blob)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(sorted(reduce({"k": kernels[-1]}, one)[1]["k"]))
+    assert done.stdout.strip() == str(sorted(reduce({"k": kernels[-1]}, *views)[1]["k"]))
 
 
 @each_analyzer
@@ -214,7 +216,7 @@ def test_not_a_number_is_named_with_its_layer(name, cls):
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(lsim.LayersimError, match=r"in rows 0 to \d+(.|\n)*blocks\.1\.hook_resid_post"):
-        lsim.analyze(model, random_tokens(), cls())
+        measured(model, random_tokens(), cls())
 
 
 @pytest.mark.filterwarnings("ignore:Intervals of")
@@ -223,8 +225,8 @@ def test_every_field_has_an_interval(name, cls):
     """Blocks of two rows: an interval of each number, about the number, within the bounds of the field."""
     analyzer = cls()
     model, data = tiny_llama(), [random_tokens(1, 18 + i % 5, seed=i)[0] for i in range(36)]
-    plain = lsim.analyze(model, lsim.Data(data, batch_size=2), [analyzer])[name]
-    result = lsim.analyze(model, lsim.Data(data, batch_size=2), [analyzer], intervals=True)[name]
+    plain = measured(model, lsim.Data(data, batch_size=2), analyzer)
+    result = measured(model, lsim.Data(data, batch_size=2), analyzer, intervals=True)
     # Rows; of measures over pairs of samples, pools of 16 rows.
     assert len(result.block_tokens) == (3 if in_pools(cls) else 18)
     assert worst(plain, result) < 1e-5
@@ -246,7 +248,7 @@ def test_every_field_has_an_interval(name, cls):
     moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]
     assert "values" in moving
     # What differs in half of the rows depends on the rows: its interval has a width.
-    half = lsim.analyze(model, lsim.Data(data[:18], batch_size=2), [analyzer])[name]
+    half = measured(model, lsim.Data(data[:18], batch_size=2), analyzer)
     for field, bounds in bounds_of(result).items():
         value, other = getattr(result, field), getattr(half, field)
         # Counts are those of fewer rows.

@@ -13,6 +13,7 @@ from .cosine import oracle_cosine
 from .cross_products import oracle_cca, oracle_linear_predictivity, oracle_procrustes
 from .effective_rank import oracle_effective_rank
 from .exit_curve import oracle_exit_curve
+from .intervention_effect import effect, oracle_intervention_effect
 from .linear_probe import ROWS_OF, held_out_rows, oracle_linear_probe, ridge_scores
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
@@ -31,6 +32,7 @@ __all__ = [
     "classification_metrics",
     "cosine_of",
     "coupling_matrix",
+    "effect",
     "held_out_rows",
     "hsic_0",
     "hsic_1",
@@ -48,6 +50,7 @@ __all__ = [
     "oracle_cosine",
     "oracle_effective_rank",
     "oracle_exit_curve",
+    "oracle_intervention_effect",
     "oracle_linear_predictivity",
     "oracle_linear_probe",
     "oracle_logit_lens",

@@ -12,6 +12,7 @@ from tl_layersim.remote.open import open_source
 
 from ..ndif.client import rows
 from ..options import called
+from ..views import worst
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
 
@@ -79,6 +80,35 @@ def test_pictures_of_one_prompt_are_made_there(small):
     )
     far, near = (lsim.trajectory_pca(model, words) for model in (lsim.open_model(small.model(), remote=small.url), here))
     assert torch.allclose(far.values, near.values, atol=1e-5)
+
+
+def test_edits_of_one_model_run_in_one_request(small):
+    analyzers = [lsim.InterventionEffect(), lsim.CKA(minibatch=16)]
+    data = lsim.Data(rows(12, 20), batch_size=6, skip_first=1)
+
+    def pair(model):
+        with model.edit() as (_, edited):
+            edited.model.layers[1].mlp.output[:] = 0
+        return model, edited
+
+    here = lsim.compare(*pair(small.model(dispatch=True, dtype=torch.float32)), data, analyzers, intervals=True)
+    clean, edited = (lsim.open_model(one, remote=small.url) for one in pair(small.model()))
+    small.set()
+    found = lsim.compare(clean, edited, data, analyzers, intervals=True)
+    # A request for what each source asks of the server, one for the lens of the first row, and one for all batches.
+    assert small.set()["requests"] == 4
+    for name in here:
+        assert worst(found[name], here[name]) < 1e-6
+    effect = found["intervention_effect"]
+    assert effect.cosine[:2].tolist() == [1, 1]
+    assert effect.kl_divergence[1] > 0
+    # Sums of some layers, where activations of 12 rows would be 4 x 240 x 32 numbers.
+    alone = lsim.compare(clean, edited, data, lsim.InterventionEffect())
+    assert alone.provenance.options["remote"][0]["bytes_received"] < 20_000
+    other = lsim.open_model(small.model("gpt2"), remote=small.url)
+    for wrong in (other, small.model(dispatch=True, dtype=torch.float32)):
+        with pytest.raises(lsim.LayersimError, match="InterventionEffect"):
+            lsim.compare(clean, wrong, data, lsim.InterventionEffect())
 
 
 def test_activations_do_not_cross(small):

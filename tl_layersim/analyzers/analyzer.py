@@ -102,6 +102,7 @@ class Analyzer(ABC):
     Class attributes:
         - `name`: key in a report and on the command line.
         - `compares`: whether the kernel also takes two views of the same tokens, from two models.
+        - `needs_two_models`: whether the kernel takes two views only, so that functions of one model raise an error.
         - `symmetric`: whether two models in the other order give the transposed result, which `transposed` of the result is.
         - `one_pass`: for an analyzer with a first pass, the call of its variant without a first pass.
         - `first_without_model`: whether the first pass reads tokens and labels only, so that the model does not run.
@@ -118,6 +119,7 @@ class Analyzer(ABC):
 
     name: ClassVar[str]
     compares: ClassVar[bool] = False
+    needs_two_models: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False
     one_pass: ClassVar[str] = ""
     first_without_model: ClassVar[bool] = False
@@ -225,6 +227,11 @@ class Analyzer(ABC):
         Raises:
             LayersimError: names the modules that are not blocks.
         """
+        if self.needs_two_models and len(models) == 1:
+            raise LayersimError(
+                f"{type(self).__name__} compares two models, and {models[0].name} is one; use compare(model_a, model_b, data, "
+                f"{type(self).__name__}())."
+            )
         for model in models:
             if self.needs_sites in ("stream", "every_block"):
                 need_stream(model, type(self).__name__, parts=self.needs_sites == "stream")

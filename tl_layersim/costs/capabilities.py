@@ -76,8 +76,9 @@ def capabilities(model: Any) -> Capabilities:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 analyzer = cls()
-                analyzer.check_sites(source.model)
-                analyzer.check(source.model)
+                models = [source.model] * (1 + cls.needs_two_models)
+                analyzer.check_sites(*models)
+                analyzer.check(*models)
         except LayersimError as error:
             reasons[name] = str(error)
     return Capabilities(source.model.name, source.model.layers, source.offer, reasons)

@@ -264,7 +264,8 @@ def compare(
     Args:
         model_a: the model of the result's rows; kinds as in `analyze`. A request to a server runs one model, so each server
             returns statistics of its model's layers, which are joined in this process: for CKA the Gram matrices of
-            minibatches, not the activations. Their size is printed first.
+            minibatches, not the activations. Their size is printed first. Edits of one model on one server (`model.edit()` of
+            nnsight) run in one request if an analyzer has no such statistics, as `InterventionEffect`.
         model_b: the model of the result's columns.
         data: as in `analyze`, tokenised once, by the first model's tokenizer. One rule of positions holds for both models; pass
             it if their heads read different positions.

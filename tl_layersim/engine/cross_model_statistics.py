@@ -27,8 +27,8 @@ def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
         statistics = analyzer.exchange()
         if statistics is None:
             raise LayersimError(
-                f"{analyzer!r} needs the activations of both models in one process, but one of the models is on a server. "
-                'Load both here, or use CKA(estimator="minibatch").'
+                f"{analyzer!r} needs the activations of both models in one place, but one of the models is on a server, and "
+                'they are not edits of one model there. Load both here, or use CKA(estimator="minibatch").'
             )
         by_name[name] = statistics
     return by_name

@@ -74,6 +74,16 @@ class Analysis:
         """Whether a model runs on a server."""
         return any(isinstance(source, OnServer) for source in self.sources)
 
+    @cached_property
+    def together(self) -> Source | None:
+        """Source that runs several models in one trace or request; None if they run one after the other.
+
+        On servers only for analyzers without cross-model statistics, as one model in a request is the smaller job.
+        """
+        if len(self.sources) == 1 or (self.is_remote and all(one.exchange() is not None for one in self.analyzers.values())):
+            return None
+        return self.sources[0].beside(self.sources[1:])
+
     @property
     def settings(self) -> dict[str, Any]:
         """The options with which data and models were opened."""
@@ -406,8 +416,9 @@ class DataPass:
     def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
         """Yields partial sums of the remaining batches, in the order of the data."""
         sources, batches = self.sources, self.read()
-        if len(sources) == 1:
-            return sources[0].stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
+        one = sources[0] if len(sources) == 1 else self.analysis.together if sources else None
+        if one is not None:
+            return one.stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
         by_statistics = self.label == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
         if sources and (by_statistics or self.analysis.is_remote):
             return exchange(sources, batches, self.analyzers, self.analysis.plan, show)
@@ -501,18 +512,18 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
         passes: number of passes that run the model.
         sizes: sizes of the batches.
     """
-    if len(analysis.sources) > 1:
+    if len(analysis.sources) > 1 and analysis.together is None:
         # Printed also where stderr is no terminal, unlike progress bars.
         tqdm.write(crossing(analysis.analyzers, analysis.sources, analysis.plan, sizes), file=sys.stderr)
     elif sizes:
-        [source] = analysis.sources
+        source = analysis.sources[0]
         assert isinstance(source, OnServer)
         rows, positions = max((size.pass_size for size in sizes), key=lambda size: size[1])
         source.refuse_larger(rows, positions)
         # Forward passes of a batch have about equally many samples.
         samples = max(math.ceil(size.samples * min(rows / size.rows, 1)) for size in sizes)
         count, tokens = sum(math.ceil(size.rows / rows) for size in sizes), sum(size.tokens for size in sizes)
-        tqdm.write(source.plan(passes, count, tokens, positions, samples), file=sys.stderr)
+        tqdm.write(source.plan(passes, count, tokens, positions, samples * len(analysis.sources)), file=sys.stderr)
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:

@@ -326,9 +326,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
     """
     for key, known in view.memo.items():
         if key.startswith(f"{_key_of(normed, heads)} "):
-            best: Tensor = known["lens"]["best"]
-            agree = (best == best[-1]).long()
-            return len(best) - agree.flip(0).cumprod(0).sum(0), bad_logits(known["lens"])
+            return first_final(known["lens"]["best"]), bad_logits(known["lens"])
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
     heads = None if heads is None else heads.fitting(view.unembed, x)
@@ -342,6 +340,78 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
         alive = alive[best_id == final[alive]]
         layer_of[alive] = layer
     return layer_of, bad
+
+
+def first_final(best: Tensor) -> Tensor:
+    """Index of the first block from which on the most likely id is that of the last block, `token`.
+
+    Args:
+        best: `layer token`, the most likely ids.
+    """
+    agree = (best == best[-1]).long()
+    return len(best) - agree.flip(0).cumprod(0).sum(0)
+
+
+def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Tensor]:
+    """Compare the logit lenses of two models at every layer and token, each lens with the norm and head of its own model.
+
+    Args:
+        first: a view with the first model's logit lens.
+        second: a view of the same tokens, with the second model's logit lens.
+        memory_mb: memory for the logits of one chunk of tokens.
+
+    Returns:
+        `best`, `model layer token`, the ids with the largest logit (the lowest id among equals); `kl`, `layer token`,
+        KL(first || second) in nats, computed in float64 from the logits in the dtype of each model; and `bad`, `layer`, the
+        number of positions at which logits of either model are not finite.
+
+    Raises:
+        LayersimError: the head has one output.
+    """
+    sides = [(view.unembed, *head_input(view, view.activations[1:], True)) for view in (first, second)]
+    layers, tokens = sides[0][1].shape[:2]
+    device = on_float64_device(sides[0][1]).device
+    best = torch.zeros(2, layers, tokens, dtype=torch.int64, device=device)
+    kl = torch.zeros(layers, tokens, dtype=torch.float64, device=device)
+    bad = torch.zeros(layers, dtype=torch.int64, device=device)
+    start, step = 0, 1
+    spares: list[Tensor | None] = [None, None]
+    while start < tokens:
+        span = slice(start, start + step)
+        logits = []
+        for number, (unembed, x, needs_norm) in enumerate(sides):
+            assert unembed is not None
+            z = logits_of_layers(unembed, x[:, span], needs_norm, True, None, spares[number])
+            need_classes(z.shape[-1])
+            if start == 0:
+                room, spares[number] = _room(unembed, z, memory_mb / 2, tokens - 1)
+                step = room if number == 0 else min(step, room)
+            flat = on_float64_device(z.flatten(0, 1)).to(device)
+            groups = torch.empty(len(flat), -(-z.shape[-1] // GROUP_SIZE), dtype=z.dtype, device=device)
+            best[number, :, span] = top_id(flat, _group_maxima(flat, groups)).view(z.shape[:2]).T
+            bad += (~groups.amax(-1).isfinite()).view(z.shape[:2]).sum(0)
+            logits.append(flat)
+        kl[:, span] = kl_divergence(*logits).view(-1, layers).T
+        start = span.stop
+    return {"best": best, "kl": kl, "bad": bad}
+
+
+def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(softmax(p) || softmax(q)) in nats, `row`, float64; exactly 0 for equal logits.
+
+    Args:
+        p: logits `row vocabulary`, in any dtype.
+        q: logits of the same shape. An id of logit -inf, such as one that a model masks, makes the divergence infinite unless p
+            excludes it too.
+    """
+    out = torch.empty(len(p), dtype=torch.float64, device=p.device)
+    size = max(1, block_size(p) // p.shape[-1])
+    for start in range(0, len(p), size):
+        rows = slice(start, start + size)
+        log_p, log_q = (torch.log_softmax(z[rows].double(), -1) for z in (p, q))
+        chance = log_p.exp()
+        out[rows] = torch.where(chance > 0, chance * (log_p - log_q), 0).sum(-1)
+    return out.clamp_(min=0)
 
 
 def _top_ids(

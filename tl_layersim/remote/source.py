@@ -96,6 +96,10 @@ class RemoteSource(NNsightSource, OnServer):
         devices = tuple(dict.fromkeys(facts["devices"]))
         return ServerOffer(**found, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
 
+    def _shares_model(self, other: NNsightSource) -> bool:
+        place = (self.ndif.name, self.ndif.model_key, self.ndif.env)
+        return isinstance(other, RemoteSource) and (other.ndif.name, other.ndif.model_key, other.ndif.env) == place
+
     def record(self) -> dict[str, Any]:
         offer, ndif = self.offer, self.ndif
         return {
@@ -237,8 +241,8 @@ class RemoteSource(NNsightSource, OnServer):
         self, take: Callable[[Callable[[Any], None]], T], group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool
     ) -> T:
         """Pass the traces of a request to a method of the client."""
-        work, shipped = self.pack(group), shippable(kernels)
-        about = (self.envoy, self.sites, self.steps(), work, self.lens, shipped, self.calling, joined)
+        shipped = shippable(kernels)
+        about = (self.readers(), self.pack(group), shipped, self.calling, joined)
         with self._frozen.in_place(shipped):
             return take(lambda backend: submit(*about, backend))
 

@@ -19,41 +19,35 @@ from ..activations.view import View, reduce
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..core.sums import push
-from ..sources.nnsight import TraceStep, read_step
+from ..sources.nnsight import TraceReader, read_step
 from ..sources.source import PartialSums
 
 
 def submit(
-    model: Any,
-    names: tuple[str, ...],
-    steps: list[TraceStep],
+    readers: list[TraceReader],
     work: list[dict[str, Any]],
-    unembed: Unembed | None,
     kernels: dict[str, AnyKernel],
     calling: bool,
     joined: bool,
     backend: Any,
 ) -> None:
-    """Submit one request: a session with a trace for each forward pass, and pairwise sums of the kernels' results.
+    """Submit one request: a session with a trace for each forward pass and model, and pairwise sums of the kernels' results.
 
     Forward passes run to the end of the model, not to the last block, because a sandbox fails if a trace follows a stopped one.
     The backend does not wait for the result, the local variable `found`: row counts, each with the sums over these rows in the
     form of `Reduced`.
 
     Args:
-        model: the nnsight model.
-        names: names of the sites.
-        steps: reads of each trace, in the order of the forward pass.
+        readers: the model; or several edits of one model, whose views the kernels take together.
         work: the batches, packed by `RemoteSource.pack`.
-        unembed: the lens; None if the model has none.
-        kernels: kernels of single views, and kernels of pools of rows.
+        kernels: kernels of views, and kernels of pools of rows.
         calling: whether views carry block calls.
         joined: whether the sums of leaves are added; if False, they are returned separately.
         backend: backend that sends the request.
     """
     import nnsight
 
-    with torch.no_grad(), model.session(backend=backend):
+    with torch.no_grad(), readers[0].model.session(backend=backend):
         stack: list[Any] = []
         for unit in work:
             plan = plan_batch(known_view(unit), unit["starts"], unit["leaf"], unit["density"], kernels)
@@ -61,22 +55,27 @@ def submit(
             for item in unit["passes"]:
                 args = [widened(value) for value in item["args"]]
                 options = {name: widened(value) for name, value in item["options"].items()}
-                with model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
-                    with torch.no_grad():
-                        buffer = SiteBuffer(names, item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
-                        noted: list[Any] = []
-                        given: dict[str, Any] = {}
-                        hidden: Any = None
-                        for step in steps:
-                            read_step(step, buffer, given, noted if calling else None)
-                            hidden = step.envoy.output if step.is_block and not step.incoming else hidden
-                        device = buffer.activations.device
-                        here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
-                        lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
-                        view = View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None)
-                        outputs.append(reduce(plan.kernels_of(item["number"]), view))
-                        if len(outputs) == len(unit["passes"]):
-                            add_leaves(stack, unit["leaf"], unit["block"], plan.finish(outputs), joined)
+                views: list[Any] = []
+                for reader in readers:
+                    with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
+                        with torch.no_grad():
+                            keep = item["keep"].long()
+                            buffer = SiteBuffer(reader.names, keep, item["shape"], item["pooled"], item["has_tokens"])
+                            noted: list[Any] = []
+                            given: dict[str, Any] = {}
+                            hidden: Any = None
+                            for step in reader.steps:
+                                read_step(step, buffer, given, noted if calling else None)
+                                hidden = step.envoy.output if step.is_block and not step.incoming else hidden
+                            device = buffer.activations.device
+                            here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
+                            unembed = reader.unembed
+                            lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
+                            views.append(View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None))
+                            if len(views) == len(readers):
+                                outputs.append(reduce(plan.kernels_of(item["number"]), *views))
+                                if len(outputs) == len(unit["passes"]):
+                                    add_leaves(stack, unit["leaf"], unit["block"], plan.finish(outputs), joined)
         found = nnsight.save(stack)  # noqa: F841 (a result is taken by this name)
 
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from .identity import edits_of
 from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .model import describe, processor_of, same_stream, settled
 from .out_of_memory import forward_too_large, is_out_of_memory, reduce_batch, refusing_one_row, release_memory
-from .source import PointSource, SitesRead
+from .source import PointSource, SitesRead, Source
 
 
 @dataclass
@@ -52,6 +53,23 @@ class TraceStep:
     incoming: bool
     is_block: bool
     sites: list[tuple[int, HookPoint]] = field(default_factory=list)
+
+
+@dataclass
+class TraceReader:
+    """What the traces of one model read.
+
+    Attributes:
+        model: the nnsight model, with its edits.
+        names: names of the sites.
+        steps: reads of each trace, in the order of the forward pass.
+        unembed: the lens; None if the model has none.
+    """
+
+    model: Any
+    names: tuple[str, ...]
+    steps: list[TraceStep]
+    unembed: Unembed | None
 
 
 def is_edited(model: Any) -> bool:
@@ -125,6 +143,8 @@ class NNsightSource(PointSource):
         self._remote = remote
         # Until a forward pass runs out of memory and its rows are run in parts.
         self._kernels_in_trace = True
+        # The models of a source that `beside` made.
+        self._together: tuple[NNsightSource, ...] = ()
         if not getattr(model, "dispatched", True) and remote in (False, "local"):
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
@@ -207,6 +227,22 @@ class NNsightSource(PointSource):
                 steps[-1].sites.append((number, point))
         return steps
 
+    def beside(self, others: Sequence[Source]) -> NNsightSource | None:
+        models = [one for one in (self, *others) if isinstance(one, NNsightSource) and self._shares_model(one)]
+        if not self._remote or len(models) <= len(others):
+            return None
+        joined = copy(self)
+        joined._together = tuple(models)
+        return joined
+
+    def _shares_model(self, other: NNsightSource) -> bool:
+        """Whether another source is of the same model at the same place, apart from edits."""
+        return other.module is self.module and other._remote == self._remote
+
+    def readers(self) -> list[TraceReader]:
+        """What the traces of each model read: of this model, or of those that `beside` joined."""
+        return [TraceReader(one.envoy, one.sites, one.steps(), one.lens) for one in self._together or (self,)]
+
     def _arguments(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Arguments of a trace: the forward's arguments, and nnsight's arguments for the right process."""
         args, options = forward_arguments(self.module, batch, self._model)
@@ -235,22 +271,16 @@ class NNsightSource(PointSource):
                     raise forward_too_large(batch, error, reason) from error
                 self._kernels_in_trace = False
             release_memory()
-        # Kernels of all rows run after the forward passes of some, with the modules of this process in place of envoys.
-        lens = None if self._model.head is None else open_head(self.module, self._model.head)[1]
-        return reduce_batch(batch, kernels, replace(self.collect(batch), unembed=lens))
+        # Kernels of all rows run after the forward passes of some.
+        return reduce_batch(batch, kernels, self.collect(batch))
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run kernels in a trace of one forward pass."""
-        return _trace(
-            self.envoy,
-            self.sites,
-            self.steps(),
-            batch,
-            self.lens,
-            self._arguments(batch),
-            shippable(kernels),
-            self.calling,
-        )
+        """Run kernels in a trace of one forward pass, or in a session with a forward pass of each model."""
+        readers, shipped = self.readers(), shippable(kernels)
+        if self._together:
+            arguments = forward_arguments(self.module, batch, self._model)
+            return _trace_together(readers, batch, arguments, shipped, local_simulation(self.envoy))
+        return _trace(readers[0], batch, self._arguments(batch), shipped, self.calling)
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self.lens is not None
@@ -264,10 +294,12 @@ class NNsightSource(PointSource):
                 f"Activations of a remote model stay on the server: {self.model.name} has remote={self._remote!r}. Load the "
                 "model in this process."
             )
-        return self._parts.collect(batch, self._collect, self._indivisible)
+        # Outside a trace the modules of this process are in place of envoys.
+        lens = None if self._model.head is None else open_head(self.module, self._model.head)[1]
+        return replace(self._parts.collect(batch, self._collect, self._indivisible), unembed=lens)
 
     def _collect(self, batch: Batch) -> View:
-        """The view of one forward pass over the batch."""
+        """The view of one forward pass over the batch, without a lens."""
         not_finite, out = self._traced(batch, {"view": whole_view})
         rows = f"rows {batch.first} to {batch.first + len(batch.tokens) - 1}"
         refuse_not_finite([count.cpu() for count in not_finite], [self.sites], rows)
@@ -321,16 +353,21 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
     if isinstance(model, Remotable):
         return {"remote": remote}
     if remote == "local":
-        # A wrapped module does not take `remote=`, which would be passed to its forward. The simulation of a server needs
-        # only the module tree of the model.
-        from nnsight.intervention.backends.local import LocalSimulationBackend
-
-        return {"backend": LocalSimulationBackend(_ModuleTree(model))}
+        # A wrapped module does not take `remote=`, which would be passed to its forward.
+        return {"backend": local_simulation(model)}
     raise LayersimError(
         f"`remote` is {shown(remote)}, but `model` is not a model that a server can load by its name: "
         f"{type(model).__name__}(module). Use nnsight.TransformersModel('org/name', task='text-generation', "
         "tokenizer=tokenizer)."
     )
+
+
+def local_simulation(model: Any) -> Any:
+    """Backend of nnsight's local simulation of a server, which needs only the module tree of a model."""
+    from nnsight.intervention.backends.local import LocalSimulationBackend
+    from nnsight.modeling.mixins.remotable import Remotable
+
+    return LocalSimulationBackend(model if isinstance(model, Remotable) else _ModuleTree(model))
 
 
 class _ModuleTree:
@@ -352,11 +389,8 @@ def whole_view(view: View) -> dict[str, Any]:
 
 
 def _trace(
-    model: Any,
-    names: tuple[str, ...],
-    steps: list[TraceStep],
+    reader: TraceReader,
     batch: Batch,
-    unembed: Unembed | None,
     arguments: tuple[tuple[Tensor, ...], dict[str, Any]],
     kernels: dict[str, Kernel],
     calling: bool,
@@ -364,6 +398,7 @@ def _trace(
     """Run kernels on a batch in one trace. The body is shipped, so it uses only local names, torch and the stdlib."""
     import nnsight
 
+    model, names, steps, unembed = reader.model, reader.names, reader.steps, reader.unembed
     keep, kept = kept_of(batch)
     shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
     args, options = arguments
@@ -381,6 +416,36 @@ def _trace(
         out: Reduced = nnsight.save(reduced)
         if ends_early:
             tracer.stop()
+    return out
+
+
+def _trace_together(
+    readers: list[TraceReader],
+    batch: Batch,
+    arguments: tuple[tuple[Tensor, ...], dict[str, Any]],
+    kernels: dict[str, Kernel],
+    backend: Any,
+) -> Reduced:
+    """Run kernels on the views of several edits of one model, in a session with a trace of each; see `_trace`."""
+    import nnsight
+
+    keep, kept = kept_of(batch)
+    shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
+    args, options = arguments
+    with torch.no_grad(), readers[0].model.session(backend=backend):
+        views: list[Any] = []
+        for reader in readers:
+            with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
+                with torch.no_grad():
+                    buffer = SiteBuffer(reader.names, keep, shape, pooled, has_tokens)
+                    given: dict[str, Any] = {}
+                    for step in reader.steps:
+                        read_step(step, buffer, given, None)
+                    here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
+                    views.append(View(**buffer.fields(), **here, unembed=reader.unembed))
+                    if len(views) == len(readers):
+                        reduced = reduce(kernels, *views)
+        out: Reduced = nnsight.save(reduced)
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,17 @@ class Source(ABC):
         raise LayersimError(
             f"Activations of a {type(self).__name__} cannot leave the process that computes them: {self.model.name}."
         )
+
+    def beside(self, others: Sequence[Source]) -> Source | None:
+        """A source whose kernels take a view of this model and of each of the others, of one trace or request for all.
+
+        Args:
+            others: sources of further models.
+
+        Returns:
+            The source; None if the models cannot run together where their activations stay.
+        """
+        return None
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -1,0 +1,129 @@
+"""`InterventionEffect`: the clean and the edited run of one model, against plain hooks and float64 NumPy."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..runs import without_mlp
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..user_loops.test_trace_probe import traced
+from ..views import worst
+from ..wrapped_models import bridge, nnsight
+
+MASK = torch.ones(6, 12, dtype=torch.int64)
+MASK[1, 7:] = MASK[4, :3] = 0
+TOKENS = random_tokens(6, 12)
+DATA = lsim.Data({"input_ids": TOKENS, "attention_mask": MASK}, batch_size=2, skip_first=1)
+COUNTED = MASK.bool() & (MASK.cumsum(1) > 1)
+
+
+def read(model) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Residuals `layer token d_model` and lens logits, block by block `token vocabulary`, of a Hugging Face Llama."""
+    found: list[torch.Tensor] = []
+    hooks = [model.model.layers[0].register_forward_pre_hook(lambda _, args: found.append(args[0]))]
+    hooks += [layer.register_forward_hook(lambda _module, _args, output: found.append(output)) for layer in model.model.layers]
+    with torch.no_grad():
+        model(input_ids=TOKENS, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0), use_cache=False)
+        x = torch.stack([one[COUNTED] for one in found])
+        logits = [model.lm_head(model.model.norm(one)) for one in x[1:]]
+    for hook in hooks:
+        hook.remove()
+    return x.double().numpy(), [one.double().numpy() for one in logits]
+
+
+def edited_in_nnsight(model, scale=0.0):
+    with model.edit() as (_, edited):
+        edited.model.layers[1].mlp.output[:] = edited.model.layers[1].mlp.output * scale
+    return edited
+
+
+def test_it_equals_an_oracle_of_plain_hooks():
+    clean = tiny_llama()
+    edited = without_mlp(clean)
+    (x, z), (y, w) = read(clean), read(edited)
+    expected = oracles.effect(x, y, z, w)
+    result = lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
+    assert result.positions == result.provenance.tokens == int(COUNTED.sum())
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(result, field), value, atol=1e-9, rtol=1e-6, err_msg=field)
+    # Nothing changes before the edited block, to the last bit.
+    assert result.cosine[:2].tolist() == [1, 1]
+    assert result.relative_change[:2].tolist() == [0, 0]
+    assert (result.kl_divergence[0], result.top_changed[0]) == (0, 0)
+    assert bool((result.relative_change[2:] > 0).all() and (result.kl_divergence[1:] > 0).all())
+    # The last layer's lens is the output of the model.
+    with torch.no_grad():
+        out = [model(input_ids=TOKENS[:1]).logits[0, 1:].double().log_softmax(-1) for model in (clean, edited)]
+    alone = lsim.compare(clean, edited, lsim.Data(TOKENS[:1], skip_first=1), lsim.InterventionEffect())
+    torch.testing.assert_close(alone.kl_divergence[-1], (out[0].exp() * (out[0] - out[1])).sum(-1).mean(), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [lambda: (tiny_llama(),) * 2, lambda: (bridge(tiny_gpt2()),) * 2], ids=["Llama", "bridge"])
+def test_no_intervention_has_no_effect(make):
+    result = lsim.compare(*make(), DATA, lsim.InterventionEffect(), intervals=True)
+    assert (result.cosine == 1).all()
+    assert not any(bool(getattr(result, field).any()) for field in result.tensor_fields() if field != "values")
+    assert "none" in result.finding()
+
+
+def test_all_ways_to_edit_a_model_give_one_answer():
+    clean = tiny_llama()
+    expected = lsim.compare(clean, without_mlp(clean), DATA, lsim.InterventionEffect(), intervals=True)
+    model = traced(tiny_llama())
+    pairs = {
+        "nnsight": (model, edited_in_nnsight(model)),
+        "simulated": tuple(lsim.open_model(one, remote="local") for one in (model, edited_in_nnsight(model))),
+    }
+    wrapped = nnsight(tiny_llama())
+    pairs["simulated NNsight"] = tuple(lsim.open_model(one, remote="local") for one in (wrapped, edited_in_nnsight(wrapped)))
+    for name, pair in pairs.items():
+        found = lsim.compare(*pair, DATA, lsim.InterventionEffect(), intervals=True)
+        assert worst(found, expected) == 0, name
+        torch.testing.assert_close(found.interval("kl_divergence").error, expected.interval("kl_divergence").error)
+        assert "nnsight edit" in found.provenance.changes
+    other = bridge(tiny_llama())
+    changed = bridge(tiny_llama())
+    changed.blocks[1].mlp.register_forward_hook(lambda _module, _args, output: 0 * output)
+    found = lsim.compare(other, changed, DATA, lsim.InterventionEffect())
+    assert worst(found, expected) < 1e-5
+
+
+def test_other_sites_and_models_without_a_head():
+    clean = tiny_llama()
+    edited = without_mlp(clean)
+    with pytest.warns(lsim.LayersimWarning, match="blocks.1.hook_mlp_out: 58 of 58"):
+        result = lsim.compare(clean, edited, DATA, lsim.InterventionEffect(lens=False), at="mlp_out")
+    assert result.relative_change[:2].tolist() == [0, 1]
+    assert result.cosine[0] == 1
+    assert bool(result.cosine[1].isnan())
+    assert bool(result.kl_divergence.isnan().all() and result.saturation_shift.isnan())
+    without = [copy.deepcopy(one).model for one in (clean, edited)]
+    whole = lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
+    bare = lsim.compare(*without, DATA, lsim.InterventionEffect(lens=False))
+    assert torch.equal(bare.cosine, whole.cosine)
+    assert bare.finding()
+    with pytest.raises(lsim.LayersimError, match="InterventionEffect"):
+        lsim.compare(*without, DATA, lsim.InterventionEffect())
+    with pytest.raises(lsim.LayersimError, match=r"`at`.*mlp_out"):
+        lsim.compare(clean, edited, DATA, lsim.InterventionEffect(), at="mlp_out")
+
+
+def test_one_model_is_refused():
+    model, analyzer = tiny_llama(), lsim.InterventionEffect()
+    for call in (lambda: lsim.analyze(model, TOKENS, analyzer), lambda: lsim.attach(model, analyzer)):
+        with pytest.raises(lsim.LayersimError, match=r"InterventionEffect.*compare\("):
+            call()
+    with pytest.raises(lsim.LayersimError, match=r"InterventionEffect.*compare\("):
+        lsim.estimate(model, analyzer)
+
+
+def test_another_model_is_refused():
+    with pytest.raises(lsim.LayersimError, match="`model_b`"):
+        lsim.compare(tiny_llama(), tiny_llama(layers=2), TOKENS, lsim.InterventionEffect())
