@@ -14,11 +14,12 @@ from torch import Tensor
 from ..activations.norms import norms, unit_vectors
 from ..activations.view import Kernel, View
 from ..core.arguments import PositiveFloat, typed
+from ..core.cross_entropy import on_float64_device
 from ..core.errors import LayersimError, warn
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Result, axes
 from ..core.sums import Sums
-from ..lens.statistics import compare_lenses, first_final, on_float64_device
+from ..lens.statistics import compare_lenses, first_final
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
 from .analyzer import Analyzer, Run, SiteNeed, Weight, need_head, need_tokens, omitted_at
