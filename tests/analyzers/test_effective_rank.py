@@ -46,7 +46,7 @@ def test_a_known_spectrum():
     # 4/6 and 5/6 of the variance are below 90 %.
     np.testing.assert_allclose(found.directions_90, [3])
     np.testing.assert_allclose(found.spectrum, [[4 / 6, 1 / 6]])
-    assert found.directions == (1, 2)
+    assert found.coordinates("direction") == (1, 2)
 
 
 def test_exactly_ninety_percent_needs_no_further_direction():

@@ -43,6 +43,20 @@ def test_shapes_and_dtypes_are_checked():
             LayerCurve(values=bad, layers=("a",) * 3, provenance=provenance())
 
 
+def test_entries_of_an_axis_without_labels_are_numbered():
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class Drawn(lsim.Result):
+        values: torch.Tensor = axes("step", "draw", label="Draw")
+        again: torch.Tensor = axes("draw")
+
+    values, two = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    found = Drawn(values=values, again=two, layers=("a",), provenance=provenance())
+    assert (found.coordinates("step"), found.coordinates("draw")) == ((1, 2, 3), (0, 1))
+    assert found.to_frame().values.tolist() == [[step, draw, 0.0] for step in (1, 2, 3) for draw in (0, 1)]
+    with pytest.raises(lsim.LayersimError, match=r"again has shape \(3,\).*\(2,\)"):
+        Drawn(values=values, again=values[:, 0], layers=("a",), provenance=provenance())
+
+
 def test_tables_are_tidy(report):
     table = report["cosine"].to_frame()
     assert list(table.columns) == ["row_layer", "column_layer", "values", "std", "below_zero", "angular"]

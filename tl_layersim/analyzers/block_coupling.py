@@ -172,11 +172,6 @@ class BlockCouplingResult(Result):
         return ("all pairs", "neighbours", "random vectors")
 
     @property
-    def directions(self) -> tuple[int, ...]:
-        """Labels of the `direction` axis: indices of the singular values, from 1."""
-        return tuple(range(1, self.singular_values.shape[1] + 1))
-
-    @property
     def null_coupling(self) -> Tensor:
         """Coupling with random vectors, `layer layer`: 1 - null, or -null with `normalize=False`."""
         return float(self.normalize) - self.null

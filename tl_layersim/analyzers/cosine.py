@@ -125,11 +125,6 @@ class CosineResult(LayerMatrix):
     )
     quantiles: tuple[float, ...] = QUANTILES
 
-    @property
-    def dimensions(self) -> tuple[int, ...]:
-        """Labels of the `dimension` axis of `mean`."""
-        return tuple(range(self.mean.shape[-1]))
-
     @typed
     def angular_by_gap(self, n: int) -> Tensor:
         """Angular distance between the input and the output of every n consecutive blocks, d(l, l + n).

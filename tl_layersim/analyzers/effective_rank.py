@@ -93,11 +93,6 @@ class EffectiveRankResult(Result):
         """Effective rank of each site, `residual`; the same as `values`."""
         return self.values
 
-    @property
-    def directions(self) -> tuple[int, ...]:
-        """Labels of the `direction` axis: indices of the eigenvalues, from 1."""
-        return tuple(range(1, self.spectrum.shape[1] + 1))
-
     def headline(self) -> dict[str, float]:
         known = ~self.values.isnan()
         if not bool(known.any()):

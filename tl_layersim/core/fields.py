@@ -58,7 +58,8 @@ def axes(
 
     The axes `row` and `column` are the residual layers of the first and the second model; `residual` are the residual layers of
     the first model. The axes `layer`, `row_block`, `column_block`, `skipped` and `affected` are blocks, one fewer than residual
-    layers. Any other axis `x` takes its labels from the result's field `xs` (`batches` for `batch`).
+    layers. Any other axis `x` takes its labels from the result's field `xs` (`batches` for `batch`). Without such a field its
+    entries are numbered: `step`, `direction`, `left` and `right` from 1, others from 0.
 
     Args:
         *names: names of the axes, in order.

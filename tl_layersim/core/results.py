@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects
     import xarray
 
+# Axes without labels whose entries are numbered from 1.
+COUNTED_FROM_1 = ("step", "direction", "left", "right")
 # Before the name of a field in `plot`.
 UNTRAINED = "untrained "
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
@@ -133,7 +135,7 @@ class Result(ABC):
         )
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
-        """The labels along an axis.
+        """The labels along an axis; entries without labels are numbered.
 
         Args:
             axis: name of the axis, as in `axes(...)`.
@@ -144,7 +146,11 @@ class Result(ABC):
             return self.layers[1:]
         if axis == "column":
             return tuple(getattr(self, "column_layers", self.layers))
-        return tuple(getattr(self, f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"))
+        labels = f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"
+        if hasattr(self, labels):
+            return tuple(getattr(self, labels))
+        size = next(getattr(self, name).shape[own.index(axis)] for name, own in self.tensor_fields().items() if axis in own)
+        return tuple(range(size)) if axis not in COUNTED_FROM_1 else tuple(range(1, size + 1))
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:

@@ -90,21 +90,6 @@ class BlockJacobians(Result):
         super().__post_init__()
         refuse_pair_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
 
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """Labels of the `output` axis: indices of the residual's dimensions."""
-        return tuple(range(self.values.shape[2]))
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Labels of the `input` axis: indices of the residual's dimensions."""
-        return tuple(range(self.values.shape[3]))
-
-    @property
-    def directions(self) -> tuple[int, ...]:
-        """Labels of the `direction` axis: indices of the singular values, from 1."""
-        return tuple(range(1, self.singular_values.shape[2] + 1))
-
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}
 
@@ -173,16 +158,6 @@ class CouplingMatrices(Result):
     def others(self) -> tuple[str, ...]:
         """Labels of the `other` axis."""
         return self.connections
-
-    @property
-    def lefts(self) -> tuple[int, ...]:
-        """Labels of the `left` axis: indices of the singular vectors, from 1."""
-        return tuple(range(1, self.matrices.shape[2] + 1))
-
-    @property
-    def rights(self) -> tuple[int, ...]:
-        """Labels of the `right` axis: indices of the singular vectors, from 1."""
-        return self.lefts
 
     def headline(self) -> dict[str, float]:
         other = ~torch.eye(len(self.values), dtype=torch.bool)

@@ -149,31 +149,6 @@ class StitchResult(Result):
         object.__setattr__(self, "_join", join)
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """Training steps, counted from 1."""
-        return tuple(range(1, len(self.values) + 1))
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """Indices of the evaluation batches."""
-        return tuple(range(len(self.batch_tokens)))
-
-    @property
-    def back_dims(self) -> tuple[int, ...]:
-        """Indices of the back model's residual dimensions."""
-        return tuple(range(self.weight.shape[0]))
-
-    @property
-    def front_dims(self) -> tuple[int, ...]:
-        """Indices of the front model's residual dimensions."""
-        return tuple(range(self.weight.shape[1]))
-
-    @property
-    def back_biases(self) -> tuple[int, ...]:
-        """Indices of the back model's residual dimensions; empty if the adapter has no bias."""
-        return tuple(range(len(self.bias)))
-
-    @property
     def curve(self) -> Tensor:
         """Training losses, `step`, the same as `values`."""
         return self.values
@@ -373,11 +348,6 @@ class StitchGrid(Result):
     def backs(self) -> tuple[str, ...]:
         """Names of the models."""
         return self.fronts
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """Indices of the evaluation batches."""
-        return tuple(range(len(self.batch_tokens)))
 
     @property
     def penalty(self) -> Tensor:

@@ -81,11 +81,6 @@ class AlignedAdapters(Result):
         return STAGES
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """Training steps, counted from 1."""
-        return tuple(range(1, len(self.curve) + 1))
-
-    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the layers with an adapter."""
         return tuple(self.layers[block + 1] for block in self.blocks)
@@ -94,11 +89,6 @@ class AlignedAdapters(Result):
     def directions(self) -> tuple[int, ...]:
         """Indices of an adapter's rank-one directions."""
         return tuple(range(self.down.shape[1]))
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """Indices of the residual stream's dimensions."""
-        return tuple(range(self.down.shape[2]))
 
     @property
     def losses(self) -> Tensor:

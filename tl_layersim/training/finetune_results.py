@@ -105,11 +105,6 @@ class AlignedResult(Result):
         """Held-out cross-entropies in nats, `look layer`, the same as `values`."""
         return self.values
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Optimiser steps, counted from 1."""
-        return tuple(range(1, len(self.loss) + 1))
-
     def measured_on(self, field: str) -> str:
         return rows_in_words(self.provenance, field == "loss")
 
