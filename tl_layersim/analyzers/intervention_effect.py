@@ -55,8 +55,8 @@ class InterventionEffectResult(Result):
         title="Cosine of clean and edited activations",
         scale="free",
         caption="Mean over tokens of the cosine between a token's activations in the clean and in the edited run; 1 where the "
-        "intervention changes no direction, such as before it (compare Csordás, Manning and Potts 2025, section 3, for skipped "
-        "layers).",
+        "intervention changes no direction, such as at earlier layers (compare Csordás, Manning and Potts 2025, section 3, for "
+        "skipped layers).",
         within=(-1, 1),
     )
     relative_change: Float64[Tensor, " residual"] = axes(
@@ -71,7 +71,7 @@ class InterventionEffectResult(Result):
         "layer",
         label="KL divergence",
         unit="nats",
-        title="KL divergence of the edited from the clean prediction",
+        title="KL divergence from the clean prediction",
         caption=f"KL(clean || edited) in nats, mean over positions, {LENS_SOURCE}",
         within=(0, math.inf),
     )
