@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.block_call import first_tensor
+from ..activations.block_call import first_tensor, gradients
 from ..activations.row_pools import AnyKernel, plan_batch
 from ..activations.site_buffer import SiteBuffer
 from ..activations.view import View, reduce
@@ -53,6 +53,7 @@ def submit(
     """
     import nnsight
 
+    differentiated = any(step.differentiated for step in steps)
     with torch.no_grad(), model.session(backend=backend):
         stack: list[Any] = []
         for unit in work:
@@ -62,7 +63,7 @@ def submit(
                 args = [widened(value) for value in item["args"]]
                 options = {name: widened(value) for name, value in item["options"].items()}
                 with model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
-                    with torch.no_grad():
+                    with gradients(differentiated):
                         buffer = SiteBuffer(names, item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
                         noted: list[Any] = []
                         given: dict[str, Any] = {}
@@ -74,7 +75,8 @@ def submit(
                         here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
                         lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
                         view = View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None)
-                        outputs.append(reduce(plan.kernels_of(item["number"]), view))
+                        with torch.no_grad():
+                            outputs.append(reduce(plan.kernels_of(item["number"]), view))
                         if len(outputs) == len(unit["passes"]):
                             add_leaves(stack, unit["leaf"], unit["block"], plan.finish(outputs), joined)
         found = nnsight.save(stack)  # noqa: F841 (a result is taken by this name)
