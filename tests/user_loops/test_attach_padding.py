@@ -66,6 +66,8 @@ def test_padding_of_transformer_lens_is_left_out(kind, side, form, bos):
     model.tokenizer.padding_side = side
     # As in GPT-2, where BOS, EOS and padding are one id.
     model.tokenizer.bos_token = model.tokenizer.eos_token
+    # A bridge builds the mask of texts by the default, whatever `prepend_bos=` says.
+    model.cfg.default_prepend_bos = bos
     texts = ["w3 w4 w5 w9 w11", "w6 w7", "w8 w9 w10"]
     rows = [[2] * bos + row for row in ([3, 4, 5, 9, 11], [6, 7], [8, 9, 10])]
     given = texts if form == "texts" else model.to_tokens(texts, prepend_bos=bos)
