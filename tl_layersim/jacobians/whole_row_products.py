@@ -144,7 +144,10 @@ class RowProducts:
 
 
 class GraphProducts(RowProducts):
-    """Products with Jacobians from the autograd graph of the forward pass, `BlockCall.graph`: the block is not replayed."""
+    """Products with Jacobians from the autograd graph of the forward pass, `BlockCall.graph`: the block is not replayed.
+
+    Without `super()`, which a server cannot resolve in a class that is shipped by value.
+    """
 
     def _begin(self) -> None:
         graph = self.call.graph
@@ -155,9 +158,9 @@ class GraphProducts(RowProducts):
             self.y = graph[self.row, self.t_out] + 0 * self.x[self.row, self.t_out]
 
     def _transposed(self, u: Tensor) -> Tensor:
-        return super()._transposed(u)[:, self.row, self.t_in]
+        return RowProducts._transposed(self, u)[:, self.row, self.t_in]
 
     def _forward(self, v: Tensor) -> Tensor:
         whole = v.new_zeros(len(v), *self.x.shape)
         whole[:, self.row, self.t_in] = v
-        return super()._forward(whole)
+        return RowProducts._forward(self, whole)
