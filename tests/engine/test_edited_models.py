@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 import tl_layersim as lsim
 
+from .. import oracles
 from ..tiny_models import random_tokens, tiny_llama
 from ..user_loops.test_trace_probe import TOKENS, differences, hooked, traced
 
@@ -59,7 +62,106 @@ def test_comparison_with_an_edited_model(analyzer):
     assert differences({"": found}, {"": lsim.compare(module, other, TOKENS, analyzer)}) == []
 
 
-@pytest.mark.parametrize("analyzer", [lsim.SkipEffect(), lsim.BlockCoupling()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "analyzer", [lsim.SkipEffect(), lsim.BlockCoupling(method="finite-difference")], ids=lambda one: type(one).__name__
+)
 def test_analyzers_that_call_blocks_alone_name_the_edit(analyzer):
     with pytest.raises(lsim.LayersimError, match=rf"{type(analyzer).__name__}.*nnsight edit"):
         lsim.analyze(edited(traced(tiny_llama())), random_tokens(2, 6), analyzer)
+
+
+def steered(model):
+    """Edits inside a block, of its output, and of the input of the next block."""
+    with model.edit() as (_, changed):
+        changed.model.layers[0].mlp.output[:] = changed.model.layers[0].mlp.output * 0.5
+        changed.model.layers[1].output[:] += 0.3
+        changed.model.layers[2].input[:] += 0.2
+    return changed
+
+
+def jacobians(tokens):
+    """Of the blocks of a steered model at the last token, `block d d`, by perturbing the input of hooked blocks."""
+    module = tiny_llama(dtype=torch.float64)
+    layers = module.model.layers
+    layers[0].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
+    layers[1].register_forward_hook(lambda _module, _args, output: output + 0.3)
+    layers[2].register_forward_pre_hook(lambda _module, args: (args[0] + 0.2, *args[1:]))
+    found = []
+    for layer in layers:
+        given, out = [], []
+
+        def change(_module, args, given=given, shift=None):
+            given.append(args[0][0, -1].detach())
+            moved = args[0].clone()
+            moved[0, -1] = moved[0, -1] + (0 if shift is None else shift)
+            return (moved, *args[1:])
+
+        def branch(shift, layer=layer, change=change, out=out):
+            handles = [
+                layer.register_forward_pre_hook(lambda m, args: change(m, args, shift=shift)),
+                layer.register_forward_hook(lambda _module, _args, output: out.append(output)),
+            ]
+            module(tokens, use_cache=False)
+            for handle in handles:
+                handle.remove()
+            return out[-1][0, -1] - shift
+
+        found.append(torch.autograd.functional.jacobian(branch, torch.zeros(32, dtype=torch.float64)).numpy())
+    return found
+
+
+@pytest.mark.parametrize("remote", [False, "local"])
+@pytest.mark.parametrize("method", ["dense", "krylov"])
+def test_coupling_of_an_edited_model_is_that_of_its_jacobians(method, remote):
+    rows = random_tokens(2, 6)
+    source = lsim.open_model(steered(traced(tiny_llama(dtype=torch.float64))), remote=remote)
+    found = lsim.analyze(source, rows, lsim.BlockCoupling(k=4, method=method))["block_coupling"]
+    of_rows = [jacobians(row[None]) for row in rows]
+    expected = [[[oracles.miscoupling(oracles.coupling_matrix(a, b, 4)) for b in js] for a in js] for js in of_rows]
+    spectra = [[np.linalg.svd(a)[1][:4] for a in js] for js in of_rows]
+    np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-6 if method == "krylov" else 1e-9)
+    np.testing.assert_allclose(found.singular_values, np.mean(spectra, 0), rtol=1e-6 if method == "krylov" else 1e-9)
+    assert found.provenance.changes.startswith("nnsight edit")
+
+
+def test_jacobians_between_tokens_of_an_edited_model():
+    module = tiny_llama(dtype=torch.float64)
+    tokens = random_tokens(1, 6)
+    options = {"along": "fixed-input", "token": 2, "layers": [1], "k": 4}
+    found = lsim.coupling_matrices(edited(traced(module)), tokens, **options)
+    module.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
+    np.testing.assert_allclose(found.matrices, lsim.coupling_matrices(module, tokens, **options).matrices, atol=1e-9)
+
+
+def scaled(block):
+    block.output[:] *= 0.2
+
+
+def copied(block):
+    block.output[:] = block.output * 0.2
+
+
+def replaced(block):
+    block.output = block.output * 0.2
+
+
+def zeroed(block):
+    block.output[:] = 0
+
+
+def constant(block):
+    block.output = torch.zeros(2, 6, 32)
+
+
+@pytest.mark.parametrize("change", [scaled, copied, replaced, zeroed, constant])
+def test_coupling_of_an_edited_model_whose_block_has_no_skip_connection(change):
+    model = traced(tiny_llama())
+    with model.edit() as (_, changed):
+        change(changed.model.layers[1])
+    with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_resid_post"):
+        lsim.analyze(changed, random_tokens(2, 6), lsim.BlockCoupling(k=4))
+
+
+def test_coupling_of_an_edited_model_in_half_precision():
+    with pytest.raises(lsim.LayersimError, match=r"BlockCoupling.*bfloat16"):
+        lsim.analyze(edited(traced(tiny_llama(dtype=torch.bfloat16))), random_tokens(2, 6), lsim.BlockCoupling(k=4))

@@ -67,6 +67,24 @@ def test_edits_after_the_last_site_equal_local(server, trust):
     assert furthest(found[0], lsim.analyze(load("tests/llama", torch.float32), rows(8, 40), QUICK, at="attn_out")) > 1e-3
 
 
+def test_coupling_of_an_edited_model_equals_local(server, trust):
+    edited = []
+    for model in (load("tests/llama"), load("tests/llama", torch.float32)):
+        with model.edit() as (_, changed):
+            changed.model.layers[1].mlp.output[:] = changed.model.layers[1].mlp.output * 0.5
+        edited.append(changed)
+    far, near = lsim.open_model(edited[0], remote=server.url), edited[1]
+    coupling = lsim.BlockCoupling(k=4)
+    if trust != "trusted":
+        with pytest.raises(lsim.LayersimError, match=r"BlockCoupling.*nnsight edit"):
+            lsim.analyze(far, rows(4, 12), coupling)
+        return
+    found = lsim.analyze(far, rows(4, 12), coupling)
+    assert furthest(found, lsim.analyze(near, rows(4, 12), coupling)) < 1e-5
+    plain = lsim.analyze(load("tests/llama", torch.float32), rows(4, 12), coupling)
+    assert furthest(found, plain) > 1e-3
+
+
 def test_a_run_at_other_sites_is_kept_and_sent_again(server, tmp_path, monkeypatch):
     monkeypatch.setattr(submitted_run, "FORGOTTEN", 0.5)
     monkeypatch.setattr(submitted_run, "PAUSE", 0.1)

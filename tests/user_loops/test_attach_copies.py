@@ -112,3 +112,18 @@ def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
         check=True,
     )
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_probe_is_not_copied(way, inside):
+    model = tiny_llama()
+    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        model(random_tokens(2, 5))
+        if inside:
+            with pytest.raises(lsim.LayersimError, match=r"probe\.results"):
+                way(probe)
+        model(random_tokens(2, 5))
+    with pytest.raises(lsim.LayersimError, match=r"probe\.results"):
+        way(probe)
+    assert probe.results()["cosine"].provenance.tokens == 20

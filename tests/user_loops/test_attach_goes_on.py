@@ -40,6 +40,24 @@ def test_compiled_models(fullgraph, warmed):
         assert probe.results()["cosine"].provenance.tokens == 16
 
 
+def test_the_original_module_of_a_compiled_model_is_measured():
+    torch._dynamo.reset()
+    model, tokens = tiny_llama(), random_tokens(4, 8)
+    expected = lsim.analyze(model, tokens, lsim.CKA(level="token"))["cka"].values
+    compiled = torch.compile(model, backend="eager")
+    paths = [f"_orig_mod.model.layers.{i}" for i in range(3)]
+    with pytest.warns(lsim.LayersimWarning, match="LlamaForCausalLM"):
+        named = lsim.open_model(compiled, layers=paths)
+    with pytest.warns(lsim.LayersimWarning, match="LlamaForCausalLM"):
+        probe = lsim.attach(compiled, lsim.CKA(level="token"))
+    with probe, torch.no_grad():
+        compiled(tokens)
+    inside = tiny_llama()
+    inside.compile(fullgraph=True, backend="eager")
+    reports = [probe.results(), *(lsim.analyze(one, tokens, lsim.CKA(level="token")) for one in (named, inside))]
+    assert [torch.equal(report["cka"].values, expected) for report in reports] == [True] * 3
+
+
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_block_that_is_replaced_in_the_loop_is_told(block):
     model, tokens = tiny_llama(), random_tokens(2, 8)

@@ -36,6 +36,16 @@ def test_a_mask_leaves_padding_out(make):
         assert worst(seen[name], expected[name]) < 1e-6
 
 
+def test_a_mask_without_positions_is_named():
+    model = tiny_llama()
+    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        probe.mask = torch.zeros(2, 5)
+        model(random_tokens(2, 5))
+        assert probe.headline() == {}
+    with pytest.raises(lsim.LayersimError, match=r"`probe\.mask`.*\b1\b"):
+        probe.results()
+
+
 def test_a_mask_of_the_wrong_shape_is_refused():
     model = tiny_llama()
     with lsim.attach(model, analyzers()) as probe:
@@ -49,30 +59,35 @@ def test_a_mask_of_the_wrong_shape_is_refused():
 @pytest.mark.parametrize("kind", ["TransformerBridge", "HookedTransformer"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("form", ["tokens", "texts"])
-def test_padding_of_transformer_lens_is_left_out(kind, side, form):
+@pytest.mark.parametrize("bos", [False, True])
+def test_padding_of_transformer_lens_is_left_out(kind, side, form, bos):
     model = transformer_lens_models()[kind]()
     model.tokenizer, model.cfg.tokenizer_prepends_bos = tiny_tokenizer(), False
     model.tokenizer.padding_side = side
+    # As in GPT-2, where BOS, EOS and padding are one id.
+    model.tokenizer.bos_token = model.tokenizer.eos_token
+    # A bridge builds the mask of texts by the default, whatever `prepend_bos=` says.
+    model.cfg.default_prepend_bos = bos
     texts = ["w3 w4 w5 w9 w11", "w6 w7", "w8 w9 w10"]
-    rows = [[3, 4, 5, 9, 11], [6, 7], [8, 9, 10]]
-    given = texts if form == "texts" else model.to_tokens(texts, prepend_bos=False)
+    rows = [[2] * bos + row for row in ([3, 4, 5, 9, 11], [6, 7], [8, 9, 10])]
+    given = texts if form == "texts" else model.to_tokens(texts, prepend_bos=bos)
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         warnings.simplefilter("always")
         with lsim.attach(model, lsim.LogitLens()) as probe:
             for _ in range(2):
-                model(given, **({"prepend_bos": False} if form == "texts" else {}))
+                model(given, **({"prepend_bos": bos} if form == "texts" else {}))
     about = [str(each.message) for each in said if issubclass(each.category, lsim.LayersimWarning)]
     if (kind, side, form) == ("TransformerBridge", "left", "tokens"):
         # The bridge masks no tokens, so that the model attended to the padding before the tokens.
         assert len(about) == 1
-        with pytest.raises(lsim.LayersimError, match="2 of 3 rows with pad token 2"):
+        with pytest.raises(lsim.LayersimError, match=rf"{1 + bos} of 3 rows with pad token 2"):
             probe.results()
         return
     # On the left TransformerLens itself builds the mask.
     assert ["id 2 at the ends" in text for text in about] == [True] * (side == "right")
     found = probe.results()["logit_lens"]
     expected = lsim.analyze(model, rows * 2, lsim.LogitLens())["logit_lens"]
-    assert (found.positions, found.targets) == (expected.positions, expected.targets) == (20, 14)
+    assert (found.positions, found.targets) == (expected.positions, expected.targets) == (20 + 6 * bos, 14 + 6 * bos)
     assert worst(found, expected) < 1e-5
     assert found.provenance.options["masked_by_pad_id"] == 4 * (side == "right")
 

@@ -117,3 +117,21 @@ def test_the_stack_inside_a_model_may_be_run_too():
         model.model(tokens, attention_mask=mask)
         model(tokens, mask)
     assert probe.results()["cosine"].provenance.tokens == 20
+
+
+def test_forward_passes_of_analyze_inside_the_block_are_not_counted():
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        model(tokens)
+        lsim.analyze(model, random_tokens(4, 9), [lsim.Cosine(), lsim.BlockCoupling(k=2)])
+        model(tokens)
+    assert probe.results()["cosine"].provenance.tokens == 48
+
+
+def test_centred_cosine_with_the_mean_of_an_earlier_run():
+    model, tokens = tiny_llama(), random_tokens(8, 12)
+    expected = lsim.analyze(model, tokens, lsim.Cosine())["cosine"]
+    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center=expected.mean)) as probe:
+        for rows in tokens.split(4):
+            model(rows)
+    assert float((probe.results()["cosine"].values - expected.values).abs().max()) < 1e-9

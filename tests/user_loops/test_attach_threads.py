@@ -180,10 +180,3 @@ def replicas(model, count):
                 copied._parameters[name] = parameter
         made.append(copies[model])
     return made
-
-
-def test_blocks_that_an_analyzer_calls_again_are_no_forward_pass_of_an_attached_model():
-    model, tokens = tiny_llama(), random_tokens(2, 9)
-    with lsim.attach(model, COSINE) as probe:
-        lsim.analyze(model, lsim.Data(tokens, batch_size=2), [COSINE, lsim.BlockCoupling(k=2)])
-    assert probe.results()["cosine"].provenance.tokens == 18

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from ..core.errors import LayersimError
 
@@ -34,6 +36,8 @@ class BlockCall:
         kwargs: the keyword arguments.
         key: the argument that is the residual: an index of `args` or a name in `kwargs`.
         output: `batch pos d_model`, the residual after the block.
+        graph: `output` with its autograd graph, of which `hidden` is a leaf, for a block that cannot be replayed because edits
+            of the model apply only in the forward pass; else None.
     """
 
     block: Any
@@ -41,6 +45,7 @@ class BlockCall:
     kwargs: Mapping[str, Any]
     key: int | str
     output: Tensor
+    graph: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -79,8 +84,8 @@ class VectorBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         places = _places(args, kwargs)
         places[self.key] = places[self.key][:, 0]
-        named = {name: value for name, value in places.items() if isinstance(name, str)}
-        return first_tensor(self.block(*(places[number] for number in range(len(args))), **named))[:, None]
+        own, named = _split(places)
+        return first_tensor(self.block(*own, **named))[:, None]
 
 
 def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
@@ -90,14 +95,66 @@ def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str,
     return places
 
 
-def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> BlockCall:
+def _split(places: Mapping[int | str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments of a call, from its arguments by index or name."""
+    named = {name: value for name, value in places.items() if isinstance(name, str)}
+    return tuple(places[number] for number in range(len(places) - len(named))), named
+
+
+def _residual_key(places: Mapping[int | str, Any]) -> int | str:
+    """Index or name of the residual, the first tensor among the arguments."""
+    return next(place for place, value in places.items() if isinstance(value, Tensor))
+
+
+def with_leaf(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of a block with a leaf of autograd in place of the residual.
+
+    Returns:
+        The arguments to record and the arguments to run the block on, each as a tuple and a dict. The block runs on a copy of
+        the leaf, which edits may change in place.
+    """
+    places = _places(args, kwargs)
+    key = _residual_key(places)
+    before = places[key]
+    leaf = as_positions(before).detach().requires_grad_()
+    return _split({**places, key: leaf}), _split({**places, key: leaf.clone().reshape(before.shape)})
+
+
+def gradients(on: bool) -> ExitStack:
+    """A context manager with or without autograd; with it, attention has second and batched derivatives."""
+    stack = ExitStack()
+    stack.enter_context(torch.set_grad_enabled(on))
+    if on:
+        stack.enter_context(plain_attention())
+    return stack
+
+
+def plain_attention() -> Any:
+    """A context manager: attention is computed by matmuls and a softmax, which have second and batched derivatives."""
+    return attention.sdpa_kernel([attention.SDPBackend.MATH])
+
+
+def record_call(
+    block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, differentiated: bool = False
+) -> BlockCall:
     """Record a call of a block; the residual is the first tensor among the arguments.
+
+    Args:
+        block: the module, or its nnsight envoy.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        output: output of the block.
+        differentiated: whether the arguments are those of `with_leaf`, and the autograd graph of the output is kept.
 
     Raises:
         LayersimError: the residual is a feature map.
     """
     places = _places(args, kwargs)
-    key = next(place for place, value in places.items() if isinstance(value, Tensor))
+    key = _residual_key(places)
+    if differentiated:
+        # A copy, because an edit of the next block's input may change the output in place.
+        graph = as_positions(first_tensor(output).clone())
+        return BlockCall(block, args, kwargs, key, graph.detach(), graph)
     after = first_tensor(output).detach()
     if places[key].dim() > 3:
         raise LayersimError(
@@ -106,8 +163,7 @@ def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
         )
     if places[key].dim() == 2:
         places[key], block = as_positions(places[key]), VectorBlock(block, key)
-    named = {name: value for name, value in places.items() if isinstance(name, str)}
-    return BlockCall(block, tuple(places[number] for number in range(len(args))), named, key, as_positions(after))
+    return BlockCall(block, *_split(places), key, as_positions(after))
 
 
 def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = None) -> Tensor:

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.block_call import BlockCall, FewTokens, Widened
-from .replay import is_remote, lengthening, plain_attention, reproduces
+from ..activations.block_call import BlockCall, FewTokens, Widened, plain_attention
+from .replay import is_remote, lengthening, reproduces
 from .single_token_products import TokenProducts, TokenReplayMismatch
-from .whole_row_products import RowProducts
+from .whole_row_products import GraphProducts, RowProducts
 
 
 def computing_dtype(call: BlockCall) -> torch.dtype:
     """The dtype in which the Jacobians of a block are computed.
 
     Returns:
-        float64 if the model is, otherwise float32; the model's own dtype if its weights are in another process.
+        float64 if the model is, otherwise float32; the model's own dtype if its weights are in another process, or if the block
+        is differentiated in the forward pass.
     """
     own = call.hidden.dtype
-    return own if own == torch.float64 or is_remote(call) else torch.float32
+    return own if own == torch.float64 or call.graph is not None or is_remote(call) else torch.float32
 
 
 class Jacobian:
@@ -61,7 +62,7 @@ class Jacobian:
         self.dtype = computing_dtype(call)
         self.call, self.row, self.t_in, self.t_out = call, row, t_in, t_out
         self.memory, self.differences = memory_mb * 1e6, differences
-        self.single_tokens = single_tokens and not differences
+        self.single_tokens = single_tokens and not differences and call.graph is None
         self.d_model = call.hidden.shape[-1]
         self.skip = (t_in == t_out).to(self.dtype)[:, None, None]
         self.parts: list[TokenProducts | RowProducts] = []
@@ -92,10 +93,13 @@ class Jacobian:
     def _check_replay(self) -> None:
         """Compare the replayed block with the forward pass, and check that it has a skip connection."""
         for part in self.parts:
+            own = (self.t_in == self.t_out)[part.which]
+            if self.call.graph is not None:
+                self.no_skip = self.no_skip or (bool(own.any()) and not part.adds_input())
+                continue
             at = self.row[part.which], self.t_out[part.which]
             before = self.call.hidden[at].to(self.dtype)
             given = self.call.output.to(before.device)[at].to(self.dtype)
-            own = (self.t_in == self.t_out)[part.which]
             length = lengthening(before)
             skips = (part.lengthened_difference() - length * before).norm(dim=-1) < length[:, 0] / 2 * before.norm(dim=-1)
             # A branch without any norm grows with its input, so the graph decides.
@@ -136,7 +140,8 @@ class Jacobian:
             first = torch.stack([(rows == row).nonzero()[0, 0] for row in torch.unique(rows)])
             which = waiting[first]
             at = self.row[which], self.t_in[which], self.t_out[which]
-            parts.append(RowProducts(self.call, self.dtype, *at, which, self.memory, self.differences))
+            products = RowProducts if self.call.graph is None else GraphProducts
+            parts.append(products(self.call, self.dtype, *at, which, self.memory, self.differences))
             kept = torch.ones(len(waiting), dtype=torch.bool, device=waiting.device)
             kept[first] = False
             waiting = waiting[kept]

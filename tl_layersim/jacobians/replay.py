@@ -1,4 +1,4 @@
-"""Replay of a block: attention with second derivatives, and checks of the replayed output.
+"""Checks of the replayed output of a block.
 
 All functions are serialised by value and run on NDIF servers too, so they use only torch and the standard library.
 """
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import attention
 
 from ..activations.block_call import BlockCall
 from ..activations.norms import norms
@@ -20,8 +19,9 @@ REPLAY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 # Factor by which the skip-connection check lengthens a residual. The branch of a pre-norm block is the same for residuals of
 # this length and of twice this length, so the two outputs differ exactly as the residuals do.
 LENGTHENING = 1e4
-# Autograd nodes that pass a gradient on unchanged.
-IDENTITY_NODES = ("Alias", "Clone", "Index", "IndexPut", "Reshape", "ReshapeAlias", "ToCopy", "UnsafeView", "View")
+# Autograd nodes of views, copies and changes in place, which pass a gradient or parts of it on unchanged.
+VIEWS = ("Alias", "AsStrided", "Index", "IndexPut", "Reshape", "ReshapeAlias", "Select", "Slice", "UnsafeView", "View")
+IDENTITY_NODES = (*VIEWS, "Clone", "CopyBackwards", "CopySlices", "ToCopy")
 
 
 def lengthening(x: Tensor) -> Tensor:
@@ -39,30 +39,33 @@ def lengthening(x: Tensor) -> Tensor:
 
 
 def adds_input(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x plus another term: in the autograd graph, only sums, reshapes and copies lead from x to y.
+    """Whether y is x, or elements of x, plus another term: along sums, reshapes and copies of the autograd graph, the
+    derivative is 1.
 
     Args:
         x: a leaf of the autograd graph.
         y: a tensor computed from x.
     """
-    waiting, seen = [y.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "variable", None) is x:
-            return True
-        name = node.name().removesuffix("0").removesuffix("Backward")
-        following = [one for one, _ in node.next_functions]
-        if name in IDENTITY_NODES or (name == "Add" and getattr(node, "_saved_alpha", 1) == 1):
-            waiting += following
-    return False
+    passed = _passed_on(y.grad_fn, torch.ones_like(y), x)
+    return passed is not None and int((passed == 1).sum()) == int(passed.count_nonzero()) == y.numel()
 
 
-def plain_attention() -> Any:
-    """A context manager: attention is computed by matmuls and a softmax, which have second and batched derivatives."""
-    return attention.sdpa_kernel([attention.SDPBackend.MATH])
+def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient at x along sums and `IDENTITY_NODES`; None if no such nodes lead to x."""
+    if node is None:
+        return None
+    if getattr(node, "variable", None) is x:
+        return gradient
+    name = node.name().removeprefix("torch::autograd::").removesuffix("0").removesuffix("Backward")
+    if name not in IDENTITY_NODES and (name != "Add" or getattr(node, "_saved_alpha", 1) != 1):
+        return None
+    passed = node(gradient)
+    total = None
+    # The node of a change in place gives a gradient of its constants too.
+    for (following, _), own in zip(node.next_functions, (passed,) if isinstance(passed, Tensor) else passed, strict=False):
+        part = None if own is None else _passed_on(following, own, x)
+        total = part if total is None else total if part is None else total + part
+    return total
 
 
 def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

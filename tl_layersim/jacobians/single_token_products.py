@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..activations.block_call import FewTokens
-from .replay import adds_input, lengthening, plain_attention
+from ..activations.block_call import FewTokens, plain_attention
+from .replay import adds_input, lengthening
 
 # Largest difference between the single-token replay and the block's output in the full sequence, relative to the norm of the
 # block's update, plus a tolerance relative to the norm of the residual.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..sources.identity import refuse_edits
+from ..sources.identity import EDIT, refuse_edits
 from ..sources.model import Model
 
 # Largest relative error of finite differences.
@@ -35,10 +35,16 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
 
     Raises:
         LayersimError: the blocks are post-norm, cannot be replayed, or are on a server without gradients; or the model has
-            nnsight edits.
+            nnsight edits, and half precision or no gradients.
     """
     refuse_post_norm(model)
-    refuse_edits(model.changes, what)
+    if differences or model.calls != "gradients":
+        refuse_edits(model.changes, what)
+    elif EDIT in model.changes and model.dtype not in ("torch.float32", "torch.float64"):
+        raise LayersimError(
+            f"{what} differentiates an edited model in its own precision, {model.dtype}, which is too coarse. Load it in "
+            "float32."
+        )
     if model.calls == "none":
         raise LayersimError(
             f"{what} replays blocks, which {model.source} does not allow. A custom source must set Model(calls=...)."

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..activations.block_call import BlockCall, whole_block
-from .replay import adds_input, lengthening, plain_attention, reproduces
+from ..activations.block_call import BlockCall, plain_attention, whole_block
+from .replay import adds_input, lengthening, reproduces
 
 # Step of finite differences relative to the residual's norm, for float32 and float64, and for half precision: rounding and
 # curvature are both small at this step.
@@ -52,8 +52,13 @@ class RowProducts:
         batch, pos, d = call.hidden.shape
         memory = min(memory, CPU_MEMORY) if call.hidden.device.type == "cpu" else memory
         self.most = max(1, int(memory / (batch * pos * (48 * d + d // 16 * pos) * dtype.itemsize)))
-        block = whole_block(call, dtype, row, t_in, t_out)
-        self.x = call.hidden[row, t_in].to(dtype)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Run the block, and keep its autograd graph."""
+        call, row, differences = self.call, self.row, self.differences
+        block = whole_block(call, self.dtype, row, self.t_in, self.t_out)
+        self.x = call.hidden[row, self.t_in].to(self.dtype)
         with torch.set_grad_enabled(not differences), plain_attention():
             self.x.requires_grad_(not differences)
             self.y = block(self.x)
@@ -136,3 +141,26 @@ class RowProducts:
         x = torch.stack([self.x + step, self.x - step])
         ahead, behind = torch.unbind(block(x.reshape(-1, step.shape[-1])).reshape(x.shape))
         return (ahead - behind) / 2
+
+
+class GraphProducts(RowProducts):
+    """Products with Jacobians from the autograd graph of the forward pass, `BlockCall.graph`: the block is not replayed.
+
+    Without `super()`, which a server cannot resolve in a class that is shipped by value.
+    """
+
+    def _begin(self) -> None:
+        graph = self.call.graph
+        assert graph is not None
+        self.x = self.call.hidden
+        with torch.enable_grad():
+            # Plus zero, because an edit may replace the output by a constant, whose Jacobian is zero.
+            self.y = graph[self.row, self.t_out] + 0 * self.x[self.row, self.t_out]
+
+    def _transposed(self, u: Tensor) -> Tensor:
+        return RowProducts._transposed(self, u)[:, self.row, self.t_in]
+
+    def _forward(self, v: Tensor) -> Tensor:
+        whole = v.new_zeros(len(v), *self.x.shape)
+        whole[:, self.row, self.t_in] = v
+        return RowProducts._forward(self, whole)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.block_call import first_tensor
+from ..activations.block_call import first_tensor, gradients
 from ..activations.row_pools import AnyKernel, plan_batch
 from ..activations.site_buffer import SiteBuffer
 from ..activations.view import View, reduce
@@ -47,6 +47,7 @@ def submit(
     """
     import nnsight
 
+    differentiated = any(step.differentiated for reader in readers for step in reader.steps)
     with torch.no_grad(), readers[0].model.session(backend=backend):
         stack: list[Any] = []
         for unit in work:
@@ -58,7 +59,7 @@ def submit(
                 views: list[Any] = []
                 for reader in readers:
                     with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
-                        with torch.no_grad():
+                        with gradients(differentiated):
                             keep = item["keep"].long()
                             buffer = SiteBuffer(reader.names, keep, item["shape"], item["pooled"], item["has_tokens"])
                             noted: list[Any] = []
@@ -73,7 +74,8 @@ def submit(
                             lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
                             views.append(View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None))
                             if len(views) == len(readers):
-                                outputs.append(reduce(plan.kernels_of(item["number"]), *views))
+                                with torch.no_grad():
+                                    outputs.append(reduce(plan.kernels_of(item["number"]), *views))
                                 if len(outputs) == len(unit["passes"]):
                                     add_leaves(stack, unit["leaf"], unit["block"], plan.finish(outputs), joined)
         found = nnsight.save(stack)  # noqa: F841 (a result is taken by this name)

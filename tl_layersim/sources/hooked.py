@@ -6,7 +6,7 @@ Hooks are placed on TransformerLens hook points if the model has them. The model
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks
+from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .model import describe, open_transformer_lens, same_stream, settled
 from .out_of_memory import reduce_batch, refusing_one_row
@@ -449,4 +449,7 @@ class HookedSource(PointSource):
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)
-        return call_on(device, self.module, args, options | more)
+        # Graphs of `module.compile()` have no place for hooks.
+        compiled = any(module._compiled_call_impl is not None for module in self.module.modules())
+        with unrecorded(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            return call_on(device, self.module, args, options | more)

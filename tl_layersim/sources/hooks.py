@@ -176,6 +176,19 @@ def kernels_alone() -> Iterator[None]:
             _thread_of_kernels = before
 
 
-def in_kernel() -> bool:
-    """Whether this thread runs a kernel."""
-    return _thread_of_kernels == threading.get_ident()
+_local = threading.local()
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A context manager for forward passes of this package, which probes in the user's loop do not record."""
+    before, _local.unrecorded = getattr(_local, "unrecorded", False), True
+    try:
+        yield
+    finally:
+        _local.unrecorded = before
+
+
+def is_unrecorded() -> bool:
+    """Whether this thread runs a kernel, or a forward pass of this package."""
+    return _thread_of_kernels == threading.get_ident() or getattr(_local, "unrecorded", False)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..activations.block_call import first_tensor, record_call
+from ..activations.block_call import first_tensor, gradients, record_call, with_leaf
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.site_buffer import SiteBuffer
 from ..activations.view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
@@ -45,6 +45,7 @@ class TraceStep:
         envoy: envoy of the module.
         incoming: True to read the input, False for the output.
         is_block: whether the module is a block, whose calls may be recorded.
+        differentiated: whether calls of blocks keep the autograd graph of the forward pass, see `BlockCall.graph`.
         sites: index and hook point of each site in this tensor.
     """
 
@@ -52,6 +53,7 @@ class TraceStep:
     envoy: Any
     incoming: bool
     is_block: bool
+    differentiated: bool
     sites: list[tuple[int, HookPoint]] = field(default_factory=list)
 
 
@@ -108,12 +110,14 @@ def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls:
         args, kwargs = step.envoy.inputs
         if step.is_block:
             given[step.path] = (args, kwargs)
+            if step.differentiated:
+                given[step.path], step.envoy.inputs = with_leaf(args, kwargs)
         value: Any = (*args, *kwargs.values())
     else:
         value = step.envoy.output
         if calls is not None and step.is_block:
             args, kwargs = given[step.path]
-            calls.append(record_call(step.envoy, args, kwargs, value))
+            calls.append(record_call(step.envoy, args, kwargs, value, step.differentiated))
     for site, point in step.sites:
         buffer.put(site, to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions), point.part)
 
@@ -216,13 +220,16 @@ class NNsightSource(PointSource):
         assert order is not None
         events = (*points, *block_events(self.paths))
         steps: list[TraceStep] = []
+        # Edits do not apply to a block that is called again.
+        graphs = self.calling and is_edited(self.envoy)
         for number in order:
             point = events[number]
             is_site = number < len(points)
             if not is_site and not self.calling:
                 continue
             if not steps or steps[-1].path != point.module or steps[-1].incoming != point.incoming:
-                steps.append(TraceStep(point.module, self._envoy_at(point.module), point.incoming, point.module in self.paths))
+                envoy, is_block = self._envoy_at(point.module), point.module in self.paths
+                steps.append(TraceStep(point.module, envoy, point.incoming, is_block, graphs and is_block))
             if is_site:
                 steps[-1].sites.append((number, point))
         return steps
@@ -403,8 +410,9 @@ def _trace(
     shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
     args, options = arguments
     ends_early = not is_edited(model)
+    differentiated = any(step.differentiated for step in steps)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
-        with torch.no_grad():
+        with gradients(differentiated):
             buffer = SiteBuffer(names, keep, shape, pooled, has_tokens)
             calls: list[Any] = []
             given: dict[str, Any] = {}
@@ -412,7 +420,8 @@ def _trace(
                 read_step(step, buffer, given, calls if calling else None)
             here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
             view = View(**buffer.fields(), **here, unembed=unembed, calls=tuple(calls) if calling else None)
-            reduced = reduce(kernels, view)
+            with torch.no_grad():
+                reduced = reduce(kernels, view)
         out: Reduced = nnsight.save(reduced)
         if ends_early:
             tracer.stop()

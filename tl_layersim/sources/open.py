@@ -13,7 +13,7 @@ from ..architectures.hugging_face import find_stacks
 from ..architectures.points import Site
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed
-from ..core.errors import LayersimError, shown
+from ..core.errors import LayersimError, shown, warn
 from ..core.wording import brief, with_article
 from .hooked import HookedSource
 from .nnsight import NNsightSource
@@ -47,6 +47,19 @@ class OpenedModel:
     remote: bool | str = False
     verify: Any = None
     tokens_per_request: int | None = None
+
+    def __post_init__(self) -> None:
+        original = getattr(self.model, "_orig_mod", None)
+        if isinstance(original, torch.nn.Module):
+            warn(
+                f"`model` comes from torch.compile; its original module {type(original).__name__} is used, because compiled "
+                "graphs have no place for hooks."
+            )
+            object.__setattr__(self, "model", original)
+            for name in ("layers", "unembed"):
+                paths = getattr(self, name)
+                if paths is not None:
+                    object.__setattr__(self, name, [path.removeprefix("_orig_mod.") for path in paths])
 
     @classmethod
     def of(cls, model: Any) -> OpenedModel:

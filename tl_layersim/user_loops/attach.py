@@ -125,6 +125,11 @@ class LoopProbe(Probe):
                 "The probe measured nothing: no forward pass ran inside its `with` block. Call model(tokens), not "
                 'model.forward(tokens); a compiled model also needs torch.compiler.set_stance("force_eager").'
             )
+        if self._tokens == 0:
+            raise LayersimError(
+                "The probe measured nothing: `probe.mask`, the attention mask or `positions=` excludes every position of the "
+                f"forward passes so far ({self._forwards})."
+            )
         if not self._checked:
             raise LayersimError(
                 f"The lens cannot be checked: the head never ran in {self._forwards} forward passes of the blocks alone. Run "

@@ -41,6 +41,15 @@ class Probe:
         self._tree = SumTree(1 if self._intervals else None)
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise _not_copied()
+
+    def __copy__(self) -> Probe:
+        raise _not_copied()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
+        raise _not_copied()
+
     def __enter__(self) -> Probe:
         raise LayersimError(
             "The probe of an nnsight model cannot be entered. Call probe.read() in an empty invoke of each trace: with "
@@ -142,3 +151,9 @@ class Probe:
         how |= {"intervals": True} if self._intervals else {}
         blocks = tree.blocks() if self._intervals else None
         return make_report(analyzers, models, tally, tree.total().sums, {}, how, blocks)
+
+
+def _not_copied() -> LayersimError:
+    return LayersimError(
+        "A probe cannot be copied or pickled, because it belongs to its model. Use probe.results(), a report that can be saved."
+    )

@@ -29,7 +29,7 @@ from ..core.errors import LayersimError, warn
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
 from ..sources.hooked import HookedSource, not_once, whole_tensor
-from ..sources.hooks import StopForward, in_kernel, on_enter, on_leave, temporary_hooks
+from ..sources.hooks import StopForward, is_unrecorded, on_enter, on_leave, temporary_hooks
 
 
 class ProbeHook:
@@ -304,7 +304,7 @@ class Recorder:
 
         def call(*args: Any) -> None:
             # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing uses the same test.
-            if self.stopped or in_kernel() or torch._C._current_graph_task_id() != -1:
+            if self.stopped or is_unrecorded() or torch._C._current_graph_task_id() != -1:
                 return
             try:
                 if threading.get_ident() != self.thread:
