@@ -117,13 +117,6 @@ def test_every_layout_is_on_the_page():
     assert known == {name for key in (*MODELS, *MORE) for name in map_of(key)[1]}
 
 
-def test_the_table_that_sites_prints_is_the_page():
-    shown = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    assert shown
-    found = lsim.sites(lsim.demo_model())
-    assert shown[1].rstrip() == found[found.block == 0].drop(columns="block").to_string(index=False)
-
-
 def sites_in_words(cls) -> str:
     if cls.families:
         return "attention and MLP outputs and the stream around them, whatever `at=` says"
