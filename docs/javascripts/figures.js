@@ -122,12 +122,13 @@
   // A figure for less room than its own width: its title and subtitle in more lines, above a plot of the same height.
   function narrower(layout, family, room) {
     const { title, margin, width, height } = layout;
-    if (!title || !title.text || !height) return layout;
-    const again = (part) => part && part.text && { ...part, text: broken(part.text, part.font.size, family, width, room) };
-    const parts = { ...again(title), subtitle: again(title.subtitle) || title.subtitle };
-    const more = (one, other, size) => (one.split("<br>").length - other.split("<br>").length) * size;
-    const ofTitle = more(parts.text, title.text, title.font.size);
-    const ofSubtitle = more(parts.subtitle.text || "", title.subtitle.text || "", title.subtitle.font.size);
+    // Figures of this package name the sizes of their letters.
+    if (!title || !title.subtitle || !title.font || !height) return layout;
+    const again = (part) => (part.text ? { ...part, text: broken(part.text, part.font.size, family, width, room) } : part);
+    const parts = { ...again(title), subtitle: again(title.subtitle) };
+    const lines = (part) => (part.text || "").split("<br>").length;
+    const ofTitle = (lines(parts) - lines(title)) * title.font.size;
+    const ofSubtitle = (lines(parts.subtitle) - lines(title.subtitle)) * (title.subtitle.font || title.font).size;
     const added = Math.round(1.25 * ofTitle + 1.35 * ofSubtitle);
     parts.pad = { ...title.pad, t: title.pad.t + 0.6 * ofTitle };
     return { ...layout, title: parts, height: height + added, margin: { ...margin, t: margin.t + added } };
