@@ -174,6 +174,10 @@
     } else if (layout.width > room) {
       // Heat maps keep their proportions.
       if (maps.size && layout.height) layout.height = Math.max(320, Math.round((layout.height * room) / layout.width));
+      // So do the numbers in their cells, down to letters that can be read.
+      const ratio = room / layout.width;
+      const smaller = (font) => ({ ...font, size: Math.min(font.size, Math.max(8, Math.floor(font.size * ratio))) });
+      data = data.map((trace) => (trace.type === "heatmap" && trace.textfont ? { ...trace, textfont: smaller(trace.textfont) } : trace));
       layout = { ...narrower(layout, family, room), width: room };
     } else if (!layout.width) {
       layout.width = room;
