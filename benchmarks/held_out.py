@@ -2,7 +2,7 @@
 
 python benchmarks/held_out.py [FOLDER_OF_MODEL FILE_OF_TEXTS]
 
-`docs/probes.md` and `docs/exits.md` have the numbers.
+`docs/probes.md` and `docs/early_exit.md` have the numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of docs/lens.md, docs/saturation.md and docs/exits.md: what the layers of real models would say, over real text.
+"""Tables of docs/lens.md, docs/decide.md and docs/early_exit.md: what the layers of real models would say, over real text.
 
     python benchmarks/real_lens.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --tokens 8192 > tables.md
 

@@ -171,7 +171,9 @@ def _shown(output: dict[str, Any]) -> str:
 
 
 def _text(text: str) -> str:
-    return f'<pre class="executed-output"><code>{html.escape(text.rstrip()).replace(chr(10), "&#10;")}</code></pre>'
+    # Lines of a table are scrolled where a page is narrow; others are wrapped.
+    kind = " executed-table" if re.search(r"\S {2,}\S", text) else ""
+    return f'<pre class="executed-output{kind}"><code>{html.escape(text.rstrip()).replace(chr(10), "&#10;")}</code></pre>'
 
 
 def _warnings(text: str) -> str:

@@ -93,6 +93,47 @@
     return { data: traces, layout: moved };
   }
 
+  // Pixels beside a title, of both sides.
+  const BESIDE = 32;
+
+  // Text that was broken for a figure of one width, broken anew for another. Lines with tags stay.
+  function broken(text, size, family, width, room) {
+    const lines = [];
+    let before = "";
+    for (const line of text.split("<br>")) {
+      // The line before was full: both are one sentence.
+      const full = `${before} ${line.split(" ")[0]}`.length > (width - 40) / (0.5 * size);
+      if (before && full && !(before + line).includes("<")) lines.push(`${lines.pop()} ${line}`);
+      else lines.push(line);
+      before = line;
+    }
+    pen.font = `${size}px ${family}`;
+    const fits = (line) => line.includes("<") || pen.measureText(line).width <= room - BESIDE;
+    return lines
+      .flatMap((line) =>
+        line.split(" ").reduce((done, word) => {
+          const longer = done.length ? `${done[done.length - 1]} ${word}` : word;
+          return done.length && (fits(line) || fits(longer)) ? [...done.slice(0, -1), longer] : [...done, word];
+        }, []),
+      )
+      .join("<br>");
+  }
+
+  // A figure for less room than its own width: its title and subtitle in more lines, above a plot of the same height.
+  function narrower(layout, family, room) {
+    const { title, margin, width, height } = layout;
+    // Figures of this package name the sizes of their letters.
+    if (!title || !title.subtitle || !title.font || !height) return layout;
+    const again = (part) => (part.text ? { ...part, text: broken(part.text, part.font.size, family, width, room) } : part);
+    const parts = { ...again(title), subtitle: again(title.subtitle) };
+    const lines = (part) => (part.text || "").split("<br>").length;
+    const ofTitle = (lines(parts) - lines(title)) * title.font.size;
+    const ofSubtitle = (lines(parts.subtitle) - lines(title.subtitle)) * (title.subtitle.font || title.font).size;
+    const added = Math.round(1.25 * ofTitle + 1.35 * ofSubtitle);
+    parts.pad = { ...title.pad, t: title.pad.t + 0.6 * ofTitle };
+    return { ...layout, title: parts, height: height + added, margin: { ...margin, t: margin.t + added } };
+  }
+
   const place = (x, y) => `${x || "x"} ${y || "y"}`;
 
   function specification(element) {
@@ -133,7 +174,11 @@
     } else if (layout.width > room) {
       // Heat maps keep their proportions.
       if (maps.size && layout.height) layout.height = Math.max(320, Math.round((layout.height * room) / layout.width));
-      layout.width = room;
+      // So do the numbers in their cells, down to letters that can be read.
+      const ratio = room / layout.width;
+      const smaller = (font) => ({ ...font, size: Math.min(font.size, Math.max(8, Math.floor(font.size * ratio))) });
+      data = data.map((trace) => (trace.type === "heatmap" && trace.textfont ? { ...trace, textfont: smaller(trace.textfont) } : trace));
+      layout = { ...narrower(layout, family, room), width: room };
     } else if (!layout.width) {
       layout.width = room;
     }

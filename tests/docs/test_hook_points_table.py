@@ -1,7 +1,4 @@
-"""The tables of docs/hook_points.md against the code: families, architectures, modules that are read, and analyzers.
-
-`python -m tests.docs.test_hook_points_table` prints the rows of the table of modules.
-"""
+"""The tables of docs/hook_points.md against the code: families, architectures and analyzers."""
 
 from __future__ import annotations
 
@@ -49,8 +46,6 @@ ARCHITECTURES = {
     "BEiT": ["beit unscaled"],
     "Swin": ["swin"],
 }
-# Families by column: whether the input of the module is read, None where architectures differ, so that a cell says which.
-MODULE_FAMILIES = {"attn_out": False, "resid_mid": None, "mlp_post": True, "mlp_out": False}
 
 
 def keys_of(architecture: str) -> list[str]:
@@ -82,33 +77,6 @@ def table(first: str) -> list[dict[str, str]]:
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def modules_of(keys: list[str]) -> tuple[str, ...]:
-    """The modules of blocks that are read, relative to the block, for each family of `MODULE_FAMILIES`."""
-    found: dict[str, list[str]] = {family: [] for family in MODULE_FAMILIES}
-    for key in keys:
-        sites = map_of(key)[0].sites
-        blocks = [site.point.module for site in sites if site.family == "resid_post"]
-        for site in sites:
-            if site.family in found:
-                [block] = [path for path in blocks if site.point.module.startswith(f"{path}.")]
-                path = site.point.module.removeprefix(f"{block}.")
-                incoming = MODULE_FAMILIES[site.family]
-                assert incoming in (None, site.point.incoming)
-                found[site.family].append(f"`{path}`" + (" (input)" if incoming is None and site.point.incoming else ""))
-    return tuple(", ".join(dict.fromkeys(names)) or "–" for names in found.values())
-
-
-def rows_of_modules() -> list[str]:
-    """The rows of the table of modules: architectures with the same modules stand in one row."""
-    together: dict[tuple[str, ...], list[str]] = {}
-    for row in table("architecture | `resid_pre` `resid_post`"):
-        for name in row["architecture"].split(", "):
-            if name in ("any other", "Mamba"):
-                break
-            together.setdefault(modules_of(keys_of(name)), []).append(name)
-    return [f"| {', '.join(names)} | {' | '.join(modules)} |" for modules, names in together.items()]
 
 
 def test_the_table_of_families_has_every_family_with_its_name_and_module():
@@ -149,18 +117,6 @@ def test_every_layout_is_on_the_page():
     assert known == {name for key in (*MODELS, *MORE) for name in map_of(key)[1]}
 
 
-def test_the_table_of_modules_is_what_is_read():
-    found = [f"| {' | '.join(row.values())} |" for row in table("architecture | output: `attn_out`")]
-    assert found == rows_of_modules(), "python -m tests.docs.test_hook_points_table prints the rows"
-
-
-def test_the_table_that_sites_prints_is_the_page():
-    shown = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    assert shown
-    found = lsim.sites(lsim.demo_model())
-    assert shown[1].rstrip() == found[found.block == 0].drop(columns="block").to_string(index=False)
-
-
 def sites_in_words(cls) -> str:
     if cls.families:
         return "attention and MLP outputs and the stream around them, whatever `at=` says"
@@ -194,7 +150,3 @@ def test_families_that_the_page_says_are_refused_are_refused():
         ("mamba", "z", "no heads"),
     ):
         assert reason in map_of(key)[0].lacks[family]
-
-
-if __name__ == "__main__":
-    print("\n".join(rows_of_modules()))

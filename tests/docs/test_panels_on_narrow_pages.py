@@ -1,9 +1,12 @@
-"""Figures of panels on pages of the documentation: side by side where there is room, else in one column."""
+"""Figures on pages of the documentation: panels side by side where there is room, else in one column; titles in more lines."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import plotly.express
+import plotly.graph_objects as go
 import pytest
 from plotly.offline import get_plotlyjs
 
@@ -30,8 +33,12 @@ BOXES = """
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     report = lsim.analyze(tiny_llama(), random_tokens(), [lsim.Cosine(), lsim.CKA(minibatch=16), lsim.LogitLens()])
-    figure = executed_pages()._figure_html(json.loads(report.plot().to_json()))
-    folder = tmp_path_factory.mktemp("page")
+    return written(tmp_path_factory.mktemp("page"), report.plot())
+
+
+def written(folder: Path, *figures: go.Figure) -> Path:
+    """A page with figures as the hook of mkdocs writes them."""
+    figure = "".join(executed_pages()._figure_html(json.loads(figure.to_json())) for figure in figures)
     (folder / "plotly.js").write_text(get_plotlyjs(), encoding="utf-8")
     (folder / "figures.js").write_text((ROOT / "docs/javascripts/figures.js").read_text(encoding="utf-8"), encoding="utf-8")
     style = (ROOT / "docs/stylesheets/figures.css").read_text(encoding="utf-8")
@@ -59,3 +66,22 @@ def test_panels_are_beside_or_below_one_another_and_none_is_cut(page, browser, w
     if columns == 1:
         assert bars[0][3] < titles[1][2] < bars[1][2]
         assert bars[1][3] < titles[2][2]
+
+
+def test_titles_are_broken_anew_and_figures_without_titles_are_drawn(tmp_path, browser):
+    result = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine())["cosine"]
+    long = result.plot(title="Words that fill one line of a figure and two lines of a telephone")
+    page = written(tmp_path, long, plotly.express.scatter(y=[1, 2]))
+    tops = {}
+    for width in (900, 380):
+        browser.look(width)
+        browser.open(page.as_uri())
+        [title] = browser.evaluate(BOXES.format(".gtitle"))
+        [subtitle] = browser.evaluate(BOXES.format(".gtitle-subtitle"))
+        plots = browser.evaluate(BOXES.format(".bglayer .bg, .plot"))
+        assert max(title[1], subtitle[1]) <= width
+        tops[width] = title[3] - title[2]
+        assert title[3] <= subtitle[2] + 6
+        assert subtitle[3] <= min(top for _, _, top, _ in plots) + 6
+        assert browser.evaluate('document.querySelectorAll(".executed-figure__plot .main-svg").length') >= 4
+    assert tops[380] > 1.5 * tops[900]

@@ -183,9 +183,7 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Fig
     bar = colour_bar(_words(drawn)) | {"thickness": 16}
     fig.update_layout(coloraxis=scale.axis() | {"colorbar": bar})
     styled(fig, _title(drawn, sides, ""), height=int(plot + 140))
-    with_subtitle(fig, html.escape("; ".join(filter(None, (_note(drawn, ""), scale.note))), quote=False))
-    # Room for the names of the runs above their matrices.
-    return fig.update_layout(height=fig.layout.height + 20, margin_t=fig.layout.margin.t + 20)
+    return with_subtitle(fig, html.escape("; ".join(filter(None, (_note(drawn, ""), scale.note))), quote=False))
 
 
 def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:

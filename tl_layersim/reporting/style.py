@@ -236,6 +236,8 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     top = 8.0 if paper else BUTTONS + 10
     top += 1.25 * size.title * (title.count("<br>") + 1) if title else 0
     top += (8 if paper else 12) + 1.35 * size.font * (subtitle.count("<br>") + 1) if subtitle else 0
+    # Titles of panels stand above the first row.
+    top += 1.6 * size.font * any((note.y, note.yref, note.yanchor) == (1, "paper", "bottom") for note in layout.annotations)
     if paper:
         _for_paper(fig, size, wide, plot, columns)
     return fig.update_layout(
