@@ -13,7 +13,7 @@ from ..architectures.hugging_face import find_stacks
 from ..architectures.points import Site
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed
-from ..core.errors import LayersimError, shown, warn
+from ..core.errors import LayersimError, shown
 from ..core.wording import brief, with_article
 from .hooked import HookedSource
 from .nnsight import NNsightSource
@@ -51,6 +51,9 @@ class OpenedModel:
     def __post_init__(self) -> None:
         original = getattr(self.model, "_orig_mod", None)
         if isinstance(original, torch.nn.Module):
+            # Imported here, because a user's trace that names an opened model ships this class by value, with what it names.
+            from ..core.errors import warn
+
             warn(
                 f"`model` comes from torch.compile; its original module {type(original).__name__} is used, because compiled "
                 "graphs have no place for hooks."
