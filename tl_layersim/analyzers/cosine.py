@@ -37,7 +37,7 @@ class CosineResult(LayerMatrix):
         std: `residual residual`, standard deviation over tokens (divided by N).
         below_zero: `residual residual`, fraction of tokens with a negative cosine.
         to_last: `quantile residual`, quantiles over tokens of COS(l, L), exact to one histogram bin.
-        to_last_minimum: `residual`, smallest COS(l, L) of a token, rounded down to the edge of its histogram bin.
+        to_last_minimum: `residual`, smallest COS(l, L) of a token, rounded down to the edge of its histogram bin (figure 10).
         to_last_outliers: `residual`, fraction of tokens whose COS(l, L) is an outlier of a box plot: more than 1.5
             interquartile ranges below the first or above the third quartile, by whole histogram bins.
         adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), exact to one histogram bin.
@@ -97,7 +97,6 @@ class CosineResult(LayerMatrix):
         "residual",
         label="Smallest cosine similarity",
         title="Smallest cosine of a token to the last layer",
-        caption="A few tokens may point away from their last layer where the mean does not " + JIANG.format("figure 10"),
         within=None,
     )
     to_last_outliers: Float64[Tensor, " row"] = axes(
