@@ -18,7 +18,9 @@ def test_uncentred_equals_its_oracle():
     found = from_views(lsim.Cosine(center="none"), [view(x) for x in data])
     for field, value in oracles.oracle_cosine(data, center="none").items():
         tolerance = 2e-3 if field in ("to_last", "adjacent") else 1e-10
-        np.testing.assert_allclose(getattr(found, field), value, atol=tolerance, err_msg=field)
+        # Bins of a hundredth of a decade.
+        relative = 0.024 if field == "norm_ratio_quantiles" else 1e-7
+        np.testing.assert_allclose(getattr(found, field), value, atol=tolerance, rtol=relative, err_msg=field)
 
 
 def test_centring_matters_and_is_recorded():
@@ -71,6 +73,7 @@ def test_monotone_share_counts_tokens_that_rise_at_every_step():
     np.testing.assert_allclose(found.triple_share, [np.nan, 0.75, (3 + 2 + 3 + 2) / 12])
 
 
+@pytest.mark.filterwarnings("ignore:Tokens whose residual is zero")
 def test_a_token_without_direction_at_a_layer_has_no_triple_there():
     x = residuals(0)
     x[0, :30] = 0

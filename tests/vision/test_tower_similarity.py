@@ -153,7 +153,7 @@ def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
     expected = [[torch.nn.functional.cosine_similarity(a, b).mean() for b in normed[1]] for a in normed[0]]
     np.testing.assert_allclose(found.values.numpy(), np.array(expected), atol=1e-10)
     assert found.provenance.options["norm"] == "after"
-    with pytest.raises(lsim.LayersimError, match="`norm` is 'after'.*projected"):
+    with pytest.raises(lsim.LayersimError, match=r"`norm` is 'after'.*projected"):
         tower_similarity(model, data, norm="after", projected=False)
 
 
