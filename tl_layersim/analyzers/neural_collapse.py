@@ -305,7 +305,8 @@ class NeuralCollapse(LabelledAnalyzer):
         weight = self.classifier.detach().cpu().double()[classes]
         weight = weight - weight.mean(0)
         means = away / away.flatten(1).norm(dim=1)[:, None, None]
-        return (weight / weight.norm() - means).square().sum((1, 2))
+        gap: Tensor = (weight / weight.norm() - means).square().sum((1, 2))
+        return gap
 
 
 def simplex_gap(away: Tensor) -> Tensor:
@@ -316,8 +317,9 @@ def simplex_gap(away: Tensor) -> Tensor:
     """
     unit = away / away.norm(dim=-1, keepdim=True)
     k = away.shape[1]
-    gap = ((unit @ unit.mT).clamp(-1, 1) + 1 / (k - 1)).abs()
-    return gap.masked_fill(torch.eye(k, dtype=torch.bool), 0).sum((1, 2)) / (k * (k - 1))
+    gap: Tensor = ((unit @ unit.mT).clamp(-1, 1) + 1 / (k - 1)).abs()
+    gap = gap.masked_fill(torch.eye(k, dtype=torch.bool), 0).sum((1, 2)) / (k * (k - 1))
+    return gap
 
 
 def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:

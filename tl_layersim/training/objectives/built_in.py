@@ -133,7 +133,8 @@ def _centred(x: Tensor) -> Tensor:
     """Samples `sample width` minus their mean, scaled to Frobenius norm 1; in float32, or in float64 if `x` is float64."""
     x = x if x.dtype == torch.float64 else x.float()
     x = x - x.sum(0) / max(1, len(x))
-    return x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    unit: Tensor = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    return unit
 
 
 def _cka(x: Tensor, y: Tensor) -> Tensor:
@@ -142,7 +143,8 @@ def _cka(x: Tensor, y: Tensor) -> Tensor:
         between, own = ((x @ x.T) * (y @ y.T)).sum(), (x @ x.T).norm() * (y @ y.T).norm()
     else:
         between, own = (x.T @ y).square().sum(), (x.T @ x).norm() * (y.T @ y).norm()
-    return between / own.clamp(min=torch.finfo(own.dtype).tiny)
+    cka: Tensor = between / own.clamp(min=torch.finfo(own.dtype).tiny)
+    return cka
 
 
 def _direction(x: Tensor) -> Tensor:
