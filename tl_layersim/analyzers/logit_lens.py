@@ -344,11 +344,13 @@ def lens_kernel(
         heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
     target = with_labels(view, labels, read_positions(view))
+    # Before the lens, whose logits are the most memory.
+    closer = _closer_to_last(view, mean)
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)
     known = target != NO_LABEL
     log_prob, before = lens["target_log_prob"][:, known], lens["before"][:, known]
     rises, correct = log_prob[1:] > log_prob[:-1], before == 0
-    closer = _closer_to_last(view, mean)[:, known]
+    closer = closer[:, known]
     return {
         "steps": rises.sum(1),
         "steps closer": (rises & closer).sum(1),
@@ -375,14 +377,14 @@ def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
     """
-    x = read_vectors(view, view.activations[1:])
-    offset = None if mean is None else mean[1:].to(x).repeat(1, x.shape[-1] // mean.shape[-1])[:, None]
     last, cosines, known = None, [], []
-    for layer in reversed(range(len(x))):
-        own = x[layer] if offset is None else x[layer] - offset[layer]
-        unit, norm = unit_vectors(own)
+    # Layer by layer from the last, because a copy of all of them would be large.
+    for layer in reversed(range(1, len(view.activations))):
+        own = read_vectors(view, view.activations[layer : layer + 1])
+        offset = None if mean is None else mean[layer].to(own).repeat(own.shape[-1] // mean.shape[-1])
+        unit, norm = unit_vectors(own if offset is None else own - offset)
         last = unit if last is None else last
-        cosines.append((unit * last).sum(-1))
-        known.append(norm > 0 if offset is None else beyond_rounding(own[None], offset[layer][None])[0])
+        cosines.append((unit * last).sum(-1)[0])
+        known.append((norm > 0 if offset is None else beyond_rounding(own - offset, offset))[0])
     cosine, defined = torch.stack(cosines[::-1]), torch.stack(known[::-1])
     return (cosine[1:] > cosine[:-1]) & defined[1:] & defined[:-1] & defined[-1]
