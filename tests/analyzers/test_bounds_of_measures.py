@@ -47,10 +47,20 @@ RATIO = (1, math.inf)
 EXPECTED = {
     CosineResult: dict.fromkeys(("values", "to_last", "adjacent"), COSINE)
     # Numbers from -1 to 1 have a standard deviation of 1 at most; 1 - cosine is 2 for the opposite direction.
-    | dict.fromkeys(("std", "below_zero", "monotone_share", "angular"), FRACTION)
-    | {"norm_ratio": POSITIVE, "block_influence": (0, 2), "mean": None},
+    | dict.fromkeys(
+        ("std", "below_zero", "monotone_share", "step_share", "triple_share", "to_last_outliers", "angular"), FRACTION
+    )
+    | {
+        "to_last_minimum": None,
+        "norm_ratio": POSITIVE,
+        "norm_ratio_quantiles": POSITIVE,
+        "block_influence": (0, 2),
+        "mean": None,
+    },
     # By the inequality of Cauchy and Schwarz, which holds for U-centred Gram matrices too.
-    CKAResult: NULL | {"values": COSINE} | dict.fromkeys(("effective_samples", "column_effective_samples"), (1, math.inf)),
+    CKAResult: NULL
+    | {"values": COSINE, "biased": FRACTION}
+    | dict.fromkeys(("effective_samples", "column_effective_samples"), (1, math.inf)),
     RSAResult: NULL | {"values": COSINE},
     MutualKNNResult: NULL | {"values": FRACTION, "chance": FRACTION},
     # 1 - R2 is a ratio of squares, without an upper end.
@@ -83,7 +93,7 @@ EXPECTED = {
     # A path is never shorter than the straight line. Angles from 0 to pi have a deviation of pi / 2 at most.
     TrajectoryResult: {
         **dict.fromkeys(("values", "norm_std", "norm_quantiles"), POSITIVE),
-        **dict.fromkeys(("update_norm", "update_norm_std", "update_norm_quantiles"), POSITIVE),
+        **dict.fromkeys(("update_norm", "update_norm_std", "update_norm_quantiles", "geodesic_deviation"), POSITIVE),
         **{
             f"{name}{suffix}": POSITIVE
             for name in ("expodistance", "equidistance")
@@ -108,6 +118,7 @@ EXPECTED = {
     LogitLensResult: {
         **dict.fromkeys(("values", "kl_to_final", "entropy"), POSITIVE),
         **dict.fromkeys(("accuracy", "top_k_accuracy", "target_probability", "agreement", "monotone_share"), FRACTION),
+        **dict.fromkeys(("step_share", "step_share_if_closer", "lost_share"), FRACTION),
         "perplexity": RATIO,
     },
     SaturationResult: {
@@ -120,7 +131,9 @@ EXPECTED = {
         **dict.fromkeys(("accuracy", "agreement", "part_accuracy", "part_agreement"), FRACTION),
         **dict.fromkeys(("perplexity", "speedup", "part_perplexity"), RATIO),
     },
-    NeuralCollapseResult: dict.fromkeys(("values", "within", "between", "samples"), POSITIVE),
+    # 1 + 1 / (K - 1) is 2 for two classes; vectors of norm 1 are 2 apart.
+    NeuralCollapseResult: dict.fromkeys(("values", "within", "between", "samples", "equinorm"), POSITIVE)
+    | {"nc2": (0, 2), "nc3": (0, 4)},
     LinearProbeResult: {
         **dict.fromkeys(("values", "train_accuracy", "control_accuracy"), FRACTION),
         "selectivity": COSINE,

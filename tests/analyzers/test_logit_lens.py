@@ -10,7 +10,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, residuals, view
+from ..views import from_views, own_head, residuals, view
 from ..wrapped_models import LENSES, by_hand, read_logits, tables
 
 
@@ -35,6 +35,25 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
     said = np.array([[p.argmax() for p in row] for row in table])
     first = [min(k for k in range(said.shape[1]) if (row[k:] == row[-1]).all()) for row in said]
     assert saturation.counts.tolist() == [first.count(k) for k in range(said.shape[1])]
+
+
+def test_theorem_2_2_centred_equals_its_oracle():
+    data = [residuals(seed, tokens=20) for seed in range(2)]
+    found = from_views(lsim.LogitLens(center="dataset"), [view(x) for x in data])
+    expected = oracles.oracle_logit_lens(data, center=True)
+    raw = oracles.oracle_logit_lens(data)
+    for name in ("step_share", "step_share_if_closer", "lost_share"):
+        np.testing.assert_allclose(getattr(found, name), expected[name], err_msg=name)
+    assert not np.allclose(raw["step_share_if_closer"][1:], expected["step_share_if_closer"][1:])
+
+
+def test_correct_predictions_that_a_later_layer_loses():
+    best = torch.tensor([[0, 0, 0, 0], [1, 2, 0, 4], [2, 2, 3, 4], [1, 2, 0, 4]])
+    x = 5.0 * torch.nn.functional.one_hot(best, 8).double().numpy()
+    found = from_views(lsim.LogitLens(), [view(x, np.arange(4), unembed=own_head(np.eye(8)))])
+    np.testing.assert_allclose(found.accuracy, [2 / 3, 2 / 3, 2 / 3])
+    # The next tokens are 1, 2 and 3.
+    np.testing.assert_allclose(found.lost_share, [1 / 3, 1 / 3, 0])
 
 
 def test_one_lens_serves_all_who_ask():

@@ -47,9 +47,35 @@ def test_it_equals_its_oracle_with_labels_and_the_most_frequent_classes(classes)
     expected = oracles.oracle_neural_collapse([x], [None if y < 0 else int(y) for y in label], classes)
     found = of(x, label, classes=classes)
     for name, value in expected.items():
-        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-8, err_msg=name)
+        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-8, atol=1e-12, err_msg=name)
     by_id = of(x, label, classes=found.labels)
     assert worst(found, by_id) == 0
+
+
+def test_a_simplex_that_the_classifier_has_too():
+    """Equal norms, cosines of -1 / 3, and the rows of the classifier along the class means."""
+    simplex = np.eye(4) - 0.25
+    x = (3 * simplex)[np.repeat(np.arange(4), 10)] + 5
+    x = np.stack([x, x @ np.diag([1, 1, 1, -1])])
+    label = torch.as_tensor(np.repeat(np.arange(4), 10))
+    weight = torch.as_tensor(np.concatenate([0.1 * simplex + 7, np.ones((2, 4))]))
+    found = from_views(lsim.NeuralCollapse(labels="data", level="token", classifier=weight), [view(x, labels=label)])
+    np.testing.assert_allclose(found.nc2, 0, atol=1e-12)
+    np.testing.assert_allclose(found.equinorm, 0, atol=1e-12)
+    np.testing.assert_allclose(found.nc3[0], 0, atol=1e-12)
+    assert found.nc3[1] > 0.5
+    assert bool(of(x, label).nc3.isnan().all())
+
+
+def test_nc3_equals_its_oracle():
+    (x, label), weight = planted(1.0), np.random.default_rng(3).normal(size=(6, 8))
+    expected = oracles.oracle_neural_collapse([x], label.tolist(), weight=weight)
+    found = of(x, label, classifier=torch.as_tensor(weight))
+    np.testing.assert_allclose(found.nc3, expected["nc3"], rtol=1e-10)
+    with pytest.raises(lsim.LayersimError, match=r"`classifier` has 3 rows.* 3\b"):
+        of(x, label, classifier=torch.as_tensor(weight[:3]))
+    with pytest.raises(lsim.LayersimError, match=r"`classifier` has shape \(6, 8\).* 32"):
+        lsim.analyze(tiny_llama(), random_tokens(), lsim.NeuralCollapse(classifier=torch.as_tensor(weight)))
 
 
 def test_more_classes_than_dimensions():

@@ -41,6 +41,8 @@ def test_equal_steps_and_a_zigzag():
     # Four unit steps, two in each of two directions.
     np.testing.assert_allclose(found.lss.mean, 4 / np.sqrt(8), atol=1e-12)
     np.testing.assert_allclose(found.update_norm, 1, atol=1e-12)
+    # A corner is half a diagonal of a unit square away from the diagonal of two, every second step.
+    np.testing.assert_allclose(found.geodesic_deviation, [0, 0.25, 0, 0.25, 0], atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [2, 3, 4])

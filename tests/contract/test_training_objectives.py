@@ -55,7 +55,8 @@ def test_a_loss_is_finite_and_a_sum_over_targets(name, schedule):
         whole = objective(batch_of(tokens), step)
         assert whole.dim() == 0
         assert bool(whole.isfinite())
-        for sizes in ([1] * 6, [2, 4], [5, 1]):
+        # CKA relates the rows of a forward pass to each other.
+        for sizes in ([1] * 6, [2, 4], [5, 1]) if name != "cka-reg" else ():
             parts = sum(objective(batch_of(rows), step) for rows in tokens.split(sizes))
             torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
 

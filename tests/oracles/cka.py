@@ -93,8 +93,12 @@ def oracle_cka(
         r = [np.sum((token - part[layer].mean(0)) ** 2) for part in parts for token in part[layer]]
         return sum(r) ** 2 / sum(one**2 for one in r)
 
+    whole = np.full((height, width), np.nan)
+    if exact:
+        whole = oracle_cka(batches, others, biased=True, row=row)["values"]
     return {
         "values": values,
+        "biased": whole,
         "effective_samples": np.array([effective(batches, a) for a in range(height)]),
         "column_effective_samples": np.array([effective(others, b) for b in range(width)]),
     } | no_null(height, width)

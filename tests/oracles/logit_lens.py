@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from .common import HEAD, lens_by_token, next_of
+from .common import HEAD, cosine_of, lens_by_token, next_of
 
 
 def oracle_logit_lens(
@@ -19,6 +19,7 @@ def oracle_logit_lens(
     ks: tuple[int, ...] = (1, 5),
     head: np.ndarray = HEAD,
     heads: list[tuple[np.ndarray, np.ndarray]] | None = None,
+    center: bool = False,
 ) -> dict[str, np.ndarray]:
     table = lens_by_token(batches, targets or next_of(batches), norm, head, heads)
     known = [row for row in table if "p" in row[0]]
@@ -27,9 +28,20 @@ def oracle_logit_lens(
     def mean(of, rows) -> np.ndarray:
         return np.array([sum(of(row[layer], row) for row in rows) / len(rows) for layer in layers])
 
+    x = np.concatenate(batches, axis=1)[1:]
+    x = x - x.mean(1, keepdims=True) if center else x
+    cos = [[cosine_of(x[layer, t], x[-1, t]) for layer in layers] for t in range(len(table)) if "p" in table[t][0]]
+    steps = [[a["p"] < b["p"] for a, b in itertools.pairwise(row)] for row in known]
+    closer = [[a < b for a, b in itertools.pairwise(row)] for row in cos]
+    both = np.array(steps) & np.array(closer)
+    lost = mean(lambda one, row: one["place"] == 0 and any(r["place"] > 0 for r in row[row.index(one) :]), known)
+
     cross_entropy = mean(lambda one, row: -np.log(one["p"]), known)
     rises = [all(a["p"] < b["p"] for a, b in itertools.pairwise(row)) for row in known]
     return {
+        "step_share": np.array([np.nan, *np.mean(steps, 0)]),
+        "step_share_if_closer": np.array([np.nan, *(both.sum(0) / np.sum(closer, 0))]),
+        "lost_share": lost,
         "values": cross_entropy,
         "perplexity": np.exp(cross_entropy),
         "accuracy": mean(lambda one, row: one["place"] == 0, known),

@@ -41,6 +41,12 @@ def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, n
         "equidistance": np.array([np.std(u) / np.mean(u) for u in update]),
     }
 
+    line = [[(1 - at) * path[0] + at * path[-1] for at in np.linspace(0, 1, len(path))] for path in paths]
+    away = [
+        [np.linalg.norm(v - w) / np.linalg.norm(path[-1] - path[0]) for v, w in zip(path, straight, strict=True)]
+        for path, straight in zip(paths, line, strict=True)
+    ]
+
     def quantiles(values: np.ndarray) -> np.ndarray:
         return np.array([np.quantile(values, q, axis=0, method="inverted_cdf") for q in LEVELS])
 
@@ -54,6 +60,7 @@ def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, n
         "update_norm": update.mean(0),
         "update_norm_std": update.std(0),
         "update_norm_quantiles": quantiles(update),
+        "geodesic_deviation": np.mean(away, axis=0),
         "growth": alpha.mean(0),
         "windowed_lss": np.array(windows).mean(0),
         "windowed_lss_std": np.array(windows).std(0),

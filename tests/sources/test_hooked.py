@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import nnsight
 import pytest
 import torch
 
@@ -29,3 +30,37 @@ def test_dropout_that_a_bridge_does_not_list_is_off_too():
     first, second = (lsim.analyze(model, random_tokens(), "cosine")["cosine"].values for _ in range(2))
     assert torch.equal(first, second)
     assert model.original_model.transformer.drop.training
+
+
+class Widening(torch.nn.Module):
+    """Three blocks that pass on what they get, the second to a larger width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(100, 8)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 16)])
+        self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 100)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["module", "nnsight"])
+def test_blocks_whose_widths_differ_are_no_stream(wrapped):
+    """A narrower layer padded with zeros would pass through the final norm and give plausible, wrong predictions."""
+    net, tokens = Widening(), random_tokens()
+    model = lsim.open_model(
+        nnsight.NNsight(net) if wrapped else net, layers=[f"blocks.{i}" for i in range(3)], unembed=["norm", "head"]
+    )
+    for analyzer in (lsim.LogitLens(), lsim.Saturation(), lsim.Trajectory()):
+        with pytest.raises(lsim.LayersimError, match=rf"{type(analyzer).__name__}.*blocks\.0, blocks\.1"):
+            lsim.analyze(model, tokens, analyzer)
+    with pytest.raises(lsim.LayersimError, match=r"Cosine.* 8 .* 16"):
+        lsim.analyze(model, tokens, lsim.Cosine())
+    assert lsim.analyze(model, tokens, lsim.CKA(minibatch=16))["cka"].values.shape == (4, 4)
+    if not wrapped:
+        with pytest.raises(lsim.LayersimError, match=r"Aligned training.*blocks\.0, blocks\.1"):
+            lsim.finetune_aligned(model, tokens, lsim.AlignedTraining(steps=1))

@@ -48,6 +48,28 @@ class TestObjectives:
             assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-13)
         assert training.options()["schedule"] == options.get("schedule", "always")
 
+    def test_cka_regulariser(self):
+        """Few samples and many: one has products of samples, the other of dimensions."""
+        for rows in (2, 9):
+            model, tokens = tiny_llama().double(), random_tokens(rows, 8)
+            training = lsim.AlignedTraining(objective="cka-reg", beta=0.7)
+            objective = OBJECTIVES.named("cka-reg")(open_residual_stream(model), training)
+            out, targets = model(tokens, output_hidden_states=True), next_of(tokens)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(model.model, "norm", torch.nn.Identity())
+                hidden = [x[:, :-1].flatten(0, 1) for x in model(tokens, output_hidden_states=True).hidden_states[1:]]
+            x = [layer - layer.mean(0) for layer in hidden]
+            gram = [layer @ layer.T for layer in x]
+            cka = [torch.trace(g @ gram[2]) / (g.norm() * gram[2].norm()) for g in gram]
+            expected = CE(out.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+            expected = expected + 0.7 * sum(2 * number / 12 * (1 - cka[number - 1]) for number in (1, 2))
+            loss = objective(TrainingBatch(tokens, {}, targets, None), 0) / (targets != -100).sum()
+            assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+            loss.backward()
+            # One layer of samples without targets has no CKA, and no NaN.
+            none = objective(TrainingBatch(tokens, {}, targets.fill_(-100), None), 0)
+            assert float(none.detach()) == 0
+
     def test_heads_of_their_own(self, tmp_path):
         model, tokens = tiny_llama().double(), random_tokens(2, 8)
         training = lsim.AlignedTraining(

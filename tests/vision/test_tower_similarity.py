@@ -140,6 +140,23 @@ def test_residuals_of_one_width_are_compared_without_projections():
     torch.testing.assert_close(tower_similarity(model, data, projected=False).values, found.values)
 
 
+def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
+    model, data = clip_of(), pairs()
+    with torch.no_grad():
+        images = model.vision_model(data["pixel_values"], output_hidden_states=True).hidden_states
+        texts = model.text_model(data["input_ids"], data["attention_mask"], output_hidden_states=True).hidden_states
+        ends = (data["input_ids"] == 98).int().argmax(1)
+        v = [model.visual_projection(layer[:, 0]) for layer in images]
+        t = [model.text_projection(layer[torch.arange(9), ends]) for layer in texts]
+    normed = [[torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0) for x in side] for side in (v, t)]
+    found = tower_similarity(model, data, norm="after")
+    expected = [[torch.nn.functional.cosine_similarity(a, b).mean() for b in normed[1]] for a in normed[0]]
+    np.testing.assert_allclose(found.values.numpy(), np.array(expected), atol=1e-10)
+    assert found.provenance.options["norm"] == "after"
+    with pytest.raises(lsim.LayersimError, match=r"`norm` is 'after'.*projected"):
+        tower_similarity(model, data, norm="after", projected=False)
+
+
 def test_towers_of_unequal_width_need_their_projections():
     with pytest.raises(lsim.LayersimError, match=r"`projected` is False.*24 \(vision\).*16 \(text\)"):
         tower_similarity(clip_of(), pairs(), projected=False)

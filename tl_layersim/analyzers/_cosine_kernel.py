@@ -11,6 +11,7 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding, norms, unit_vectors
 from ..activations.view import View
 from ..core.errors import LayersimError
+from ._trajectory_kernel import log_histogram
 
 
 def mean_kernel(view: View) -> dict[str, Tensor]:
@@ -34,7 +35,7 @@ def refuse_unequal_widths(view: View) -> None:
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
-    """For all pairs of layers, sums over tokens of the cosine, its square and its sign, with histograms.
+    """For all pairs of layers, sums over tokens of the cosine, its square and its sign, with histograms and counts of rises.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -57,7 +58,10 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         "to_last": torch.zeros(layers, bins, dtype=torch.int64, device=device),
         "adjacent": torch.zeros(layers - 1, bins, dtype=torch.int64, device=device),
         "norm_ratio": torch.zeros(layers - 1, dtype=torch.float64, device=device),
+        "norm_ratio bins": log_histogram(x.new_zeros(layers - 1, 0), x.new_zeros(layers - 1, 0) > 0),
         "monotone": torch.tensor(0, device=device),
+        "steps": torch.zeros(2, layers - 1, dtype=torch.int64, device=device),
+        "triples": torch.zeros(2, layers - 1, dtype=torch.int64, device=device),
         "raw_pairs": torch.zeros(layers, layers, dtype=torch.int64, device=device),
         "angle": torch.zeros(layers, layers, dtype=torch.float64, device=device),
         "raw_adjacent": torch.zeros(layers - 1, dtype=torch.float64, device=device),
@@ -66,7 +70,9 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
     for start in range(0, tokens, 256):
         chunk = x[:, start : start + 256]
         raw, norm = unit_vectors(chunk)
-        out["norm_ratio"] += (norm[:-1] / norms(chunk[1:] - chunk[:-1])).sum(1)
+        ratio = norm[:-1] / norms(chunk[1:] - chunk[:-1])
+        out["norm_ratio"] += ratio.sum(1)
+        out["norm_ratio bins"] += log_histogram(ratio, ~ratio.isnan())
         if offset is None:
             known = (norm > 0).T
             cosine = _cosines(raw, known)
@@ -82,7 +88,10 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         out["square"] += cosine.double().square().sum(0)
         out["negative"] += (cosine < 0).sum(0)
         last = cosine[:, :, -1]
-        out["monotone"] += ((last[:, 1:] > last[:, :-1]).all(1) & known.all(1)).sum()
+        rises, both = last[:, 1:] > last[:, :-1], known[:, 1:] & known[:, :-1] & known[:, -1:]
+        out["monotone"] += (rises.all(1) & known.all(1)).sum()
+        out["steps"] += torch.stack([(rises & both).sum(0), both.sum(0)])
+        out["triples"] += _ordered_triples(cosine, known)
         out["to_last"] += _histogram(last, known & known[:, -1:], bins)
         out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1], bins)
         if mean is not None:
@@ -108,6 +117,25 @@ def _cosines(unit: Tensor, known: Tensor) -> Tensor:
     unit = unit.transpose(0, 1)
     cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
     return cosine if bool(known.all()) else cosine * (known[:, :, None] & known[:, None, :])
+
+
+def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
+    """Number of triples l1 < l2 < l3 with COS(l1, l3) < COS(l2, l3), and of all triples, by l3 from 1 on: `2 layer`.
+
+    Args:
+        cosine: `token layer layer`.
+        known: `token layer`, whether the vector has a direction.
+    """
+    layers = cosine.shape[1]
+    below = known.long().cumsum(1)[:, :-1]
+    pairs = (below * (below - 1) // 2 * known[:, 1:]).sum(0)
+    ordered = torch.zeros_like(pairs)
+    # A cosine that is not known is NaN, which is neither smaller nor larger than another.
+    c = cosine.where(known[:, :, None] & known[:, None, :], torch.nan)
+    for first in range(layers - 2):
+        later = c[:, first, None, first + 2 :] < c[:, first + 1 : -1, first + 2 :]
+        ordered[first + 1 :] += later.triu().sum((0, 1))
+    return torch.stack([ordered, pairs])
 
 
 def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:

@@ -290,6 +290,20 @@ def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     return cross, own[0], own[1]
 
 
+def exact_biased_cka(sums: Sums) -> Tensor:
+    """CKA by the biased HSIC_0 over all samples, |X'Y|^2 / (|X'X| |Y'Y|) of centred samples, `row column`; NaN if undefined.
+
+    Args:
+        sums: summed output of `exact_kernel`.
+    """
+    a, b = sums["xy.within"].shape
+    cross = rearrange(sums["xy.cross"], "(a d) (b e) -> a b (d e)", a=a, b=b).square().sum(-1)
+    own = (
+        [sums[f"{z}.cross"].square().sum((1, 2)) for z in ("xx", "yy")] if "xx.cross" in sums.fields else [cross.diagonal()] * 2
+    )
+    return cross / torch.outer(own[0].sqrt(), own[1].sqrt())
+
+
 def _hsic_of(m: dict[str, Tensor], sums: Sums) -> Tensor:
     pairs, triples, quadruples = tuples_of_rows(*sums["tuples"].tolist())
     a, b = m["within"].shape

@@ -45,12 +45,12 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
         "flat": (of["mean growth"] == 0).sum(),
         "turns": torch.tensor(of["curvature"].shape[1]),
     }
-    for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed", "curvature"):
+    for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed", "curvature", "deviation"):
         known = ~of[name].isnan()
         values = of[name].where(known, 0)
         out |= {name: values.sum(-1), f"{name}^2": values.square().sum(-1), f"{name} known": known.sum(-1)}
-        if name not in ("growth", "windowed", "curvature"):
-            out[f"{name} bins"] = _log_histogram(of[name], known)
+        if name not in ("growth", "windowed", "curvature", "deviation"):
+            out[f"{name} bins"] = log_histogram(of[name], known)
     if rows is not None:
         assert view.row is not None
         known = ~of["lss"].isnan()
@@ -103,6 +103,9 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     still = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     torch.cumsum(update == 0, 0, out=still[1:])
     blocks = len(step)
+    length = norms(x[-1] - x[0])
+    share = torch.arange(len(x), device=x.device).to(x)[:, None, None] / blocks
+    away = torch.stack([norms(one - (1 - at) * x[0] - at * x[-1]) for one, at in zip(x, share, strict=True)])
 
     def score(steps: int) -> Tensor:
         """LSS of each segment of `steps` steps, NaN if a step is zero."""
@@ -114,6 +117,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     return {
         "norm": norm,
         "update": update,
+        "deviation": away / length.where(length > 0, torch.nan),
         "growth": growth,
         "mean growth": mean_growth,
         "lss": score(blocks)[0],
@@ -123,11 +127,11 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     }
 
 
-def _log_histogram(values: Tensor, known: Tensor) -> Tensor:
+def log_histogram(values: Tensor, known: Tensor) -> Tensor:
     """Histograms of the known values, `... token` to `... bin`, in bins of a hundredth of a decade."""
     low, high = DECADES
     bins = int((high - low) * 100)
-    flat = values.reshape(-1, values.shape[-1])
+    flat = values.flatten(0, -2) if values.dim() > 1 else values[None]
     index = ((flat.clamp(min=10**low).log10().nan_to_num(low, posinf=high) - low) * 100).long().clamp(0, bins - 1)
     offset = bins * torch.arange(len(flat), device=values.device)[:, None]
     counts = torch.bincount((index + offset)[known.reshape(flat.shape)], minlength=bins * len(flat))

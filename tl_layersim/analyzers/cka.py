@@ -18,7 +18,16 @@ from ..core.errors import LayersimError, warn
 from ..core.results import axes
 from ..core.sums import Sums
 from ..sources.model import Model
-from ._hsic import centred, exact_hsic, exact_kernel, gram_matrices, means_kernel, tuples_of_rows, without_rows
+from ._hsic import (
+    centred,
+    exact_biased_cka,
+    exact_hsic,
+    exact_kernel,
+    gram_matrices,
+    means_kernel,
+    tuples_of_rows,
+    without_rows,
+)
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix, arccos_distance
 from ._pair_kernels import Matrix, PairRelation, Relate, relation_of_pairs
 from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
@@ -35,6 +44,8 @@ class CKAResult(MinibatchMatrix):
         values: `residual residual`, or `residual_a residual_b` between two models; float64. Unbiased estimates of unrelated
             layers scatter about 0 and may be slightly negative. NaN in the row and column of a layer whose samples are all
             equal; a `LayersimWarning` names such layers.
+        biased: `residual residual`, CKA over all samples by the biased HSIC_0, which is far from 0 for independent layers if
+            there are few samples; for comparison with published values. NaN unless the estimator is "exact".
         effective_samples: `residual`, number of equally weighted samples that would carry as much information:
             (sum r)^2 / sum r^2, with r the squared distance of a sample from the mean of its minibatch. CKA weights samples by
             r. If a few tokens have massive activations, CKA describes these tokens.
@@ -55,6 +66,13 @@ class CKAResult(MinibatchMatrix):
         "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different rows, minibatches of Nguyen et "
         "al. 2021).",
         within=(-1, 1),
+    )
+    biased: Float64[Tensor, "row column"] = axes(
+        "row",
+        "column",
+        label="Linear CKA (biased)",
+        title="Linear CKA over all samples, by the biased HSIC",
+        within=(0, 1),
     )
     effective_samples: Float64[Tensor, " row"] = axes(
         "residual",
@@ -116,8 +134,9 @@ class CKA(MinibatchAnalyzer):
         estimator: "minibatch" averages HSIC over minibatches and divides the averages, which is not the mean of the ratios. A
             minibatch is drawn from a pool of 16 rows, or of as many as have `minibatch` samples, with at most 64 tokens of a
             row; the pools do not depend on `batch_size`. "exact" takes HSIC over all samples without a Gram matrix; it reads
-            the data twice and needs 2 (layers d)^2 float64 numbers. "biased" takes HSIC_0 of minibatches, which is far from 0
-            for independent layers (0.5 for Gaussians with n = d); it is for comparison with published figures only.
+            the data twice and needs 2 (layers d)^2 float64 numbers; its result also has the `biased` CKA over all samples.
+            "biased" takes HSIC_0 of minibatches, which is far from 0 for independent layers (0.5 for Gaussians with n = d); it
+            is for comparison with published figures only.
         minibatch: number of samples in a minibatch, n. A smaller pool is one smaller minibatch; remaining samples are dropped
             at random. Minibatches are weighted by their number of pairs.
         unit: the unit of independence: "row" leaves out pairs of tokens of one row, and needs 4 rows; "token" treats all
@@ -133,8 +152,8 @@ class CKA(MinibatchAnalyzer):
             with position, in the same way at all layers. 0 for no null. Not for the exact estimator, which has no minibatches.
 
     Source:
-        Kornblith et al. 2019; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023,
-        appendix C.1, whose printed S_ij lacks the square root. The null is that of `CalibratedMatrix`.
+        Kornblith et al. 2019; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023, appendix C.1, whose printed S_ij lacks
+        the square root. `biased` is equation 3 of Jiang, Zhou and Zhu 2024. The null is that of `CalibratedMatrix`.
 
     Examples:
         The CKA of a layer with itself is 1.
@@ -225,6 +244,8 @@ class CKA(MinibatchAnalyzer):
         else:
             scale = _scale(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
             about = self.similarities(sums, run, values, scale, self._inputs(sums))
+        of_all = exact_biased_cka(sums) if self.estimator == "exact" else torch.full_like(values, math.nan)
+        about["biased"] = of_all.where(~values.isnan(), math.nan)
         return CKAResult(effective_samples=effective_x, column_effective_samples=effective_y, **about)
 
     def _inputs(self, sums: Sums) -> tuple[Tensor, Tensor] | None:

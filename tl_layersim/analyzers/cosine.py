@@ -21,7 +21,8 @@ from ..core.sums import Sums
 from ..core.wording import brief
 from ..sources.model import Model
 from ._cosine_kernel import cosine_kernel, mean_kernel
-from .analyzer import Analyzer, Run, SiteNeed, Weight, listed, need_tokens, omitted_at
+from .analyzer import JIANG, Analyzer, Run, SiteNeed, Weight, listed, need_tokens, omitted_at
+from .trajectory import quantiles_of_logs
 
 
 @typed
@@ -36,9 +37,17 @@ class CosineResult(LayerMatrix):
         std: `residual residual`, standard deviation over tokens (divided by N).
         below_zero: `residual residual`, fraction of tokens with a negative cosine.
         to_last: `quantile residual`, quantiles over tokens of COS(l, L), exact to one histogram bin.
+        to_last_minimum: `residual`, smallest COS(l, L) of a token, rounded down to the edge of its histogram bin (figure 10).
+        to_last_outliers: `residual`, fraction of tokens whose COS(l, L) is an outlier of a box plot: more than 1.5
+            interquartile ranges below the first or above the third quartile, by whole histogram bins.
         adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), exact to one histogram bin.
         norm_ratio: `layer`, mean over tokens of |x| / |f(x)| for each block with input x and update f(x). Infinite if a token's
             update is 0; NaN if a site and the one before it are not the input and the output of one block.
+        norm_ratio_quantiles: `quantile layer`, quantiles over tokens of the same ratio, from histograms with bins of a
+            hundredth of a decade.
+        step_share: `layer`, fraction of tokens with COS(l - 1, L) < COS(l, L): theorem 2.1 holds at the step of this block.
+        triple_share: `layer`, fraction of tokens and pairs l1 < l2 below layer l with COS(l1, l) < COS(l2, l): theorem 2.1
+            holds for these three layers. NaN at the first block, which has one layer below it.
         monotone_share: fraction of tokens for which COS(l, L) rises strictly at every l from 0 on, among the tokens that have
             a cosine at every layer.
         angular: `residual residual`, mean over tokens of arccos(cosine) / pi, always of raw residuals; 0 for equal directions,
@@ -84,6 +93,20 @@ class CosineResult(LayerMatrix):
         "2.1 predicts a rise with depth (Jiang, Zhou and Zhu 2024, figure 2 a-b).",
         within=(-1, 1),
     )
+    to_last_minimum: Float64[Tensor, " row"] = axes(
+        "residual",
+        label="Smallest cosine similarity",
+        title="Smallest cosine of a token to the last layer",
+        within=None,
+    )
+    to_last_outliers: Float64[Tensor, " row"] = axes(
+        "residual",
+        label="Outliers",
+        unit="fraction of tokens",
+        title="Outliers of the cosine to the last layer",
+        within=(0, 1),
+        by_chance=(0,),
+    )
     adjacent: Float64[Tensor, "quantile layer"] = axes(
         "quantile",
         "layer",
@@ -100,6 +123,33 @@ class CosineResult(LayerMatrix):
         caption="At high values the residual stream passes a block almost unchanged "
         "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
         within=(0, math.inf),
+    )
+    norm_ratio_quantiles: Float64[Tensor, "quantile layer"] = axes(
+        "quantile",
+        "layer",
+        label="Stream norm / update norm",
+        title="Stream norm over update norm, over tokens",
+        caption="Quantiles over tokens of the norm of a block's input over that of its update "
+        + JIANG.format("appendix B.2, figure 11 right"),
+        within=(0, math.inf),
+    )
+    step_share: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Tokens",
+        unit="fraction",
+        title="Tokens that come closer to their last layer",
+        caption="Fraction of tokens whose cosine to the last layer rises in each block; all of them on a geodesic "
+        + JIANG.format("theorem 2.1"),
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    triple_share: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Pairs of layers and tokens",
+        unit="fraction",
+        title="Pairs of layers in the order of their cosines to a layer",
+        within=(0, 1),
+        by_chance=(0, 1),
     )
     monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
     angular: Float64[Tensor, "row column"] = axes(
@@ -205,8 +255,8 @@ class Cosine(Analyzer):
         histogram_bins: number of histogram bins over [-1, 1] for the quantiles, whose error is below 2 / bins; 2 to 100,000.
 
     Source:
-        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11. Angular distance: Gromov et
-        al. 2024 (arXiv 2403.17887). Block influence: Men et al. 2024 (arXiv 2403.03853).
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4, 10 and 11. Angular distance: Gromov
+        et al. 2024 (arXiv 2403.17887). Block influence: Men et al. 2024 (arXiv 2403.03853).
 
     Examples:
         The cosine of a layer with itself is 1.
@@ -269,6 +319,7 @@ class Cosine(Analyzer):
         std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(itself, 0)
         to_last = quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES)
         to_last[:, -1] = to_last[:, -1].masked_fill(itself[-1, -1], 1)
+        minimum, outliers = _extremes(sums["to_last"])
         raw = sums["raw_pairs"].double()
         next_to = adjacent_sites(run.layers, run.stream)
         return CosineResult(
@@ -276,8 +327,13 @@ class Cosine(Analyzer):
             std=std,
             below_zero=sums["negative"].double() / pairs,
             to_last=to_last,
+            to_last_minimum=minimum.masked_fill(itself[-1, -1] & (torch.arange(len(pairs)) == len(pairs) - 1), 1),
+            to_last_outliers=outliers,
             adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
             norm_ratio=(sums["norm_ratio"] / count).where(next_to, math.nan),
+            norm_ratio_quantiles=quantiles_of_logs(sums["norm_ratio bins"]).where(next_to, math.nan),
+            step_share=sums["steps"][0].double() / sums["steps"][1],
+            triple_share=sums["triples"][0].double() / sums["triples"][1],
             angular=(sums["angle"] / (math.pi * raw)).masked_fill(torch.eye(len(raw), dtype=torch.bool) & (raw > 0), 0),
             block_influence=(1 - sums["raw_adjacent"] / raw.diagonal(1)).clamp(0, 2).where(next_to, math.nan),
             monotone_share=sums["monotone"].double() / sums["whole"],
@@ -286,6 +342,17 @@ class Cosine(Analyzer):
             column_layers=run.column_layers,
             provenance=run.provenance,
         )
+
+
+def _extremes(histogram: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest value and fraction of box-plot outliers of histograms `series bin` over [-1, 1], both `series`; NaN if empty."""
+    bins, total = histogram.shape[-1], histogram.sum(-1)
+    edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)
+    low, high = quantiles_from_histogram(histogram, -1.0, 1.0, (0.25, 0.75))
+    reach = 1.5 * (high - low)
+    outside = (edges[1:] <= (low - reach)[:, None]) | (edges[:-1] >= (high + reach)[:, None])
+    minimum = edges[(histogram > 0).double().argmax(-1)].masked_fill(total == 0, math.nan)
+    return minimum, (histogram * outside).sum(-1).double() / total
 
 
 def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..activations.norms import beyond_rounding, unit_vectors
 from ..activations.view import Kernel, View, with_labels
 from ..architectures.unembed import LayerHeads
 from ..core.arguments import Probability, typed
@@ -20,7 +21,8 @@ from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
-from ..lens.statistics import bad_logits, read_lens, read_positions
+from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
+from ._cosine_kernel import mean_kernel
 from ._lens_analyzer import LensAnalyzer
 from .analyzer import JIANG, Run, SiteNeed
 
@@ -43,6 +45,12 @@ class LogitLensResult(Result):
         agreement: `layer`, fraction of all positions whose most likely token is the last layer's.
         kl_to_final: `layer`, mean KL(last layer || this layer); exactly 0 at the last layer.
         entropy: `layer`, mean entropy of the predicted distribution.
+        step_share: `layer`, fraction of positions with a target for which p(target) rises strictly at the step to this layer
+            (equation 4 of the paper). NaN at the first layer.
+        step_share_if_closer: `layer`, the same among the positions whose cosine to the last layer rises at this step, for which
+            theorem 2.2 predicts 1. NaN without such positions.
+        lost_share: `layer`, fraction of positions with a target at which this layer predicts the target and a later one does
+            not. The paper's account of saturation predicts 0.
         monotone_share: fraction of positions with a target for which p(target) rises strictly at every block after the first.
         ks: the values of k in `top_k_accuracy`.
         positions: number of positions.
@@ -124,6 +132,32 @@ class LogitLensResult(Result):
         title="Entropy of each layer's prediction",
         caption="In nats; low where a layer is confident, whether it is right or wrong (Aubry et al. 2025, figure 24, row 4).",
         within=(0, math.inf),
+    )
+    step_share: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Positions",
+        unit="fraction",
+        title="Positions at which the target becomes more likely",
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    step_share_if_closer: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Positions",
+        unit="fraction",
+        title="Where the residual comes closer to the last layer",
+        caption="Fraction of the positions whose cosine to the last layer rises at which the target becomes more likely too. "
+        "Theorem 2.2 predicts 1 " + JIANG.format("section 2.2"),
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    lost_share: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Positions",
+        unit="fraction",
+        title="Correct predictions that a later layer loses",
+        within=(0, 1),
+        by_chance=(0, 1),
     )
     monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
     ks: tuple[int, ...]
@@ -208,6 +242,8 @@ class LogitLens(LensAnalyzer):
         labels: the targets. "next_token": the following token. "data": the data's own column `labels` or `label`. Or a tensor,
             `row` or `row pos`. A label is the target at its own position and is not shifted. -100 marks a position without a
             target. "none" measures agreement, KL divergence and entropy only; fields that need a target are NaN.
+        center: centring for the cosine in `step_share_if_closer`. "none" takes raw residuals; "dataset" subtracts each layer's
+            mean over all counted tokens, as the paper and `Cosine()` do, which takes a first pass over the data.
         lens_memory_mb: megabytes for the logits of one chunk of tokens; at least one token at all layers is computed.
         heads: `ExitHeads` of the layers below the last, or their file; None for the model's own head at every layer.
 
@@ -227,9 +263,11 @@ class LogitLens(LensAnalyzer):
     name: ClassVar[str] = "logit_lens"
     needs_sites: ClassVar[SiteNeed] = "stream"
     reads_mid: ClassVar[bool] = True
+    one_pass: ClassVar[str] = 'LogitLens(center="none")'
 
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
     labels: Any = "next_token"
+    center: Literal["none", "dataset"] = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,8 +276,12 @@ class LogitLens(LensAnalyzer):
         if not ks or min(ks) < 1:
             raise LayersimError(f"`top_k` is {brief(self.top_k)}; it must be one or more numbers, each at least 1.")
 
+    def first_kernel(self) -> Kernel | None:
+        return mean_kernel if self.center == "dataset" else None
+
     def kernel(self, first: Sums) -> Kernel:
-        return partial(lens_kernel, ks=self._ks(), labels=self.labels, **self.lens)
+        mean = first["total"] / first["count"] if first else None
+        return partial(lens_kernel, ks=self._ks(), labels=self.labels, mean=mean, **self.lens)
 
     def _ks(self) -> tuple[int, ...]:
         return cast(tuple[int, ...], self.top_k)
@@ -258,6 +300,9 @@ class LogitLens(LensAnalyzer):
             agreement=sums["agree"].double() / count,
             kl_to_final=sums["kl"] / count,
             entropy=sums["entropy"] / count,
+            step_share=_after_first(sums["steps"].double() / targets),
+            step_share_if_closer=_after_first(sums["steps closer"].double() / sums["closer"]),
+            lost_share=sums["lost"].double() / targets,
             monotone_share=sums["rising"].double() / targets,
             ks=self._ks(),
             positions=count,
@@ -268,6 +313,11 @@ class LogitLens(LensAnalyzer):
         )
 
 
+def _after_first(shares: Tensor) -> Tensor:
+    """Shares of steps between layers, `layer` from the second on, with NaN for the first."""
+    return torch.cat([torch.full((1,), math.nan, dtype=torch.float64), shares])
+
+
 def lens_kernel(
     view: View,
     *,
@@ -275,6 +325,7 @@ def lens_kernel(
     ks: tuple[int, ...],
     labels: str | Tensor,
     memory_mb: float,
+    mean: Tensor | None = None,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
     """Sums over positions of the loss, ranks and entropy of every layer's predictions.
@@ -285,22 +336,51 @@ def lens_kernel(
         ks: the values of k for top-k accuracy.
         labels: the targets, see `LogitLens`.
         memory_mb: megabytes for logits.
+        mean: `residual d_model` to subtract for the cosine, None for no centring.
         heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
     target = with_labels(view, labels, read_positions(view))
+    # Before the lens, whose logits are the most memory.
+    closer = _closer_to_last(view, mean)
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)
     known = target != NO_LABEL
     log_prob, before = lens["target_log_prob"][:, known], lens["before"][:, known]
+    rises, correct = log_prob[1:] > log_prob[:-1], before == 0
+    closer = closer[:, known]
     return {
+        "steps": rises.sum(1),
+        "steps closer": (rises & closer).sum(1),
+        "closer": closer.sum(1),
+        "lost": (correct & ((~correct).flip(0).cumsum(0).flip(0) > 0)).sum(1),
         "count": torch.tensor(len(target)),
         "targets": known.sum(),
         "log_prob": log_prob.sum(1),
         "prob": log_prob.exp().sum(1),
-        "correct": (before == 0).sum(1),
+        "correct": correct.sum(1),
         "top_k": torch.stack([(before < k).sum(1) for k in ks]),
-        "rising": (log_prob[1:] > log_prob[:-1]).all(0).sum(),
+        "rising": rises.all(0).sum(),
         "agree": (lens["best"] == lens["best"][-1]).sum(1),
         "kl": lens["kl"].sum(1),
         "entropy": lens["entropy"].sum(1),
         "bad": bad_logits(lens),
     }
+
+
+def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
+    """Whether the cosine to the last layer rises from each block's output to the next one's, `step position`.
+
+    Args:
+        view: activations of one batch.
+        mean: `residual d_model` to subtract, None for no centring.
+    """
+    last, cosines, known = None, [], []
+    # Layer by layer from the last, because a copy of all of them would be large.
+    for layer in reversed(range(1, len(view.activations))):
+        own = read_vectors(view, view.activations[layer : layer + 1])
+        offset = None if mean is None else mean[layer].to(own).repeat(own.shape[-1] // mean.shape[-1])
+        unit, norm = unit_vectors(own if offset is None else own - offset)
+        last = unit if last is None else last
+        cosines.append((unit * last).sum(-1)[0])
+        known.append((norm > 0 if offset is None else beyond_rounding(own - offset, offset))[0])
+    cosine, defined = torch.stack(cosines[::-1]), torch.stack(known[::-1])
+    return (cosine[1:] > cosine[:-1]) & defined[1:] & defined[:-1] & defined[-1]

@@ -1,4 +1,4 @@
-"""Neural collapse (NC1): variability within classes relative to variability between classes, at each layer."""
+"""Neural collapse (NC1, NC2 and NC3) at each layer: variability within classes, and the geometry of the class means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View, row_ends, targets
@@ -31,11 +31,16 @@ COUNTED_IDS = 2**19
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NeuralCollapseResult(Result):
-    """NC1 of each layer, with the variability within and between classes. All tensors are float64.
+    """NC1, NC2 and NC3 of each layer, with the variability within and between classes. All tensors are float64.
 
     Attributes:
         values: `residual`, the same as `nc1`; 0 if every class is a single point. NaN if all classes have the same mean, for
             example at the embedding if all samples end in the same token. A `LayersimWarning` names such layers.
+        nc2: `residual`, mean over pairs of classes of |cos(m_k, m_k') + 1 / (K - 1)|, with m_k the class mean minus the global
+            mean; 0 for equal angles as wide as possible, as in a simplex. NaN if a class mean is the global mean.
+        equinorm: `residual`, standard deviation over classes of |m_k| divided by the mean of |m_k|; 0 for equal norms.
+        nc3: `residual`, distance |W / |W| - M / |M||^2 between the rows of `classifier` minus their mean, W, and the m_k as
+            rows, M, in Frobenius norms, from 0 to 4; 0 if they align, 2 if they are orthogonal. NaN without `classifier`.
         within: `residual`, tr(S_W), the mean squared distance of a sample from its class mean.
         between: `residual`, tr(S_B), the mean over classes of the squared distance of the class mean from the global mean.
         samples: `label`, number of samples in each class.
@@ -54,6 +59,35 @@ class NeuralCollapseResult(Result):
         better="lower",
         scale="log",
         within=(0, math.inf),
+    )
+    nc2: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="NC2",
+        unit="difference of cosines",
+        title="Angles between class means",
+        caption="Mean difference of the cosines between class means from those of a simplex, -1 / (K - 1): low where classes "
+        "are equally far apart (Papyan, Han and Donoho 2020, figure 4; Jiang, Zhou and Zhu 2024, section 2.2).",
+        better="lower",
+        within=(0, 2),
+    )
+    equinorm: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Spread of the norms of class means",
+        unit="standard deviation / mean",
+        title="Norms of class means",
+        better="lower",
+        within=(0, math.inf),
+    )
+    nc3: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="NC3",
+        unit="squared distance",
+        title="Class means and classifier",
+        caption="Squared distance between the classifier's rows and the class means, both scaled to norm 1: 0 if they align, 2 "
+        "if they are orthogonal; needs NeuralCollapse(classifier=...) (Papyan, Han and Donoho 2020, figure 5; Jiang, Zhou and "
+        "Zhu 2024, section 2.2).",
+        better="lower",
+        within=(0, 4),
     )
     within: Float64[Tensor, " residual"] = axes(
         "residual", label="Variance within classes", title="Variance within classes at each layer", within=(0, math.inf)
@@ -75,7 +109,7 @@ class NeuralCollapseResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class NeuralCollapse(LabelledAnalyzer):
-    r"""Within-class variability collapse (NC1): covariance within classes relative to that between classes.
+    r"""Neural collapse: covariance within classes relative to that between classes (NC1), and the class means (NC2, NC3).
 
     $$\mathrm{NC}_1 = \frac{1}{K} \mathrm{tr}(\Sigma_W \Sigma_B^{+}), \quad
     \Sigma_W = \frac{1}{N} \sum_{k, i} (h_{k i} - \bar h_k)(h_{k i} - \bar h_k)', \quad
@@ -83,7 +117,11 @@ class NeuralCollapse(LabelledAnalyzer):
 
     with N samples in K classes, $\bar h_k$ the mean of a class and $\bar h$ the mean of all samples. For classes of equal size
     this is the paper's definition. For other sizes, as in common implementations, all samples have equal weight in the first
-    matrix and all classes have equal weight in the second.
+    matrix and all classes have equal weight in the second. With $m_k = \bar h_k - \bar h$, and W and M the matrices of the
+    classifier's rows (minus their mean) and of the $m_k$,
+
+    $$\mathrm{NC}_2 = \frac{1}{K (K - 1)} \sum_{k \ne k'} \Big| \cos(m_k, m_{k'}) + \frac{1}{K - 1} \Big|, \qquad
+    \mathrm{NC}_3 = \Big\| \frac{W}{\|W\|_F} - \frac{M}{\|M\|_F} \Big\|_F^2$$
 
     Args:
         labels: the classes. "next_token": the following token. "data": the data's own column `labels` or `label`. Or a tensor,
@@ -96,17 +134,30 @@ class NeuralCollapse(LabelledAnalyzer):
             "head" if the model's head reads whole rows and `positions` keeps what it reads, else "last". At sites other than
             the residual stream, None is "first", "last" or, for a head that reads several positions, "mean". The choice is
             recorded as `provenance.options["pool"]`.
+        classifier: W for NC3, `class d_model`: the weight of the model's last linear layer, whose row k belongs to class k,
+            such as `model.lm_head.weight` for next tokens. A final norm scales the residual before it: the weight times the
+            gain of the norm has the basis of the residual. None for no NC3.
         max_memory_gb: limit for the second moments, layers x d_model^2 numbers; a run that needs more raises an error before it
             starts.
 
     Source:
-        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, footnote 5 and figure 16; Papyan, Han and Donoho 2020.
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, footnote 5 and figure 16, and section 2.2 for NC2 and
+        NC3; Papyan, Han and Donoho 2020 (arXiv 2008.08186), figures 2, 4 and 5. Rows of W are centred here, because a vector
+        that is added to all of them changes no prediction.
 
     Examples:
         >>> import tl_layersim as lsim
         >>> collapse = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:8], [lsim.NeuralCollapse()])["neural_collapse"]
         >>> collapse.nc1.shape, len(collapse.labels), bool((collapse.nc1 > 0).all())
         (torch.Size([9]), 10, True)
+
+        Class means turn towards the rows of the unembedding.
+
+        >>> model = lsim.demo_model()
+        >>> weight = model.lm_head.weight.detach() * model.model.norm.weight.detach()
+        >>> known = lsim.analyze(model, lsim.demo_text()[:8], lsim.NeuralCollapse(classifier=weight))["neural_collapse"]
+        >>> bool(known.nc3[-1] < known.nc3[1])
+        True
     """
 
     name: ClassVar[str] = "neural_collapse"
@@ -117,6 +168,7 @@ class NeuralCollapse(LabelledAnalyzer):
     classes: int | tuple[int, ...] | list[int] = 10
     level: Literal["auto", "token", "sequence"] = "auto"
     pool: Literal["last", "first", "mean", "head"] | None = None
+    classifier: Float[Tensor, "class d_model"] | None = None
     max_memory_gb: Limit = 4.0
 
     def __post_init__(self) -> None:
@@ -126,6 +178,8 @@ class NeuralCollapse(LabelledAnalyzer):
         least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
         if least < 2:
             raise LayersimError(f"`classes` is {brief(self.classes)}; it must be at least 2, or name two classes or more.")
+        if self.classifier is not None and not bool(self.classifier.isfinite().all()):
+            raise LayersimError(f"`classifier` is {brief(self.classifier)}, with numbers that are not finite.")
 
     @property
     def whole_rows(self) -> bool:
@@ -148,9 +202,20 @@ class NeuralCollapse(LabelledAnalyzer):
         return replace(self, pool=by_head[head.reads])
 
     def sum_numbers(self, *models: Model) -> float:
-        model = models[0]
+        return len(models[0].layers) * self._width(models[0]) ** 2
+
+    def _width(self, model: Model) -> int:
+        """Width of a sample; 0 if it is not known."""
         pool = model.head.pool if self.reads_head and model.head is not None else None
-        return len(model.layers) * ((model.widest or 0) * (1 if pool is None else pool.vectors)) ** 2
+        return (model.widest or 0) * (1 if pool is None else pool.vectors)
+
+    def check_sites(self, *models: Model) -> None:
+        super().check_sites(*models)
+        width = self._width(models[0])
+        if self.classifier is not None and width and self.classifier.shape[1] != width:
+            raise LayersimError(
+                f"`classifier` has shape {tuple(self.classifier.shape)}; the samples of {models[0].name} have width {width}."
+            )
 
     @property
     def reads_head(self) -> bool:
@@ -199,6 +264,11 @@ class NeuralCollapse(LabelledAnalyzer):
                 f"NeuralCollapse rests on {int(counts.sum()):,} samples of {sums['second'].shape[-1]:,} dimensions: with fewer "
                 "samples than dimensions NC1 depends on the number of samples. Pass more data, or fewer classes=."
             )
+        if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
+            raise LayersimError(
+                f"`classifier` has {len(self.classifier)} rows; the data has classes from {int(classes.min())} to "
+                f"{int(classes.max())}."
+            )
         nc1, within, between = zip(
             *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
         )
@@ -208,8 +278,13 @@ class NeuralCollapse(LabelledAnalyzer):
                 f"NC1 is not defined at {listed(undefined)}, and NaN there: all classes have the same "
                 "mean, as they do if all samples end, or begin, in the same token."
             )
+        away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
+        away = away.masked_fill(torch.stack(between).eq(0)[:, None, None], 0)
         return NeuralCollapseResult(
             values=torch.stack(nc1),
+            nc2=simplex_gap(away),
+            equinorm=away.norm(dim=-1).std(-1, correction=0) / away.norm(dim=-1).mean(-1),
+            nc3=self._duality_gap(away, classes),
             within=torch.stack(within),
             between=torch.stack(between),
             samples=counts,
@@ -217,6 +292,34 @@ class NeuralCollapse(LabelledAnalyzer):
             layers=run.layers,
             provenance=run.provenance,
         )
+
+    def _duality_gap(self, away: Tensor, classes: Tensor) -> Tensor:
+        """NC3 of each layer, `layer`; NaN without a classifier.
+
+        Args:
+            away: class means minus the global mean, `layer class d_model`.
+            classes: ids of the classes.
+        """
+        if self.classifier is None:
+            return torch.full((len(away),), math.nan, dtype=torch.float64)
+        weight = self.classifier.detach().cpu().double()[classes]
+        weight = weight - weight.mean(0)
+        means = away / away.flatten(1).norm(dim=1)[:, None, None]
+        gap: Tensor = (weight / weight.norm() - means).square().sum((1, 2))
+        return gap
+
+
+def simplex_gap(away: Tensor) -> Tensor:
+    """NC2 of each layer, `layer`: mean over pairs of classes of |cos + 1 / (K - 1)|.
+
+    Args:
+        away: class means minus the global mean, `layer class d_model`.
+    """
+    unit = away / away.norm(dim=-1, keepdim=True)
+    k = away.shape[1]
+    gap: Tensor = ((unit @ unit.mT).clamp(-1, 1) + 1 / (k - 1)).abs()
+    gap = gap.masked_fill(torch.eye(k, dtype=torch.bool), 0).sum((1, 2)) / (k * (k - 1))
+    return gap
 
 
 def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:

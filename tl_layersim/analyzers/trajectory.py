@@ -21,7 +21,7 @@ from ..core.sums import Sums
 from ..sources.model import Model
 from ._trajectory_kernel import DECADES, trajectory_kernel
 from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
-from .analyzer import AUBRY, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
+from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class TrajectoryResult(Result):
         update_norm: `layer`, mean over tokens of |x^l - x^{l-1}|, the norm of the update of block l.
         update_norm_std: `layer`, standard deviation over tokens.
         update_norm_quantiles: `quantile layer`, quantiles over tokens.
+        geodesic_deviation: `residual`, mean over tokens of the distance of x^l from the point of the straight path of L equal
+            steps, (1 - l / L) x^0 + (l / L) x^L, divided by |x^L - x^0|; 0 at both ends. Tokens with x^L = x^0 are omitted.
         growth: `layer`, mean over tokens of alpha^l = ln(|x^l| / |x^{l-1}|).
         lss_mean: mean line-shape score over tokens.
         lss_std: standard deviation of the line-shape score over tokens.
@@ -122,6 +124,14 @@ class TrajectoryResult(Result):
         title="Growth of the residual stream's norm in each block",
         caption="ln(|x| after / |x| before) of each block; equal at every block if norms grow exponentially "
         + AUBRY.format("section 3.3"),
+    )
+    geodesic_deviation: Float64[Tensor, " residual"] = axes(
+        "residual",
+        label="Distance / distance from first to last layer",
+        title="Distance from the straight path of equal steps",
+        caption="Mean distance of a token's residual from the point that it would have on a straight path of equal steps, the "
+        "geodesic that theorem 2.1 assumes " + JIANG.format("equation 6"),
+        within=(0, math.inf),
     )
     lss_mean: Float64[Tensor, ""] = axes(label="Line-shape score", within=(1, math.inf))
     lss_std: Float64[Tensor, ""] = axes(within=(0, math.inf))
@@ -277,7 +287,8 @@ class Trajectory(Analyzer):
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), sections 3.2 and 3.3, equations 15 to 18, appendix A.3, figures 23 to 25; Gai and
-        Zhang 2021 for the line-shape score. Curvature: Hosseini and Fedorenko 2023 (arXiv 2311.04930), Skean et al. 2025
+        Zhang 2021 for the line-shape score. Geodesic deviation: Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), assumption 1 and
+        equation 6. Curvature: Hosseini and Fedorenko 2023 (arXiv 2311.04930), Skean et al. 2025
         (arXiv 2502.02013), section 3; their mean over rows of means is equal for rows of equal length.
 
     Examples:
@@ -354,8 +365,7 @@ class Trajectory(Analyzer):
             return dict(zip(("mean", "std"), mean_and_std(sums, name), strict=True))
 
         def quantiles(name: str) -> Tensor:
-            values = 10 ** quantiles_from_histogram(sums[f"{name} bins"], *DECADES, QUANTILES)
-            return values.masked_fill(values <= 10 ** (DECADES[0] + 0.01), 0)
+            return quantiles_of_logs(sums[f"{name} bins"])
 
         whole: dict[str, Any] = {
             f"{name}_{part}": value
@@ -371,6 +381,7 @@ class Trajectory(Analyzer):
             update_norm_std=update["std"],
             update_norm_quantiles=quantiles("update"),
             growth=spread("growth")["mean"],
+            geodesic_deviation=spread("deviation")["mean"],
             windowed_lss=windowed["mean"],
             windowed_lss_std=windowed["std"],
             curvature=curvature["mean"],
@@ -383,6 +394,12 @@ class Trajectory(Analyzer):
             **whole,
             **prompt_fields("lss", sums, run.first, "prompt lss known"),
         )
+
+
+def quantiles_of_logs(histogram: Tensor) -> Tensor:
+    """Quantiles `quantile ...` from counts `... bin` of `log_histogram`; values in its first bin are given as 0."""
+    values = 10 ** quantiles_from_histogram(histogram, *DECADES, QUANTILES)
+    return values.masked_fill(values <= 10 ** (DECADES[0] + 0.01), 0)
 
 
 def _normed(last: str) -> str:

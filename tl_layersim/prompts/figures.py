@@ -155,7 +155,8 @@ def prediction_grid(
 
     Args:
         model: as in `analyze`.
-        prompt: a `Data`, or a text or token ids `pos`. Without a tokenizer, words are shown as ids.
+        prompt: a `Data`, or a text or token ids `pos`. Without a tokenizer, words are shown as ids. For a prompt that the model
+            continues, as in figure 20, pass the ids that `model.generate` returns.
         norm: as in `LogitLens`.
         lens_memory_mb: as in `LogitLens`.
 

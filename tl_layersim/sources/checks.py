@@ -140,8 +140,8 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
     named = ", ".join(model.layers[1:4]) + (", ..." if len(model.layers) > 4 else "")
     if model.stream == "none":
         raise LayersimError(
-            f"{what} needs the residual stream, but these modules do not pass it on: {named}. Leave out layers=, or name "
-            "whole blocks."
+            f"{what} needs the residual stream, but these modules do not pass it on with one width: {named}. Leave out "
+            "layers=, or name whole blocks."
         )
     if model.stream == "parts" and not parts:
         raise LayersimError(f"{what} needs every block of the residual stream, but layers= names {named}.")

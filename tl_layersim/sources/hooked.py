@@ -96,7 +96,7 @@ class StreamTest:
         paths: paths of the modules, in order.
 
     Attributes:
-        strangers: paths of modules whose input is another tensor, or whose output is a feature map.
+        strangers: paths of modules whose input is another tensor, or whose output is a feature map or has another width.
 
     Examples:
         >>> import torch
@@ -130,7 +130,7 @@ class StreamTest:
         """
         if number == 0:
             self.strangers = []
-        if output.dim() > 3:
+        if output.dim() > 3 or (number and self._last is not None and output.shape[-1] != self._last.shape[-1]):
             self.strangers.append(self.paths[number])
         # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
         self._last = output.detach()[:1].clone()

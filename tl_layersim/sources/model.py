@@ -301,7 +301,10 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
     if named:
         return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
-    given = f"{strangers[0]} does not take the output of the module before it in its list, or gives a feature map: no blocks"
+    given = (
+        f"{strangers[0]} does not take the output of the module before it in its list, or gives a feature map or another "
+        "width: no blocks"
+    )
     raise unsupported_blocks(module, given)
 
 

@@ -459,7 +459,7 @@ def _trace_together(
 
 
 def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
-    """Whether each block's input equals the output of the block before it, from one trace; see `_trace`."""
+    """Whether each block's input equals the output of the block before it, and has its width, from one trace; see `_trace`."""
     import nnsight
 
     ends_early = not is_edited(model)
@@ -470,10 +470,11 @@ def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], optio
             for block in blocks:
                 args, kwargs = block.inputs
                 entering = first_tensor((*args, *kwargs.values()))
-                # Feature maps of convolutions are no residual stream.
+                leaving = first_tensor(block.output).clone()
+                # Feature maps of convolutions are no residual stream, nor is a stream of another width.
                 if last is not None:
-                    same.append(same_stream(entering, last) and entering.dim() <= 3)
-                last = first_tensor(block.output).clone()
+                    same.append(same_stream(entering, last) and entering.dim() <= 3 and leaving.shape[-1] == last.shape[-1])
+                last = leaving
         out: Tensor = nnsight.save(torch.tensor(same))
         if ends_early:
             tracer.stop()

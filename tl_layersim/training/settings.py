@@ -61,6 +61,8 @@ class AlignedTraining:
 
     - `"aligned"`: $\sum_l w_l CE_l$ (equation 5);
     - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ at positions with a target (appendix B.3);
+    - `"cka-reg"`: $CE_L + \beta \sum_l w_l (1 - \mathrm{CKA}(x^l, x^L))$, with the CKA of equation 3 over the positions with a
+      target of each forward pass, whose number of rows therefore matters (appendix B.3, in words);
     - `"multi-head"`: $\sum_l w_l CE'_l$ with a separate head for each layer below the last, initialised as a copy of the
       model's, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, without gradient through $p^L$;
     - `"standard"`: $CE_L$ alone, for comparison at the same budget.
@@ -68,11 +70,11 @@ class AlignedTraining:
     Args:
         objective: name of the objective, see above.
         schedule: "alternating" trains $CE_L$ at odd optimiser steps and the objective at even ones, which protects the last
-            layer; "always" trains the objective at each step. Default, as in the paper: "always" for "cosine-reg", else
-            "alternating".
+            layer; "always" trains the objective at each step. Default, as in the paper: "always" for "cosine-reg" and
+            "cka-reg", else "alternating".
         weights: $w_l$: "linear" is 2 l / (L (L + 1)), "uniform" 1 / L; or one number for each layer, which must sum to 1.
         norm: "final" applies the model's final norm at every layer, "none" only at the last.
-        beta: $\beta$ of "cosine-reg".
+        beta: $\beta$ of "cosine-reg" and "cka-reg".
         cosine_over: positions of the cosines in "cosine-reg": "targets", those of $CE_L$, as in the paper; or "attended", all
             attended positions.
         kl: $\kappa$ of "multi-head".

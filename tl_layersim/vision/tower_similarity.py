@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -167,6 +167,7 @@ class TowerComparison(Analyzer):
         minibatch: number of samples in a minibatch of CKA.
         seed: random seed of the shuffle into minibatches of CKA.
         projections: projections of both towers; None to compare residuals as they are.
+        norm: see `tower_similarity`.
     """
 
     name: ClassVar[str] = "tower_similarity"
@@ -175,12 +176,14 @@ class TowerComparison(Analyzer):
     minibatch: int
     seed: int
     projections: tuple[Unembed, Unembed] | None
+    norm: Literal["before", "after"] = "before"
 
     def options(self) -> dict[str, Any]:
-        return {"minibatch": self.minibatch, "seed": self.seed, "projected": self.projections is not None}
+        options = {"minibatch": self.minibatch, "seed": self.seed, "projected": self.projections is not None}
+        return options if self.norm == "before" else options | {"norm": self.norm}
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(tower_kernel, projections=self.projections)
+        return partial(tower_kernel, projections=self.projections, norm=self.norm)
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
         return self._cka().kernel(first)  # type: ignore[return-value]  # of the estimator in minibatches
@@ -233,16 +236,17 @@ class TowerComparison(Analyzer):
         return found
 
 
-def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None) -> dict[str, Tensor]:
+def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None, norm: str) -> dict[str, Tensor]:
     """Sums over pairs of the cosines between all layers, and sums of the unit vectors.
 
     Args:
         vision: activations of the images, one sample for each row.
         text: activations of the texts in the same rows, one sample for each row.
         projections: projections of both towers; None to compare residuals as they are.
+        norm: see `tower_similarity`.
     """
     images, texts = (
-        unit(view.activations if projections is None else projections[number](view.activations))
+        unit(view.activations if projections is None else _projected(projections[number], view.activations, norm))
         for number, view in enumerate((vision, text))
     )
     known = [x.isfinite().all(-1) for x in (images, texts)]
@@ -259,6 +263,15 @@ def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembe
         "vision units": images.sum(1),
         "text units": texts.sum(1),
     }
+
+
+def _projected(projection: Unembed, x: Tensor, norm: str) -> Tensor:
+    """Residuals in the shared space, `... width`, up to the length of each vector."""
+    if norm == "before":
+        return projection(x)
+    # A norm without weights subtracts the mean of the coordinates; its scale does not change a cosine.
+    projected = projection(x, normed=False).double()
+    return projected - projected.mean(-1, keepdim=True)
 
 
 def _symmetric(values: Tensor) -> Tensor:
@@ -282,6 +295,7 @@ def tower_similarity(
     data: Any,
     *,
     projected: bool = True,
+    norm: Literal["before", "after"] = "before",
     minibatch: int = 256,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -295,8 +309,8 @@ def tower_similarity(
     t^{(l)} = W_\mathrm{text} \, \mathrm{LN}_\mathrm{text}(\hat t^{(l)}), \qquad
     \mathrm{COS}(l, l') = \frac{1}{N} \sum_i \frac{\langle v_i^{(l)}, t_i^{(l')} \rangle}{|v_i^{(l)}| \, |t_i^{(l')}|}$$
 
-    Equation 23 of the paper writes the norm after the projection; CLIP has it before, and so has this function. On the first
-    row, the projected last layers are checked against the model's own `image_embeds` and `text_embeds`.
+    Equation 23 of the paper writes the norm after the projection, where CLIP has none: `norm="after"`. On the first row, the
+    projected last layers are checked against the model's own `image_embeds` and `text_embeds`.
 
     Args:
         clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
@@ -304,6 +318,8 @@ def tower_similarity(
             with `pixel_values`, `input_ids` and `attention_mask`; batches of these; or rows with a column of images and a
             column of texts, with the model's processor as `Data(rows, tokenizer=processor)`.
         projected: False compares residuals as they are, without norms and projections; the towers must have one width.
+        norm: "before" applies each tower's own norm before the projection, as CLIP does; "after" applies a layer norm without
+            weights after it in place of the own norm, as equation 23 is printed.
         minibatch: number of samples in a minibatch of CKA, see `CKA`.
         seed: random seed of the shuffle into minibatches.
         checkpoint: a file for partial sums, see `analyze`.
@@ -332,12 +348,14 @@ def tower_similarity(
         >>> found.values.shape, found.pairs
         (torch.Size([3, 3]), 8)
     """
+    if norm == "after" and not projected:
+        raise LayersimError("`norm` is 'after', which needs projected=True: the norm comes after the projection.")
     clip, data = OpenedModel.of(clip).model, Data.of(data, batch_size=BATCH_SIZE)
     sources = open_towers(clip)
     _refuse_images_alone(data.source)
     refuse_selection(data, "each tower is read where the model reads it", "positions", "skip_first")
     projections = _projections(clip, sources, projected)
-    chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections)}
+    chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections, norm)}
     if projected:
         sources[0].check_first_row(partial(verify_projections, sources))
     described = with_tokenizer(pair_model(sources[0].model, sources[1].model), data.tokenizer)

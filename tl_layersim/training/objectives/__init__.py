@@ -2,7 +2,7 @@
 
 Examples:
     >>> sorted(OBJECTIVES.all())[:2]
-    ['aligned', 'cosine-reg']
+    ['aligned', 'cka-reg']
 """
 
 from ...core.functions import Registry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,19 +55,9 @@ class AlignedObjective(Objective):
         return self.stream.loss(batch, terms, self.norms_every_layer, run, whole=run is not None)[0]
 
 
-class CosineRegularisedObjective(Objective):
-    r"""The last layer's loss with a cosine regulariser, $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, at every step.
+class RegularisedObjective(Objective):
+    r"""Base class of objectives with a regulariser R, $CE_L + \beta R$, at every step."""
 
-    The regulariser is a mean over the positions with a target, of the head's input before the final norm; with
-    `cosine_over="attended"`, over all attended positions.
-
-    Source:
-        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, "Alternative Approach for Enhancing Layer-wise Representation
-        Similarity".
-    """
-
-    name = "cosine-reg"
-    own_settings = ("beta", "cosine_over")
     schedule = "always"
 
     @classmethod
@@ -87,6 +78,25 @@ class CosineRegularisedObjective(Objective):
         # The training divides the whole loss by the number of targets.
         return loss + self.settings.beta * len(targets) * self._distance(features)
 
+    @abstractmethod
+    def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
+        """R: the weighted sum of the distances of the layers from the last one, from their features `sample width`."""
+
+
+class CosineRegularisedObjective(RegularisedObjective):
+    r"""The last layer's loss with a cosine regulariser, $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, at every step.
+
+    The regulariser is a mean over the positions with a target, of the head's input before the final norm; with
+    `cosine_over="attended"`, over all attended positions.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, "Alternative Approach for Enhancing Layer-wise Representation
+        Similarity".
+    """
+
+    name = "cosine-reg"
+    own_settings = ("beta", "cosine_over")
+
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
         """Weighted sum over layers of the mean cosine distance between a layer's features `sample width` and the last
         layer's.
@@ -97,6 +107,44 @@ class CosineRegularisedObjective(Objective):
             for layer, weight in enumerate(self.weights[:-1], 1)
         ]
         return torch.stack(parts).sum() if parts else last.sum() * 0
+
+
+class CKARegularisedObjective(RegularisedObjective):
+    r"""The last layer's loss with a CKA regulariser, $CE_L + \beta \sum_l w_l (1 - \mathrm{CKA}(x^l, x^L))$, at every step.
+
+    CKA is linear and biased, over the positions with a target, of the head's input before the final norm. It relates the
+    samples of one forward pass to each other, so that the loss of rows depends on the rows beside them.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 3 and appendix B.3, "Another approach"; without an equation there.
+    """
+
+    name = "cka-reg"
+    own_settings = ("beta",)
+
+    def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
+        last = _centred(features[self.stream.n_layers])
+        with torch.autocast(last.device.type, enabled=False):
+            parts = [weight * (1 - _cka(_centred(features[layer]), last)) for layer, weight in enumerate(self.weights[:-1], 1)]
+            return torch.stack(parts).sum() if parts else last.sum() * 0
+
+
+def _centred(x: Tensor) -> Tensor:
+    """Samples `sample width` minus their mean, scaled to Frobenius norm 1; in float32, or in float64 if `x` is float64."""
+    x = x if x.dtype == torch.float64 else x.float()
+    x = x - x.sum(0) / max(1, len(x))
+    unit: Tensor = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    return unit
+
+
+def _cka(x: Tensor, y: Tensor) -> Tensor:
+    """Linear CKA of centred samples `sample width`, by the biased HSIC; 0 if all samples of one are equal."""
+    if len(x) < x.shape[1]:
+        between, own = ((x @ x.T) * (y @ y.T)).sum(), (x @ x.T).norm() * (y @ y.T).norm()
+    else:
+        between, own = (x.T @ y).square().sum(), (x.T @ x).norm() * (y.T @ y).norm()
+    cka: Tensor = between / own.clamp(min=torch.finfo(own.dtype).tiny)
+    return cka
 
 
 def _direction(x: Tensor) -> Tensor:
