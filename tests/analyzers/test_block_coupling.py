@@ -110,6 +110,9 @@ def test_without_normalisation_it_is_m():
     expected = oracles.miscoupling(oracles.coupling_matrix(jacobians[0], jacobians[2], 3), normalize=False)
     assert abs(float(found.values[0, 2]) - expected) < 1e-10
     torch.testing.assert_close(found.coupling, -found.values)
+    (u, _, vt), (other, _, _) = np.linalg.svd(jacobians[2]), np.linalg.svd(jacobians[0])
+    np.testing.assert_allclose(found.left_alignment[0, 2], oracles.alignment(other[:, :3], u[:, :3]), atol=1e-12)
+    np.testing.assert_allclose(found.cross_alignment[0, 2], oracles.alignment(other[:, :3], vt[:3].T), atol=1e-12)
 
 
 def test_positions_are_tokens_of_each_prompt():
