@@ -23,11 +23,11 @@ from .task_metrics import classification_metrics, oracle_task_metrics
 from .trajectory import line_shape_score, oracle_trajectory, turning_angles
 
 __all__ = [
-    "alignment",
     "HEAD",
     "LEVELS",
     "ROWS_OF",
     "WORDS",
+    "alignment",
     "arccos_distance",
     "classification_metrics",
     "cosine_of",
