@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -437,6 +437,7 @@ class BlockCoupling(Analyzer):
         coupling, by_chance = (float(self.normalize) - matrix for matrix in (by_k[0], null[0]))
         different = ~torch.eye(len(coupling), dtype=torch.bool)
         neighbours = torch.cat([coupling.diagonal(1), coupling.diagonal(-1)])
+        means: dict[str, Any] = {name: sums[name] / sums[f"{name} count"] for name in (*ALIGNMENTS, *LINEAR)}
         return BlockCouplingResult(
             values=by_k[0],
             defined=count[0] / samples,
@@ -451,7 +452,7 @@ class BlockCoupling(Analyzer):
             by_length_std=torch.where(many > 1, length_variance.clamp(min=0).sqrt(), math.nan),
             length_count=many,
             mean_coupling=torch.stack([own.nanmean() for own in (coupling[different], neighbours, by_chance[different])]),
-            **{name: sums[name] / sums[f"{name} count"] for name in (*ALIGNMENTS, *LINEAR)},
+            **means,
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),
