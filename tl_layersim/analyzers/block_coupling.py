@@ -25,7 +25,7 @@ from ._block_coupling_kernel import ALIGNMENTS, LINEAR, block_coupling_kernel
 from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
 from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
 
-Matrix = Literal[
+PairField = Literal[
     "coupling",
     "values",
     "null",
@@ -242,7 +242,7 @@ class BlockCouplingResult(Result):
         return f"{counts} prompts of these lengths" if field.startswith("by_length") else ""
 
     @typed
-    def mean(self, field: Matrix = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
+    def mean(self, field: PairField = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
         """Mean of a matrix over pairs of different blocks, without undefined pairs; NaN if no pair is defined.
 
         Args:
