@@ -34,6 +34,14 @@ def spread(found: BlockCouplingResult, number: int) -> str:
     return f"{1 - float(values[other].mean()):.3f} | {1 - float(near.mean()):.3f}"
 
 
+def bases(found: BlockCouplingResult) -> str:
+    """Means over blocks at the first k: alignments, errors of linearised blocks, and input along singular vectors."""
+    sides = (found.mean("left_alignment"), found.mean("right_alignment"), float(found.cross_alignment.diagonal().mean()))
+    errors = (float(found.update_error.mean()), float(found.path_error[-1]))
+    shares = (float(one[:, : KS[0]].sum(1).mean()) for one in (found.left_share, found.right_share))
+    return " | ".join(f"{value:.3f}" for value in (*sides, *errors, *shares))
+
+
 def main() -> None:
     """One table for all models, and singular values by depth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,7 +52,7 @@ def main() -> None:
     lines = [line.strip() for line in arguments.text.read_text(encoding="utf-8").splitlines()]
     print("| model | k | coupling | of neighbours | random vectors | random weights | of neighbours | prompts |")
     print("| --- |" + " --- |" * 7)
-    depth = []
+    depth, aligned = [], []
     for name, folder in (one.split("=", 1) for one in arguments.model):
         model = load(Path(folder))
         ids = [model.tokenizer(line)["input_ids"] for line in lines if len(line) > 40]
@@ -62,10 +70,16 @@ def main() -> None:
                 f"| {len(prompts)} |",
                 flush=True,
             )
+        chance = KS[0] / model.config.hidden_size
+        for kind, one in (("trained", found), ("random", fresh)):
+            aligned.append(f"| {name}, {kind} | {chance:.3f} | {bases(one)} |")
         top = [f"{value:.1f}" for value in found.singular_values[:, 0]]
         depth.append(
             f"- {name}, weights `{found.provenance.weights_hash}`, data `{found.provenance.data[:12]}`: {', '.join(top)}"
         )
+    print(f"\nk = {KS[0]}:\n\n| model | chance | left | right | U and V | update error | path error | on left | on right |")
+    print("| --- |" + " ---: |" * 8)
+    print("\n".join(aligned))
     print("\nLargest singular value of each block's Jacobian, in the mean over prompts:\n")
     print("\n".join(depth))
 

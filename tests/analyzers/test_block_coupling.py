@@ -54,6 +54,29 @@ def test_blocks_that_share_their_singular_vectors_are_coupled(method):
     np.testing.assert_allclose(strict.values[0, 1], 2.0, atol=1e-4)
 
 
+@pytest.mark.parametrize("method", ["dense", "krylov"])
+def test_blocks_of_one_symmetric_basis_are_aligned_and_linear(method):
+    u, _ = frames(0)
+    spectra = [np.geomspace(4, 0.1, 24) * scale for scale in (1.0, 0.5, 2.0)]
+    found = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view([u @ np.diag(s) @ u.T for s in spectra])])
+    for name in ("left_alignment", "right_alignment", "cross_alignment"):
+        np.testing.assert_allclose(getattr(found, name), 1, atol=1e-6)
+    # The blocks are their Jacobians, and each grows the part of its input along a singular vector by 1 + s.
+    assert float(found.path_error.max()) < 1e-9
+    assert float(found.update_error.max()) < 1e-9
+    torch.testing.assert_close(found.left_share, found.right_share, rtol=1e-4, atol=1e-6)
+    assert bool((found.right_share[1:, 0] > found.right_share[:-1, 0]).all())
+
+
+def test_spans_without_a_common_direction_are_not_aligned():
+    u, v = frames(1)
+    parts = [u[:, at : at + 6] @ np.diag([4.0, 3, 2, 1, 0.5, 0.2]) @ v[:, at : at + 6].T for at in (0, 6)]
+    found = from_views(lsim.BlockCoupling(k=6), [linear_view(parts)])
+    for name in ("left_alignment", "right_alignment"):
+        np.testing.assert_allclose(getattr(found, name), np.eye(2), atol=1e-9)
+    assert found.mean("left_alignment") < 1e-9
+
+
 def test_independent_blocks_are_as_the_null():
     spectrum = np.geomspace(4, 0.5, 24)
     views = []
@@ -87,6 +110,9 @@ def test_without_normalisation_it_is_m():
     expected = oracles.miscoupling(oracles.coupling_matrix(jacobians[0], jacobians[2], 3), normalize=False)
     assert abs(float(found.values[0, 2]) - expected) < 1e-10
     torch.testing.assert_close(found.coupling, -found.values)
+    (u, _, vt), (other, _, _) = np.linalg.svd(jacobians[2]), np.linalg.svd(jacobians[0])
+    np.testing.assert_allclose(found.left_alignment[0, 2], oracles.alignment(other[:, :3], u[:, :3]), atol=1e-12)
+    np.testing.assert_allclose(found.cross_alignment[0, 2], oracles.alignment(other[:, :3], vt[:3].T), atol=1e-12)
 
 
 def test_positions_are_tokens_of_each_prompt():
@@ -119,6 +145,10 @@ def test_degenerate_jacobians():
         np.testing.assert_allclose(found.mean(), float(found.coupling[0, 1]))
         expected = oracles.miscoupling(oracles.coupling_matrix(poor, full, 5))
         np.testing.assert_allclose(found.values[0, 1], expected, atol=1e-5)
+        # Alignments need k directions of both; a block without an update has no error.
+        assert found.left_alignment.isfinite().tolist() == [[False] * 3, [False, True, False], [False] * 3]
+        assert found.update_error.isfinite().tolist() == [True, True, False]
+        assert found.right_share.isfinite().sum(1).tolist() == [2, 5, 0]
 
 
 def test_a_single_block_has_nothing_to_couple_with():
@@ -158,6 +188,11 @@ def test_means_of_each_k():
     assert found.mean(k=3) == float((1 - found.by_k[1])[other].mean())
     assert found.mean("null_coupling", k=5) == found.mean("null_coupling")
     assert abs(found.mean("null_coupling") - (1 - found.mean("null"))) < 1e-12
+    # The mean with the diagonal is that of the paper.
+    np.testing.assert_allclose(found.mean(k=3, diagonal=True), float((1 - found.by_k[1]).mean()))
+    np.testing.assert_allclose(found.mean(diagonal=True), found.mean() * 2 / 3 + 1 / 3, atol=1e-9)
+    with pytest.raises(lsim.LayersimError, match=r"`k` is 5; .*left_alignment"):
+        found.mean("left_alignment", k=5)
     with pytest.raises(lsim.LayersimError, match=r"`k` is 7; .* 5, 3"):
         found.mean(k=7)
     # A larger k adds to the draws of a smaller one.

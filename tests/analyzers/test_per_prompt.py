@@ -29,7 +29,10 @@ def test_values_are_those_of_each_row_alone(batch_size):
     assert path.prompt_tokens.tolist() == coupling.prompt_tokens.tolist() == list(LENGTHS)
     for number, row in enumerate(rows()):
         alone = lsim.analyze(model, [row], [lsim.Trajectory(), lsim.BlockCoupling(k=4)])
-        np.testing.assert_allclose(path.prompt_lss[number], alone["trajectory"].lss.mean, rtol=1e-5)
+        of = alone["trajectory"]
+        for name in ("lss", "expodistance", "equidistance"):
+            np.testing.assert_allclose(getattr(path, f"prompt_{name}")[number], getattr(of, f"{name}_mean"), rtol=1e-4)
+        np.testing.assert_allclose(path.prompt_norm[number], of.norm, rtol=1e-5)
         np.testing.assert_allclose(coupling.prompt_coupling[number], alone["block_coupling"].mean(), rtol=1e-4, atol=1e-5)
     assert coupling.prompt_coupling.unique().numel() == 5
 
@@ -44,6 +47,10 @@ def test_prompts_can_be_correlated():
     table = report["trajectory"].to_frame("prompt_lss")
     assert list(table.columns) == ["prompt_row", "prompt_lss"]
     assert report["block_coupling"].plot("prompt_coupling").data
+    path = report["trajectory"]
+    assert list(path.by_prompt("equidistance").values()) == path.prompt_equidistance.tolist()
+    assert path.to_frame("prompt_norm").shape == (5 * 4, 3)
+    assert path.plot("prompt_norm").data
 
 
 def test_rows_without_counted_tokens_are_left_out():

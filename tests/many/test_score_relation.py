@@ -202,6 +202,9 @@ class TestCoupling:
         back = (found.null[2, 0] - found.values[2, 0]) / found.null[2, 0]
         expected = max(0.0, float(chance + back) / 2)
         assert abs(edges[frozenset(("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"))] - expected) < 1e-12
+        whole = {frozenset(one[:2]): one[2] for one in plot_adjacency(found, beyond_chance=False).data[-3].customdata}
+        both = float(found.coupling[0, 2] + found.coupling[2, 0]) / 2
+        assert abs(whole[frozenset(("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"))] - both) < 1e-12
         raw = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(residuals(1)[:, :9])])
         with pytest.raises(lsim.LayersimError, match=r"`result`.*normalize=False"):
             plot_adjacency(raw)

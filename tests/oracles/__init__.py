@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .block_coupling import coupling_matrix, miscoupling, oracle_block_coupling, own_jacobian, random_frames
+from .block_coupling import alignment, coupling_matrix, miscoupling, oracle_block_coupling, own_jacobian, random_frames
 from .cka import arccos_distance, hsic_0, hsic_1, hsic_of_rows, oracle_cka
 from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, no_null, say, softmax, tokens_of
 from .contribution import oracle_contribution, sublayer_outputs
@@ -28,6 +28,7 @@ __all__ = [
     "LEVELS",
     "ROWS_OF",
     "WORDS",
+    "alignment",
     "arccos_distance",
     "classification_metrics",
     "cosine_of",

@@ -31,6 +31,21 @@ def miscoupling(a: np.ndarray, normalize: bool = True) -> float:
     return float(np.sqrt(off) / (np.linalg.norm(a) if normalize else 1.0))
 
 
+def alignment(a: np.ndarray, b: np.ndarray) -> float:
+    """Equation 12, |B'A|_F^2 / k: the mean squared length of the columns of A after their projection onto the span of B."""
+    return float(np.mean([sum((a[:, i] @ b[:, j]) ** 2 for j in range(b.shape[1])) for i in range(a.shape[1])]))
+
+
+def linear_path(path: np.ndarray, jacobians: list[np.ndarray]) -> tuple[list[float], list[float]]:
+    """Equations 20 and 23: relative errors of prod (I + J) x^0 after each block, and of (I + J) x as an update."""
+    y, errors, updates = path[0], [], []
+    for before, after, jacobian in zip(path[:-1], path[1:], jacobians, strict=True):
+        y = (np.eye(len(y)) + jacobian) @ y
+        errors.append(np.linalg.norm(y - after) / np.linalg.norm(after))
+        updates.append(np.linalg.norm(before + jacobian @ before - after) / np.linalg.norm(after - before))
+    return errors, updates
+
+
 def random_frames(blocks: int, d: int, k: int, seed: int = 0, draws: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
     """The package's own draws: what is checked against an oracle is what it does with them."""
     import torch
@@ -49,6 +64,7 @@ def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, n
     k = min(k, d)
     draws = random_frames(blocks, d, k)
     values, null, spectra, lengths = [], [], [], []
+    aligned, errors, shares = [], [], []
     for x in batches:
         last = x.shape[1] - 1
         js = [own_jacobian(x[layer], layer, last, last) for layer in range(blocks)]
@@ -57,6 +73,14 @@ def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, n
         null.append(np.where(np.eye(blocks), 0.0, random))
         spectra.append([np.linalg.svd(a)[1][:k] for a in js])
         lengths.append(last + 1)
+        bases = [np.linalg.svd(a) for a in js]
+        left, right = [u[:, :k] for u, _, _ in bases], [vt[:k].T for _, _, vt in bases]
+        aligned.append(
+            [[[alignment(a, b) for b in of_b] for a in of_a] for of_a, of_b in ((left,) * 2, (right,) * 2, (left, right))]
+        )
+        errors.append(linear_path(x[:, last], js))
+        unit = x[:-1, last] / np.linalg.norm(x[:-1, last], axis=1, keepdims=True)
+        shares.append([[(basis.T @ v) ** 2 for basis, v in zip(side, unit, strict=True)] for side in (left, right)])
     values, null, spectra = np.array(values), np.array(null), np.array(spectra)
     score = [np.mean([1 - v[i, j] for i in range(blocks) for j in range(blocks) if i != j]) for v in values]
     octaves = sorted({int(np.log2(n)) for n in lengths})
@@ -75,6 +99,9 @@ def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, n
         "null_by_k": null.mean(0)[None],
         "singular_values": spectra.mean(0),
         "singular_values_std": spectra.std(0),
+        **dict(zip(("left_alignment", "right_alignment", "cross_alignment"), np.mean(aligned, 0), strict=True)),
+        **dict(zip(("path_error", "update_error"), np.mean(errors, 0), strict=True)),
+        **dict(zip(("left_share", "right_share"), np.mean(shares, 0), strict=True)),
         "by_length": np.array([np.mean(one) for one in by]),
         "by_length_std": np.array([np.std(one) if len(one) > 1 else np.nan for one in by]),
         "length_count": np.array([float(len(one)) for one in by]),

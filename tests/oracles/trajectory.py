@@ -67,7 +67,8 @@ def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, n
         "curvature": np.array([np.mean(a) if len(a) else np.nan for a in curvature]),
         "curvature_std": np.array([np.std(a) if len(a) else np.nan for a in curvature]),
         # Values by prompt are an option.
-        "prompt_lss": np.zeros(0),
+        **dict.fromkeys(("prompt_lss", "prompt_expodistance", "prompt_equidistance"), np.zeros(0)),
+        "prompt_norm": np.zeros((0, len(x))),
         "prompt_tokens": np.zeros(0),
     }
     for name, values in numbers.items():

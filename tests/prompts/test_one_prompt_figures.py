@@ -87,6 +87,18 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
     assert len(paths) == len(found.tokens) == 15
     assert [path.name for path in paths[-2:]] == ["first token: 1 Once", "last token: 15 ·house"]
     assert worst(lsim.load(found.save(tmp_path / "pca.safetensors")), found) == 0
+    part = lsim.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1), sites=slice(5, None))
+    assert part.layers == found.layers[5:]
+    assert torch.equal(part.values, found.values[:, 5:])
+    assert part.plot().data
+    whole = lsim.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1), fit="path")
+    flat = states.reshape(-1, states.shape[-1])
+    sigma, basis = np.linalg.svd(flat - flat.mean(0), full_matrices=False)[1:]
+    expected = np.einsum("ltd,cd->tlc", states - flat.mean(0), basis[:2])
+    np.testing.assert_allclose(np.abs(whole.values), np.abs(expected), atol=1e-3)
+    np.testing.assert_allclose(whole.explained, sigma[:2] ** 2 / (sigma**2).sum(), rtol=1e-5)
+    with pytest.raises(lsim.LayersimError, match=r"`sites`.*9"):
+        lsim.trajectory_pca(demo, PROMPT, sites=slice(9, None))
 
 
 def test_what_is_no_picture_is_refused():

@@ -69,6 +69,10 @@ class TestPrompt:
                 # Singular vectors have no sign of their own: u and v turn together.
                 np.testing.assert_allclose(np.abs(found.matrices[i, j]), np.abs(expected), atol=1e-7)
                 np.testing.assert_allclose(found.values[i, j], oracles.miscoupling(expected), atol=1e-7)
+                (ua, _, va), (ub, _, vb) = np.linalg.svd(a), np.linalg.svd(b)
+                products = (ub.T @ ua, vb @ va.T, vb @ ua)
+                for side, product in enumerate(products):
+                    np.testing.assert_allclose(np.abs(found.bases[side, i, j]), np.abs(product[:4, :4]), atol=1e-6)
 
     def test_what_cannot_be_asked_is_refused(self):
         model, tokens = tiny_llama(), random_tokens(1, 9)[0]

@@ -17,6 +17,9 @@ from ._values_by_row import sums_by_row
 
 # Number of ranges of prompt lengths: 1, 2 to 3, 4 to 7, ...
 OCTAVES = 21
+# Fields whose means are over the prompts on which they are defined.
+ALIGNMENTS = ("left_alignment", "right_alignment", "cross_alignment")
+LINEAR = ("path_error", "update_error", "left_share", "right_share")
 
 
 def block_coupling_kernel(
@@ -41,7 +44,8 @@ def block_coupling_kernel(
     where = token[:, None].expand(-1, blocks)
     if options.method == "auto":
         options = replace(options, method=pick_method(d_model, blocks, min(max(options.ks), d_model)))
-    found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options)
+    found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options, path=True)
+    assert found.path is not None
     defined = found.defined
     kept = defined.double()
     values, random = (miscoupling(found.off, found.norm), found.null_miscoupling) if normalize else (found.off, found.null_off)
@@ -54,6 +58,7 @@ def block_coupling_kernel(
     by_length = partial(sums_by_row, row=octave, rows=torch.arange(OCTAVES))
     with_pairs = other.any(-1).any(-1).double()
     spectrum = found.singular_values.double()
+    means = dict(zip(ALIGNMENTS, found.overlap, strict=True)) | {name: getattr(found.path, name) for name in LINEAR}
     out = {
         "samples": torch.tensor(len(row)),
         "batches": torch.tensor(1),
@@ -73,6 +78,9 @@ def block_coupling_kernel(
         "length_total": by_length(score * with_pairs),
         "length_square": by_length(score.square() * with_pairs),
     }
+    for name, each in means.items():
+        finite = each.isfinite()
+        out |= {name: each.where(finite, 0).sum(0), f"{name} count": finite.sum(0)}
     if rows is not None:
         assert view.row is not None
         of = view.row[at.to(view.row.device)]

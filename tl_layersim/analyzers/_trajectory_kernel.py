@@ -14,6 +14,8 @@ from ._values_by_row import sums_by_row
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
 DECADES = (-6.0, 8.0)
+# Quantities of a token's whole path, whose means over each row of the data are fields too.
+PROMPT_FIELDS = ("lss", "expodistance", "equidistance")
 
 
 def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows: Tensor | None = None) -> dict[str, Tensor]:
@@ -53,9 +55,11 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
             out[f"{name} bins"] = log_histogram(of[name], known)
     if rows is not None:
         assert view.row is not None
-        known = ~of["lss"].isnan()
-        out["prompt lss"] = sums_by_row(of["lss"].where(known, 0), view.row, rows)
-        out["prompt lss known"] = sums_by_row(known, view.row, rows)
+        for name in PROMPT_FIELDS:
+            known = ~of[name].isnan()
+            out[f"prompt {name}"] = sums_by_row(of[name].where(known, 0), view.row, rows)
+            out[f"prompt {name} known"] = sums_by_row(known, view.row, rows)
+        out["prompt norm"] = sums_by_row(of["norm"].T, view.row, rows)
         out["prompt tokens"] = sums_by_row(torch.ones(tokens, device=x.device), view.row, rows)
     return out
 

@@ -55,15 +55,17 @@ def prompt_fields(name: str, sums: Sums, first: Sums, known: str) -> dict[str, A
 
 
 def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
-    """Sum of the values of each row of the data, `row`, float64.
+    """Sum of the values of each row of the data, `row ...`, float64.
 
     Args:
-        values: `sample`.
+        values: `sample ...`.
         row: `sample`, index of the row of each sample.
         rows: indices of all rows, ascending.
     """
     index = torch.searchsorted(rows.to(row.device), row).to(values.device)
-    return torch.zeros(len(rows), dtype=torch.float64, device=values.device).index_add(0, index, values.double())
+    return torch.zeros(len(rows), *values.shape[1:], dtype=torch.float64, device=values.device).index_add(
+        0, index, values.double()
+    )
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:

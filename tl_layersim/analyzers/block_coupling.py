@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -21,9 +21,21 @@ from ..data.batches import Batch
 from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model import Model
-from ._block_coupling_kernel import block_coupling_kernel
+from ._block_coupling_kernel import ALIGNMENTS, LINEAR, block_coupling_kernel
 from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
 from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
+
+PairField = Literal[
+    "coupling",
+    "values",
+    "null",
+    "null_coupling",
+    "std",
+    "defined",
+    "left_alignment",
+    "right_alignment",
+    "cross_alignment",
+]
 
 
 @typed
@@ -45,6 +57,17 @@ class BlockCouplingResult(Result):
         singular_values: `layer direction`, singular values of the Jacobian without skip connection, descending, mean over
             prompts.
         singular_values_std: `layer direction`, their standard deviation over prompts.
+        left_alignment: `layer layer`, alignment of the first k left singular vectors of l and l', |U_{l'}' U_l|_F^2 / k: the
+            mean squared cosine of the principal angles between their spans. 1 for one span, k / d_model for random vectors.
+        right_alignment: `layer layer`, the same of the right singular vectors, |V_{l'}' V_l|_F^2 / k.
+        cross_alignment: `layer layer`, the same of what block l writes and block l' reads, |V_{l'}' U_l|_F^2 / k. On the
+            diagonal U and V of one block, which span the same directions if J = U S U'.
+        path_error: `layer`, error of the linearised path, |y^l - x^l| / |x^l| with y^l = (I + J^l) ... (I + J^1) x^0.
+        update_error: `layer`, error of one linearised block, |J^l x^{l-1} - f^l| / |f^l|, for the block's update f^l. 1 if J^l
+            maps its input to 0.
+        left_share: `layer direction`, squared cosine of the block's input x^{l-1} with each left singular vector of J^l; 1 /
+            d_model for random vectors.
+        right_share: `layer direction`, the same with each right singular vector.
         by_length: `length`, mean coupling over pairs of different blocks, by length of the prompt.
         by_length_std: `length`, standard deviation over prompts; NaN for a single prompt.
         length_count: `length`, number of prompts.
@@ -121,6 +144,39 @@ class BlockCouplingResult(Result):
         title="Spread of the singular values over prompts",
         within=(0, math.inf),
     )
+    left_alignment: Float64[Tensor, "layer layer"] = axes(
+        "row_block", "column_block", label="Alignment", title="Alignment of left singular vectors", within=(0, 1)
+    )
+    right_alignment: Float64[Tensor, "layer layer"] = axes(
+        "row_block", "column_block", label="Alignment", title="Alignment of right singular vectors", within=(0, 1)
+    )
+    cross_alignment: Float64[Tensor, "layer layer"] = axes(
+        "row_block",
+        "column_block",
+        label="Alignment",
+        title="Alignment of left singular vectors of the row's block with right ones of the column's",
+        within=(0, 1),
+    )
+    path_error: Float64[Tensor, " layer"] = axes(
+        "layer", label="Error of the path", unit="relative", title="Error of the linearised path", within=(0, math.inf)
+    )
+    update_error: Float64[Tensor, " layer"] = axes(
+        "layer", label="Error of the update", unit="relative", title="Error of each linearised block", within=(0, math.inf)
+    )
+    left_share: Float64[Tensor, "layer direction"] = axes(
+        "layer",
+        "direction",
+        label="Squared cosine",
+        title="Alignment of a block's input with its left singular vectors",
+        within=(0, 1),
+    )
+    right_share: Float64[Tensor, "layer direction"] = axes(
+        "layer",
+        "direction",
+        label="Squared cosine",
+        title="Alignment of a block's input with its right singular vectors",
+        within=(0, 1),
+    )
     by_length: Float64[Tensor, " length"] = axes(
         "length",
         label="Coupling",
@@ -181,31 +237,29 @@ class BlockCouplingResult(Result):
         return f"{counts} prompts of these lengths" if field.startswith("by_length") else ""
 
     @typed
-    def mean(
-        self, field: Literal["coupling", "values", "null", "null_coupling", "std", "defined"] = "coupling", k: int | None = None
-    ) -> float:
+    def mean(self, field: PairField = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
         """Mean of a matrix over pairs of different blocks, without undefined pairs; NaN if no pair is defined.
-
-        The paper's mean includes the diagonal, which is 1 in every model: it is (L - 1) / L of this mean, plus 1 / L.
 
         Args:
             field: name of the matrix.
-            k: number of singular vectors, for `coupling`, `values` and `null`. Default: the first k.
+            k: number of singular vectors, for `coupling`, `values`, `null` and `null_coupling`. Default: the first k.
+            diagonal: whether to include each block's coupling with itself, which is 1 in every model, as the paper's mean does
+                (section 5.4). Deep models then appear less coupled than shallow ones.
 
         Raises:
             LayersimError: this k was not measured, or the matrix does not depend on k.
         """
         matrix: Tensor = getattr(self, field)
         if k is not None:
-            if k not in self.ks or field in ("std", "defined"):
+            many = field in ("coupling", "values", "null", "null_coupling")
+            if k not in self.ks or not many:
                 raise LayersimError(
-                    f"`k` is {k}; {field!r} of this result has "
-                    f"{', '.join(map(str, self.ks)) if field not in ('std', 'defined') else 'no k'}."
+                    f"`k` is {k}; {field!r} of this result has {', '.join(map(str, self.ks)) if many else 'no other k'}."
                 )
             matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
             matrix = float(self.normalize) - matrix if "coupling" in field else matrix
-        other = ~torch.eye(len(matrix), dtype=torch.bool)
-        return float(matrix[other].nanmean())
+        chosen = torch.full(matrix.shape, diagonal) | ~torch.eye(len(matrix), dtype=torch.bool)
+        return float(matrix[chosen].nanmean())
 
     def by_prompt(self) -> dict[str, float]:
         """Mean coupling on each row of the data without NaN, by names such as "row 3", in the form that `relate` takes.
@@ -261,8 +315,9 @@ class BlockCoupling(Analyzer):
             the rows.
 
     Source:
-        Aubry et al. 2025 (arXiv 2407.07810), equations 8 to 14. The null is not in the paper; a coupling is meaningful only
-        relative to it.
+        Aubry et al. 2025 (arXiv 2407.07810), equations 8 to 14; `left_alignment` and `right_alignment`, equation 12, up to
+        rotations within the spans; `path_error` and `update_error`, equations 20 and 23; `left_share`, section 6.1 and appendix
+        A.5. The null is not in the paper; a coupling is meaningful only relative to it.
 
     Examples:
         A block has no mis-coupling with itself, and neighbouring blocks have less than random vectors.
@@ -377,6 +432,7 @@ class BlockCoupling(Analyzer):
         coupling, by_chance = (float(self.normalize) - matrix for matrix in (by_k[0], null[0]))
         different = ~torch.eye(len(coupling), dtype=torch.bool)
         neighbours = torch.cat([coupling.diagonal(1), coupling.diagonal(-1)])
+        means: dict[str, Any] = {name: sums[name] / sums[f"{name} count"] for name in (*ALIGNMENTS, *LINEAR)}
         return BlockCouplingResult(
             values=by_k[0],
             defined=count[0] / samples,
@@ -391,6 +447,7 @@ class BlockCoupling(Analyzer):
             by_length_std=torch.where(many > 1, length_variance.clamp(min=0).sqrt(), math.nan),
             length_count=many,
             mean_coupling=torch.stack([own.nanmean() for own in (coupling[different], neighbours, by_chance[different])]),
+            **means,
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),

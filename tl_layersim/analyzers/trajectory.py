@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jaxtyping import Float64
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..core.jackknife import QUANTILES, quantiles_from_histogram
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..sources.model import Model
-from ._trajectory_kernel import DECADES, trajectory_kernel
+from ._trajectory_kernel import DECADES, PROMPT_FIELDS, trajectory_kernel
 from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel
 from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
 
@@ -75,6 +75,9 @@ class TrajectoryResult(Result):
         curvature_std: `residual`, standard deviation over these angles.
         prompt_lss: `prompt_row`, mean line-shape score over the tokens of each row of the data; NaN if no token of the row has
             one. Empty with `per_prompt=False`.
+        prompt_expodistance: `prompt_row`, mean expodistance over the tokens of each row.
+        prompt_equidistance: `prompt_row`, mean equidistance over the tokens of each row.
+        prompt_norm: `prompt_row residual`, mean norm over the tokens of each row.
         prompt_tokens: `prompt_row`, number of counted tokens of each row.
         prompt_rows: indices of the rows in the data.
         turns: number of triples of positions in the mean of the curvature.
@@ -187,6 +190,15 @@ class TrajectoryResult(Result):
     prompt_lss: Float64[Tensor, " prompt_row"] = axes(
         "prompt_row", label="Line-shape score", title="Line-shape score of each row of the data", within=None
     )
+    prompt_expodistance: Float64[Tensor, " prompt_row"] = axes(
+        "prompt_row", label="Expodistance", title="Expodistance of each row of the data", within=None
+    )
+    prompt_equidistance: Float64[Tensor, " prompt_row"] = axes(
+        "prompt_row", label="Equidistance", title="Equidistance of each row of the data", within=None
+    )
+    prompt_norm: Float64[Tensor, "prompt_row residual"] = axes(
+        "prompt_row", "residual", label="Norm of the residual", title="Norm on each row of the data", within=None
+    )
     prompt_tokens: Float64[Tensor, " prompt_row"] = axes(
         "prompt_row", label="Tokens", title="Tokens of each row of the data", within=None
     )
@@ -216,13 +228,20 @@ class TrajectoryResult(Result):
         """Distribution of the equidistance over tokens."""
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
 
-    def by_prompt(self) -> dict[str, float]:
-        """Mean line-shape score of each row of the data without NaN, by names such as "row 3", in the form that `relate` takes.
+    @typed
+    def by_prompt(self, field: Literal["lss", "expodistance", "equidistance"] = "lss") -> dict[str, float]:
+        """Mean of a quantity over the tokens of each row of the data, in the form that `relate` takes.
+
+        Args:
+            field: name of the quantity.
+
+        Returns:
+            The values without NaN, by names such as "row 3".
 
         Raises:
             LayersimError: the run had `per_prompt=False`.
         """
-        return defined_by_row(self.prompt_lss, self.prompt_rows, "Trajectory")
+        return defined_by_row(getattr(self, f"prompt_{field}"), self.prompt_rows, "Trajectory")
 
     def baselines(self, field: str) -> dict[str, float]:
         if field == "windowed_lss" and self.window:
@@ -271,7 +290,9 @@ class Trajectory(Analyzer):
     \mathrm{ED} = \frac{\mathrm{Var}_l \, \alpha^l}{(\mathrm{mean}_l \, \alpha^l)^2}, \qquad
     \mathrm{equidistance} = \frac{\mathrm{std}_l |u^l|}{\mathrm{mean}_l |u^l|}$$
 
-    with variances divided by L. LSS is at least 1, and 1 for a straight line; n independent steps in
+    with variances divided by L. Expodistance is a squared coefficient of variation, equidistance is not squared. In the form of
+    expodistance, its mean over tokens is `equidistance_mean ** 2 + equidistance_std ** 2`, and its quantiles are
+    `equidistance_quantiles ** 2`. LSS is at least 1, and 1 for a straight line; n independent steps in
     many dimensions have about the square root of n. Expodistance is 0 if norms grow exponentially,
     equidistance is 0 if all steps are equally long.
 
@@ -282,7 +303,7 @@ class Trajectory(Analyzer):
         window: number of steps of an additional windowed LSS around each layer; None for the LSS of the whole trajectory only.
         final_norm: whether the path ends at the residual stream after the model's final norm. All fields at the last layer then
             describe this point. A model without a final norm, or one that pools before it, raises an error.
-        per_prompt: whether to give the mean line-shape score of each row of the data too. A first pass without the model then
+        per_prompt: whether to give means over the tokens of each row of the data too. A first pass without the model then
             counts the rows. A row is a prompt, so packed rows raise an error.
 
     Source:
@@ -372,6 +393,11 @@ class Trajectory(Analyzer):
             for name in ("lss", "expodistance", "equidistance")
             for part, value in (spread(name) | {"quantiles": quantiles(name)}).items()
         }
+        prompts: dict[str, Any] = {}
+        for name in PROMPT_FIELDS:
+            prompts |= prompt_fields(name, sums, run.first, f"prompt {name} known")
+        tokens = prompts["prompt_tokens"]
+        prompts["prompt_norm"] = sums["prompt norm"] / tokens[:, None] if run.first else tokens.new_zeros(0, len(run.layers))
         norm, update, windowed, curvature = (spread(name) for name in ("norm", "update", "windowed", "curvature"))
         return TrajectoryResult(
             values=norm["mean"],
@@ -392,7 +418,7 @@ class Trajectory(Analyzer):
             layers=(*run.layers[:-1], _normed(run.layers[-1])) if self.final_norm else run.layers,
             provenance=run.provenance,
             **whole,
-            **prompt_fields("lss", sums, run.first, "prompt lss known"),
+            **prompts,
         )
 
 

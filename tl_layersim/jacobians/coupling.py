@@ -69,7 +69,12 @@ class Coupled:
         step_error: `sample connection`, error of finite differences, see `Jacobian`.
         whole_rows: `connection`, whether the block was replayed on whole rows.
         failures: `connection`, failed checks of the replay as bits, see `Jacobian.failures`.
+        overlap: `pair sample connection connection`, mean over the first k singular vectors of a of their squared projection
+            onto the span of the first k of b: left vectors of both, right vectors of both, left of a on right of b. NaN if
+            either has fewer than k singular values above rounding error.
         matrices: `sample connection connection k k`, A for the largest k; None unless requested.
+        bases: `pair sample connection connection k k`, the products U_b' U_a, V_b' V_a and V_b' U_a; None unless requested.
+        path: the linearised path of each sample; None unless requested.
     """
 
     off: Tensor
@@ -82,7 +87,58 @@ class Coupled:
     step_error: Tensor
     whole_rows: Tensor
     failures: Tensor
+    overlap: Tensor
     matrices: Tensor | None
+    bases: Tensor | None
+    path: LinearPath | None
+
+
+class LinearPath:
+    """The blocks x + f(x) of one token of each sample, replaced by x + J x with the Jacobian J at the true input of each block.
+
+    Args:
+        calls: the calls of all blocks.
+        which: samples and connections: all blocks in order, each at one token.
+        u: `sample connection d_model k`, left singular vectors.
+        v: `sample connection d_model k`, right singular vectors.
+
+    Attributes:
+        path_error: `sample connection`, |y - x| / |x| after each block, for the true x and y = (I + J^l) ... (I + J^1) x^0.
+        update_error: `sample connection`, |J x - f(x)| / |f(x)| of each block alone.
+        left_share: `sample connection k`, squared cosine of the block's input with each left singular vector.
+        right_share: `sample connection k`, squared cosine of the block's input with each right singular vector.
+    """
+
+    def __init__(self, calls: tuple[BlockCall, ...], which: Connections, u: Tensor, v: Tensor) -> None:
+        self.calls, self.which, self.u, self.v = calls, which, u, v
+        self.y = torch.zeros_like(u[:, 0, :, 0])
+        self.path_error = torch.zeros(u.shape[:2], dtype=torch.float64, device=u.device)
+        self.update_error = torch.zeros_like(self.path_error)
+        self.left_share = torch.zeros(*u.shape[:2], u.shape[-1], dtype=torch.float64, device=u.device)
+        self.right_share = torch.zeros_like(self.left_share)
+
+    def directions(self, row: Tensor, sample: Tensor, connection: Tensor) -> Tensor:
+        """The linearised and the true input of a block, `sample d_model 2`."""
+        x = self._residual(row, sample, connection, "hidden")
+        if int(connection[0]) == 0:
+            self.y[sample] = x
+        return torch.stack([self.y[sample], x], -1)
+
+    def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
+        """Add a block: the products of its Jacobian with `directions`, `sample d_model 2`."""
+        self.y[sample] += products[..., 0]
+        before, after = (self._residual(row, sample, connection, of).double() for of in ("hidden", "output"))
+        update, at = after - before, (sample, connection)
+        self.path_error[at] = (self.y[sample] - after).norm(dim=-1) / after.norm(dim=-1)
+        self.update_error[at] = (products[..., 1] - update).norm(dim=-1) / update.norm(dim=-1)
+        direction = before / before.norm(dim=-1, keepdim=True)
+        for share, basis in ((self.left_share, self.u), (self.right_share, self.v)):
+            share[at] = torch.einsum("pdk,pd->pk", basis[at].double(), direction).square()
+
+    def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, of: str) -> Tensor:
+        """Input ("hidden") or output of the connections' block at their tokens, `sample d_model`."""
+        x: Tensor = getattr(self.calls[self.which.block[int(connection[0])]], of)
+        return x[row.to(x.device), self.which.t_in[sample, connection].to(x.device)].to(self.y)
 
 
 def pick_method(d_model: int, connections: int, k: int) -> str:
@@ -99,7 +155,9 @@ def pick_method(d_model: int, connections: int, k: int) -> str:
     return "krylov" if d_model >= 1024 and (connections + DRAWS) * k < 0.4 * d_model else "dense"
 
 
-def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, matrices: bool = False) -> Coupled:
+def couple(
+    calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, matrices: bool = False, path: bool = False
+) -> Coupled:
     """Express the Jacobian of each connection in the singular bases of all connections of its sample.
 
     A = U' J V with the k top singular vectors U, V of another connection's Jacobian (Aubry et al. 2025, equations 9 and 10).
@@ -110,7 +168,8 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOp
         calls: the calls of all blocks of the model in one forward pass.
         which: samples and connections.
         options: how the Jacobians are decomposed.
-        matrices: whether to return A itself.
+        matrices: whether to return A and the products of bases themselves.
+        path: whether to return `LinearPath`. The connections must then be all blocks in order, each at one token.
     """
     k = min(max(options.ks), calls[0].hidden.shape[-1])
     spectra = _decompose(calls, which, options, k)
@@ -122,15 +181,23 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOp
     norm, null_off, null_miscoupling = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
     shape = (samples, connections, connections, k, k)
     whole = torch.zeros(shape, dtype=u.dtype, device=device) if matrices else None
+    bases_whole = torch.zeros(3, *shape, dtype=u.dtype, device=device) if matrices else None
+    overlap = torch.zeros(3, samples, connections, connections, dtype=torch.float64, device=device)
+    linear = LinearPath(calls, which, u, v) if path else None
     left, right = random_frames(connections, d, k, options.seed, u)
     for (row, sample, connection), dense in zip(spectra.chunks, spectra.dense, strict=True):
         # `sample d_model (connection k)`, followed by the random frames.
         bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
+        # Residuals apart from the bases, whose products would have other roundings with more columns.
+        directions = [bases] if linear is None else [bases, linear.directions(row, sample, connection)]
         if dense is not None:
-            images = (dense @ bases.to(dense.device)).to(bases.device)
+            products = [(dense @ one.to(dense.device)).to(bases) for one in directions]
         else:
             with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
-                images = jacobian.forward(bases.to(jacobian.row.device, jacobian.dtype)).to(bases)
+                products = [jacobian.forward(one.to(jacobian.row.device, jacobian.dtype)).to(bases) for one in directions]
+        images = products[0]
+        if linear is not None:
+            linear.add(row, sample, connection, products[1])
         own = images[..., : connections * k].reshape(*images.shape[:-1], connections, k)
         a = torch.einsum("pndi,pdnj->pnij", u[sample], own)
         drawn = images[..., connections * k :].reshape(*images.shape[:-1], DRAWS, k)
@@ -140,13 +207,19 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOp
             off[at], norm[at] = off_diagonal(a[..., :one, :one], options.diagonal)
             null = off_diagonal(random[..., :one, :one], options.diagonal)
             null_off[at], null_miscoupling[at] = null[0].mean(0), miscoupling(*null).mean(0)
-        if whole is not None:
-            whole[sample, connection] = a
+        pairs = ((u, u), (v, v), (v, u))
+        shared = torch.stack([torch.einsum("pndi,pdj->pnij", of_b[sample], of_a[sample, connection]) for of_b, of_a in pairs])
+        overlap[:, sample, connection] = shared[..., : ks[0], : ks[0]].double().square().sum((-2, -1)) / ks[0]
+        if whole is not None and bases_whole is not None:
+            whole[sample, connection], bases_whole[:, sample, connection] = a, shared
     for matrix in (null_off, null_miscoupling):
         matrix.diagonal(dim1=-2, dim2=-1).zero_()
     floor = rounding_floor(s, spectra.step_error, d, computing_dtype(calls[0]))
     nonzero = s[..., 0] > floor
     defined = torch.stack([nonzero[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
+    if linear is not None:
+        known = s > floor[..., None]
+        linear.left_share, linear.right_share = (one.where(known, torch.nan) for one in (linear.left_share, linear.right_share))
     return Coupled(
         off,
         norm,
@@ -158,7 +231,10 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOp
         spectra.step_error,
         spectra.whole_rows,
         spectra.failures,
+        overlap.clamp(max=1).where(defined[0] & defined[0].mT, torch.nan),
         whole,
+        bases_whole,
+        linear,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -21,16 +22,19 @@ else:
 def plot_adjacency(
     result: BlockCouplingResult,
     *,
+    beyond_chance: bool = True,
     strongest: PositiveFloat | None = None,
     width: Literal["column", "text"] | None = None,
     title: str = "Coupling of blocks",
 ) -> Figure:
-    """Draw blocks on a circle; the edge between two blocks is darker the more they are coupled beyond chance.
+    """Draw blocks on a circle; the edge between two blocks is darker the more they are coupled.
 
-    The strength of an edge is the mean of both directions, from 0 at the null to 1 at full coupling.
+    The strength of an edge is the mean of both directions.
 
     Args:
         result: result of `BlockCoupling` with `normalize=True`.
+        beyond_chance: whether the strength goes from 0 at the null to 1 at full coupling. If not, it is the coupling itself, as
+            in the paper.
         strongest: coupling at which an edge is darkest, for figures that are compared. Default: the strongest edge of this
             figure.
         width: as in `Result.plot`.
@@ -50,15 +54,16 @@ def plot_adjacency(
         raise LayersimError(
             "`result` has normalize=False; its couplings must be normalised, those of BlockCoupling(normalize=True)."
         )
-    strength = _strength(result)
+    strength_of = partial(_strength, beyond_chance=beyond_chance)
+    strength = strength_of(result)
     full = float(strength.max()) if strongest is None else strongest
-    ends = interval_ends(result, _strength)
+    ends = interval_ends(result, strength_of)
     fig = coupling_network(strength.numpy(), full, result.layers[1:], title, ends)
     return with_size(with_provenance(fig, result.provenance), width, title)
 
 
-def _strength(result: BlockCouplingResult) -> Tensor:
-    """Coupling of every two blocks beyond chance, `layer layer`: mean of both directions, 0 to 1."""
-    beyond = (result.null - result.values) / result.null.clamp(min=1e-9)
+def _strength(result: BlockCouplingResult, beyond_chance: bool) -> Tensor:
+    """Coupling of every two blocks, `layer layer`: mean of both directions, 0 to 1."""
+    strength = (result.null - result.values) / result.null.clamp(min=1e-9) if beyond_chance else result.coupling
     # A block has no edge to itself.
-    return ((beyond + beyond.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)
+    return ((strength + strength.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)

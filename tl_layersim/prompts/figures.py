@@ -110,11 +110,11 @@ class PredictionGrid(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TrajectoryPCA(Result):
-    """Paths of a prompt's tokens in the plane of the last layer's first two principal components. Float64.
+    """Paths of a prompt's tokens in the plane of two principal components. Float64.
 
     Attributes:
-        values: `token residual component`, coordinates; the last layer's mean is the origin.
-        explained: `component`, fraction of the last layer's variance along each component.
+        values: `token residual component`, coordinates; the mean of the residuals behind the components is the origin.
+        explained: `component`, fraction of the variance of these residuals along each component.
         tokens: the prompt's tokens as text.
     """
 
@@ -122,9 +122,7 @@ class TrajectoryPCA(Result):
     values: Float64[Tensor, "token residual component"] = axes(
         "token", "residual", "component", title="Paths of tokens through the layers", drawn="paths"
     )
-    explained: Float64[Tensor, " component"] = axes(
-        "component", label="Variance of the last layer", unit="fraction", within=(0, 1)
-    )
+    explained: Float64[Tensor, " component"] = axes("component", label="Explained variance", unit="fraction", within=(0, 1))
     tokens: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -140,7 +138,7 @@ class TrajectoryPCA(Result):
         return ("PC 1", "PC 2")
 
     def headline(self) -> dict[str, float]:
-        return {"variance of the last layer in the plane (fraction)": float(self.explained.sum())}
+        return {"variance in the plane (fraction)": float(self.explained.sum())}
 
 
 @typed
@@ -195,19 +193,24 @@ def prediction_grid(
 
 
 @typed
-def trajectory_pca(model: Any, prompt: Any) -> TrajectoryPCA:
-    """Paths of one prompt's tokens through the layers, in the plane of the last layer's first two principal components.
+def trajectory_pca(
+    model: Any, prompt: Any, *, fit: Literal["last", "path"] = "last", sites: slice = slice(None)
+) -> TrajectoryPCA:
+    """Paths of one prompt's tokens through the layers, in the plane of two principal components.
 
     Args:
         model: as in `analyze`.
         prompt: a `Data`, or a text or token ids `pos`. `Data(prompt, skip_first=1)` leaves out the first position, whose path
             is far longer than all others in many models. Without a tokenizer, tokens are shown as ids.
+        fit: residuals whose principal components span the plane: "last" for the last layer, "path" for all layers.
+        sites: the residual layers to keep, such as `slice(0, 5)`. The plane is that of the whole path, so that parts of a path
+            can be compared.
 
     Raises:
-        LayersimError: there are fewer than three tokens.
+        LayersimError: there are fewer than three tokens, or no layer is kept.
 
     Source:
-        Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17.
+        Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17, whose rows are all, shallow and deep layers.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -216,16 +219,21 @@ def trajectory_pca(model: Any, prompt: Any) -> TrajectoryPCA:
         (torch.Size([9, 2]), True)
     """
     source = open_source(model)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, PromptKernel(make=lambda _: pca_kernel, options={}))
+    options = {"fit": fit} | ({} if sites == slice(None) else {"sites": str(sites)})
+    kernel = partial(pca_kernel, whole=fit == "path")
+    out, tokens, _, provenance = run_on_prompt(source, prompt, PromptKernel(make=lambda _: kernel, options=options))
+    layers = source.model.layers[sites]
+    if not layers:
+        raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
-            f"The last layer has no principal plane: its residual is the same at all {len(tokens)} tokens of the prompt."
+            f"`prompt` gives no principal plane: the last residual is the same at all its {len(tokens)} tokens."
         )
     return TrajectoryPCA(
-        values=out["coordinates"].double(),
+        values=out["coordinates"].double()[:, sites],
         explained=out["explained"].double(),
         tokens=tokens,
-        layers=source.model.layers,
+        layers=layers,
         provenance=provenance,
     )
 
@@ -247,16 +255,22 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> di
     }
 
 
-def pca_kernel(view: View) -> dict[str, Tensor]:
-    """Coordinates `token residual component` in the plane of the last layer's first two principal components."""
+def pca_kernel(view: View, *, whole: bool) -> dict[str, Tensor]:
+    """Coordinates `token residual component` in the plane of two principal components.
+
+    Args:
+        view: view of one row of tokens.
+        whole: whether the components are those of all layers; if not, of the last layer.
+    """
     x = view.activations.double()
-    mean = x[-1].mean(0)
-    _, sigma, basis = torch.linalg.svd(x[-1] - mean, full_matrices=False)
+    fitted = x.flatten(0, 1) if whole else x[-1]
+    mean = fitted.mean(0)
+    _, sigma, basis = torch.linalg.svd(fitted - mean, full_matrices=False)
     plane = basis[:2]
     # A component's sign is arbitrary: its largest entry is positive.
     plane = plane * plane.gather(1, plane.abs().argmax(1, keepdim=True)).sign()
     return {
         "coordinates": torch.einsum("ltd,cd->tlc", x - mean, plane),
         # Rounding alone, where all tokens are alike, is no plane.
-        "explained": torch.where(sigma[0] > 1e-5 * x[-1].norm(), sigma[:2].square() / sigma.square().sum(), torch.nan),
+        "explained": torch.where(sigma[0] > 1e-5 * fitted.norm(), sigma[:2].square() / sigma.square().sum(), torch.nan),
     }

@@ -107,6 +107,9 @@ class CouplingMatrices(Result):
         coupling: `connection other`, 1 - values.
         null: `connection other`, `values` with random orthonormal vectors in place of the other connection's singular vectors.
         matrices: `connection other left right`, the matrices A = U' J V.
+        bases: `side connection other left right`, products of the singular vectors of two connections: of `other` on the axis
+            `left`, of `connection` on the axis `right`. "left" is U'U and "right" is V'V, the identity up to signs if both
+            have the same singular vectors; "cross" is V'U, of right vectors of `other` with left ones of `connection`.
         singular_values: `connection left`, the k largest singular values.
         residual: `connection`, error of the singular vectors of "krylov", |J'u - s v| / s_1; 0 for the other methods.
         step_error: `connection`, error of finite differences, see `BlockJacobians`.
@@ -133,6 +136,9 @@ class CouplingMatrices(Result):
         "connection", "other", label="Mis-coupling of random vectors", within=(0, 1)
     )
     matrices: Float64[Tensor, "connection other left right"] = axes("connection", "other", "left", "right")
+    bases: Float64[Tensor, "side connection other left right"] = axes(
+        "side", "connection", "other", "left", "right", label="Cosine", within=(-1, 1)
+    )
     singular_values: Float64[Tensor, "connection left"] = axes(
         "connection", "left", label="Singular value", title="Singular values of the Jacobians", within=(0, math.inf)
     )
@@ -153,6 +159,11 @@ class CouplingMatrices(Result):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Labels of the `side` axis."""
+        return ("left", "right", "cross")
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -329,6 +340,7 @@ def coupling_matrices(
         coupling=1.0 - values,
         null=null,
         matrices=out["matrices"].double(),
+        bases=out["bases"].double(),
         singular_values=out["singular_values"].double(),
         residual=out["residual"].double(),
         step_error=out["step_error"].double(),
@@ -387,11 +399,13 @@ def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], opti
     assert calls is not None
     found = couple(calls, connections(list(where), calls[0].hidden.device), options, matrices=True)
     assert found.matrices is not None
+    assert found.bases is not None
     defined = found.defined[0, 0]
     return {
         "values": miscoupling(found.off[0, 0], found.norm[0, 0]).where(defined, torch.nan),
         "null": found.null_miscoupling[0, 0].where(defined, torch.nan),
         "matrices": found.matrices[0],
+        "bases": found.bases[:, 0],
         "singular_values": found.singular_values[0],
         "residual": found.residual[0],
         "step_error": found.step_error[0],
