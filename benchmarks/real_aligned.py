@@ -4,7 +4,8 @@
 
 Standard training, aligned training by turns with standard, aligned training at each step, multi-exit training, in which each
 layer has a head of its own, and standard training with the cosine regulariser; with each seed the rows come in another order.
-Each run is written as it ends, and a second call goes on with what is missing. Prints tables of means with the standard deviation over seeds.
+Each run is written as it ends, and a second call goes on with what is missing. Prints tables of means with the standard
+deviation over seeds.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ ANALYZERS = {
     "path": lsim.Trajectory(),
     "raw": lsim.Cosine(center="none"),
     "centred": lsim.Cosine(),
-    "cka": lsim.CKA(),
 }
 
 
@@ -37,13 +36,11 @@ NUMBERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("line-shape score", "path", lambda path: path.lss_mean),
     ("norm: R² of an exponential", "path", fitted("r_squared")),
     ("norm: R² of a line", "path", fitted("linear_r_squared")),
-    ("norm: rate of the exponential, a block", "path", fitted("rate")),
     ("norm: last layer over embedding", "path", lambda path: path.norm[-1] / path.norm[0]),
     ("expodistance, median token", "path", lambda path: path.expodistance.quantiles[path.quantiles.index(0.5)]),
     ("tokens whose cosine to the last rises at every block", "raw", lambda cosine: cosine.monotone_share),
     ("the same, centred", "centred", lambda cosine: cosine.monotone_share),
     ("cosine of the middle layer to the last, centred", "centred", middle),
-    ("CKA of the middle layer with the last", "cka", middle),
 )
 
 

@@ -43,7 +43,9 @@ def test_padding_that_is_masked_in_the_model_counts_on_request(side):
         states = model(tokens, attention_mask=mask.long(), output_hidden_states=True).hidden_states
     expected = oracles.oracle_cosine([torch.stack(states).flatten(1, 2).double().numpy()])["values"]
     data = {"input_ids": tokens, "attention_mask": mask.long()}
-    found = [lsim.analyze(model, lsim.Data(data, batch_size=n, positions="padded"), lsim.Cosine())["cosine"] for n in (1, 2, 16)]
+    found = [
+        lsim.analyze(model, lsim.Data(data, batch_size=n, positions="padded"), lsim.Cosine())["cosine"] for n in (1, 2, 16)
+    ]
     for one in found:
         np.testing.assert_allclose(one.values, expected, atol=1e-5)
         assert (one.provenance.tokens, one.provenance.data) == (54, found[0].provenance.data)

@@ -37,8 +37,8 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     if pool == "first":
         return view.activations[:, ends - lengths + 1]
     if pool == "flat":
-        if len(different := lengths.unique()) > 1:
-            raise LayersimError(f"`pool` is 'flat', and rows have from {different[0]} to {different[-1]} tokens; they must be equal.")
+        if (least := int(lengths.min())) < (most := int(lengths.max())):
+            raise LayersimError(f"`pool` is 'flat', and rows have from {least} to {most} tokens; they must have equally many.")
         return view.activations.unflatten(1, (len(ends), -1)).flatten(2)
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
 

@@ -124,7 +124,8 @@ class CKA(MinibatchAnalyzer):
             samples as independent, for example if each row has one token. The null exchanges the same units.
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS]; or
-            "flat", all its tokens as one vector (Brown et al. 2023, footnote 6), for rows of equal length; not for the exact estimator.
+            "flat", all its tokens as one vector, for rows of equal length (Brown et al. 2023, footnote 6). The exact estimator
+            has no "flat".
         seed: random seed of the draws. With one seed, the draws depend on the rows alone.
         deconfound: "input" regresses the embedding's Gram matrix out of each layer's, within each model, so that CKA no longer
             measures the similarity of the inputs (Cui et al. 2022). The embedding itself is then NaN. Not for the exact

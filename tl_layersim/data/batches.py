@@ -24,7 +24,7 @@ from .texts import Encoded, Text, TextRows, row_too_long
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
-    """Add a batch's rows without padding, unless it is counted, to a running hash; the digest does not depend on the batch size.
+    """Add a batch's rows to a running hash, without padding that is not counted; it does not depend on the batch size.
 
     Args:
         digest: the hash.
