@@ -39,7 +39,7 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     if pool == "flat":
         if (least := int(lengths.min())) < (most := int(lengths.max())):
             raise LayersimError(f"`pool` is 'flat', and rows have from {least} to {most} tokens; they must have equally many.")
-        return view.activations.unflatten(1, (len(ends), -1)).flatten(2)
+        return view.activations.reshape(len(view.activations), len(ends), -1)
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
 
 

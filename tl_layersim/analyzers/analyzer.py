@@ -327,7 +327,7 @@ class SampleAnalyzer(Analyzer):
     """Base class of analyzers with the options `level` and `pool`: a sample is a token, or one vector for each row."""
 
     level: Literal["token", "sequence"]
-    pool: Literal["mean", "last", "first"]
+    pool: Literal["mean", "last", "first", "flat"]
 
     @property
     def whole_rows(self) -> bool:

@@ -283,5 +283,6 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
         return replace(relation_of_pairs(relation, rows if by_row else None, numbers), ratios=ratios)
     terms, r = without_rows(gram, row)
     flat, signs = terms.flat()
-    pairs = terms.by_row(rows) if by_row else (None, None)
-    return PairRelation(flat, signs, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, *pairs, ratios=ratios)
+    numbers = {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}
+    own, own_signs = terms.by_row(rows) if by_row else (None, None)
+    return PairRelation(flat, signs, numbers, own, own_signs, ratios)
