@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from ..core.fields import OF_SOME
 from .command import CommandCall, command, help_of
 from .inputs import ALIGNED, is_demo, named_model
 from .output import noted, prepare, print_headlines, print_run, settled_options, write_report, written
@@ -86,7 +85,7 @@ def _provenance_rows(report: Any) -> list[tuple[str, str]]:
     shared = {
         name: value
         for name in ("model", "source", "basis", "dtype", "attention", "config_hash", "weights_hash", "changes", "data")
-        if (value := getattr(first, name)) or name not in OF_SOME
+        if (value := getattr(first, name)) or name not in ("changes", "attention")
     }
     shared |= {"tokens": first.tokens, "rows": first.sequences, "batches": first.batches, "seconds": f"{first.seconds:.3g}"}
     options = {name: result.provenance.options for name, result in report.items()}
