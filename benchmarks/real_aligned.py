@@ -1,10 +1,11 @@
-"""Fine-tune a real model with the same budget in four ways, with several seeds, and measure what became of its layers.
+"""Fine-tune a real model with the same budget in five ways, with several seeds, and measure what became of its layers.
 
     python benchmarks/real_aligned.py --model FOLDER --train FILE --test FILE --out FOLDER
 
-Standard training, aligned training by turns with standard, aligned training at each step, and multi-exit training, in which
-each layer has a head of its own; with each seed the rows come in another order. Each run is written as it ends, and a second
-call goes on with what is missing. Prints tables of means with the standard deviation over seeds.
+Standard training, aligned training by turns with standard, aligned training at each step, multi-exit training, in which each
+layer has a head of its own, and standard training with the cosine regulariser; with each seed the rows come in another order.
+Each run is written as it ends, and a second call goes on with what is missing. Prints tables of means with the standard
+deviation over seeds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ARMS = {
     "alternating": {"objective": "aligned", "schedule": "alternating"},
     "always": {"objective": "aligned", "schedule": "always"},
     "own heads": {"objective": "multi-head", "schedule": "always"},
+    "cosine-reg": {"objective": "cosine-reg"},
 }
 THRESHOLD = 0.9
 
@@ -62,6 +64,7 @@ def measure(model: Any, texts: list[str], tokens: int, seq_len: int, heads: Exit
         "early saturation": float(report["saturation"].early_share),
         "COS(1, L)": float(report["cosine"].values[1, -1]),
         "COS(L-1, L)": float(report["cosine"].values[-2, -1]),
+        "COS to the last by layer": report["cosine"].values[1:, -1].tolist(),
         "blocks at 0.9": float(exits.at(THRESHOLD).exits @ blocks / exits.at(THRESHOLD).exits.sum()),
         "agreement at 0.9": exits.at(THRESHOLD).agreement,
         "accuracy at 0.9": exits.at(THRESHOLD).accuracy,
@@ -80,6 +83,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--test-tokens", type=int, default=8192)
     parser.add_argument("--save", action="store_true", help="keep the models of the first seed")
     options = parser.parse_args()
@@ -89,7 +93,8 @@ def main() -> None:
     if not before.exists():
         before.write_text(json.dumps(measure(load(options.model), test, options.test_tokens, options.seq_len)))
     for seed in options.seeds:
-        for arm, how in ARMS.items():
+        for arm in options.arms:
+            how = ARMS[arm]
             file = options.out / f"{arm}-{seed}.json"
             if file.exists():
                 continue
@@ -124,7 +129,7 @@ def table(options: argparse.Namespace) -> None:
     """Print means (sd over seeds)."""
     before = json.loads((options.out / "before.json").read_text())
     columns = {"before": [before]} | {
-        arm: [json.loads((options.out / f"{arm}-{seed}.json").read_text()) for seed in options.seeds] for arm in ARMS
+        arm: [json.loads((options.out / f"{arm}-{seed}.json").read_text()) for seed in options.seeds] for arm in options.arms
     }
 
     def cell(values: list[float], digits: int) -> str:
@@ -136,7 +141,7 @@ def table(options: argparse.Namespace) -> None:
         if not isinstance(value, list):
             digits = 1 if name == "perplexity" else 3
             print(f"| {name} | {' | '.join(cell([run[name] for run in runs], digits) for runs in columns.values())} |")
-    for name in ("perplexity by layer", "accuracy by layer", "agreement by layer"):
+    for name in ("perplexity by layer", "accuracy by layer", "agreement by layer", "COS to the last by layer"):
         print(f"\n{name}\n\n| layer | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
         for layer in range(len(before[name])):
             cells = [cell([run[name][layer] for run in runs], 1 if "perp" in name else 3) for runs in columns.values()]

@@ -63,7 +63,9 @@ def with_intervals(name: str, report: lsim.Report) -> None:
             for own, at in ((similar, (block + 1, -1)), (right, (block,)))
         ]
         print("|", " | ".join([str(block), *cells]), "|")
-    print(flush=True)
+    early = report["saturation"].interval("early_share")
+    margin = float(early.high - early.low) / 2
+    print(f"\nSaturated before the last block: {float(early.value):.3f} ± {margin:.3f} of the tokens.\n", flush=True)
 
 
 def traps(name: str, model: Any, texts: list[str], tokens: int) -> None:
@@ -108,7 +110,7 @@ def main() -> None:
         model = load(folder)
         if arguments.intervals:
             data = lsim.Data(texts, pack=True, max_tokens=arguments.tokens, skip_first=SKIP, seq_len=128)
-            analyzers = [lsim.Cosine(center="none"), lsim.LogitLens()]
+            analyzers = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Saturation()]
             with_intervals(name, lsim.analyze(model, data, analyzers, intervals=True))
             continue
         data = lsim.Data(texts, pack=True, max_tokens=arguments.tokens, skip_first=SKIP, seq_len=256)

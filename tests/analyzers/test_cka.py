@@ -106,11 +106,36 @@ def test_unbiased_values_are_not_clipped():
     assert min(values) < 0 < max(values)
 
 
-def test_ratio_of_means_is_not_the_mean_of_ratios():
-    data = [residuals(0, tokens=8), 30 * residuals(1, tokens=8)]
-    found = from_views(lsim.CKA(), [samples(x) for x in data]).values
-    ratios = np.mean([oracles.oracle_cka([x])["values"] for x in data], axis=0)
-    assert np.abs(found.numpy() - ratios).max() > 1e-3
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_mean_of_ratios_is_not_the_ratio_of_means(biased, rows):
+    estimator = "biased" if biased else "minibatch"
+    xs = [residuals(0, tokens=18), 30 * residuals(1, tokens=18)]
+    ys = [residuals(seed + 9, layers=3, tokens=18, width=5) + x[:3, :, :5] for seed, x in enumerate(xs)]
+    ratios = np.mean([oracles.oracle_cka([x], [y], biased, rows=rows)["values"] for x, y in zip(xs, ys, strict=True)], axis=0)
+    found = between(lsim.CKA(estimator=estimator, average="cka"), xs, ys, rows)
+    np.testing.assert_allclose(found.values, ratios, atol=1e-9)
+    assert np.abs(between(lsim.CKA(estimator=estimator), xs, ys, rows).values - ratios).max() > 1e-3
+
+
+def test_a_layer_that_has_no_cka_in_one_minibatch_has_no_mean():
+    data = [residuals(seed, tokens=8) for seed in range(2)]
+    data[1][2] = 1.0
+    found = from_views(lsim.CKA(average="cka"), [samples(x) for x in data]).values
+    assert torch.equal(found.isnan(), torch.tensor([[a == 2 or b == 2 for b in range(4)] for a in range(4)]))
+
+
+def test_whole_rows_as_vectors():
+    """Sequence and feature flattened to one dimension, in several passes and for any size of batch."""
+    model, tokens = tiny_llama(), random_tokens(12, 6)
+    x = np.stack([hidden_states(model, row).reshape(4, -1) for row in tokens], axis=1).astype(np.float64)
+    expected = oracles.oracle_cka([x])["values"]
+    analyzer = lsim.CKA(level="sequence", pool="flat", minibatch=12)
+    for size in (1, 5, 16):
+        found = lsim.analyze(model, lsim.Data(tokens, batch_size=size), analyzer)["cka"]
+        np.testing.assert_allclose(found.values, expected, atol=1e-5)
+    with pytest.raises(lsim.LayersimError, match=r"`pool` is 'flat'.* 5 to 6"):
+        lsim.analyze(model, [*tokens[:5], tokens[5][:5]], analyzer)
 
 
 def test_float32_survives_a_large_common_vector():

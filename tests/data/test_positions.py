@@ -28,6 +28,7 @@ RULES = [
     (slice(None, None, 2), [11, 13]),
     (slice(-1, None, -2), [12, 14]),
     (slice(9, 12), []),
+    ("padded", [10, 11, 12, 13, 14, 15]),
 ]
 
 
@@ -47,6 +48,7 @@ def test_a_rule_refers_to_the_attended_positions(rule, expected):
         # What a function selects of the whole row, without the first positions.
         (lambda tokens: tokens >= 12, [13, 14]),
         (lambda tokens: [0, 1, 2], [13]),
+        ("padded", [12, 13, 14, 15]),
     ],
 )
 def test_skip_first_acts_before_the_rule(rule, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from typing import Any, NamedTuple
 
@@ -78,12 +79,17 @@ class Table(NamedTuple):
         return numbers([row[at] for row in self.cells])
 
 
-def read_table(page: str, head: str, after: str = "") -> Table:
-    """The first table of a page in `docs` whose head begins with this text, below the first line that contains `after`."""
+def read_csv(name: str) -> Table:
+    """A table of `docs/tables`."""
+    head, *rows = csv.reader((ROOT / "docs/tables" / name).read_text(encoding="utf-8").splitlines())
+    return Table(head[1:], [row[0] for row in rows], [row[1:] for row in rows])
+
+
+def read_table(page: str, head: str) -> Table:
+    """The first table of a page in `docs` whose head begins with this text."""
     # A table in a folded box is indented.
     lines_of_page = [line.strip() for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()]
-    above = next(n for n, line in enumerate(lines_of_page) if after in line)
-    start = next(n for n, line in enumerate(lines_of_page) if n >= above and line.startswith(head))
+    start = next(n for n, line in enumerate(lines_of_page) if line.startswith(head))
     rows = []
     for line in lines_of_page[start:]:
         if not line.startswith("|"):
@@ -142,8 +148,8 @@ def stitching() -> go.Figure:
 
 
 def smollm2() -> list[go.Figure]:
-    """Cosine to the last layer and accuracy of the logit lens in SmolLM2, with intervals, from docs/results.md."""
-    table = read_table("results.md", "| after block | cosine to the last layer |")
+    """Cosine to the last layer and accuracy of the logit lens in SmolLM2, with intervals."""
+    table = read_csv("smollm2_lens.csv")
     figures = []
     for column, title, quantity, look in (
         ("cosine to the last layer", "How similar is each layer to the last?", "Cosine similarity", (BLUE, "circle")),
@@ -159,8 +165,8 @@ def smollm2() -> list[go.Figure]:
 def similarity() -> list[go.Figure]:
     """Cosine and CKA to the last layer of two language models, from docs/results.md."""
     figures = []
-    for model in ("stories15M", "SmolLM2-135M"):
-        table = read_table("results.md", "| layer | COS to last |", after=f"{model}: similarity of each layer")
+    small, smollm2 = read_table("results.md", "| layer | COS to last |"), read_csv("smollm2_similarity.csv")
+    for model, table in {"stories15M": small, "SmolLM2-135M": smollm2}.items():
         blocks = [label for label in table.labels if label != "embed"]
         names = ("blocks.0.hook_resid_pre", *(f"blocks.{block}.hook_resid_post" for block in blocks))
         spread = Ends(table.column("5 %").values, table.column("95 %").values)
@@ -198,8 +204,8 @@ def measures() -> go.Figure:
 def paths() -> list[go.Figure]:
     """Windowed line-shape score and NC1 of two language models, from docs/results.md."""
     figures = []
-    for model in ("SmolLM2-135M", "stories15M"):
-        table = read_table("results.md", "| after block | norm |", after=f"{model}: paths")
+    small, smollm2 = read_table("results.md", "| after block | norm |"), read_csv("smollm2_paths.csv")
+    for model, table in {"SmolLM2-135M": smollm2, "stories15M": small}.items():
         drawn = [
             series(table.column("windowed LSS"), "line-shape score of 4 blocks", BLUE, "circle"),
             series(table.column("NC1"), "NC1", ORANGE, "square"),

@@ -15,7 +15,7 @@ from tl_layersim.core import LayerCurve
 from tl_layersim.sources.hooked import HookedSource
 
 from ..runs import cosine_and_cka
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..tiny_models import family, random_tokens, tiny_llama, tiny_tokenizer
 from ..views import provenance, worst
 
 
@@ -43,6 +43,19 @@ def test_provenance_says_what_was_measured_on_what():
     assert len(p.data) == 64
     other = lsim.analyze(tiny_llama(layers=2), random_tokens(5, 11), "cka")["cka"].provenance
     assert other.config_hash != p.config_hash
+
+
+def test_provenance_has_the_sizes_of_attention_heads():
+    """Width of a head and its rotary dimensions, as in table 1 of Brown et al. 2023; the same through TransformerLens."""
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    rows, attention = torch.randint(3, 90, (4, 6)), "d_head 8, rotary_dim 2"
+    found = lsim.compare(family("neox"), family("opt"), rows, lsim.CKA())
+    assert found.provenance.attention == f"{attention} | d_head 8"
+    assert found.transposed().provenance.attention == f"d_head 8 | {attention}"
+    model = family("neox")
+    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+    assert lsim.analyze(bridge, rows, lsim.Cosine())["cosine"].provenance.attention == attention
 
 
 def test_names_stand_for_analyzers():

@@ -34,6 +34,27 @@ def test_cka_of_rows_takes_the_token_that_it_is_told_to(pool, estimator):
     assert found.samples == len(lengths)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_that_is_masked_in_the_model_counts_on_request(side):
+    model, tokens = bert(), random_tokens(6, 9)
+    mask = torch.arange(9) < torch.tensor([9, 5, 7, 3, 5, 4])[:, None]
+    mask = mask if side == "right" else mask.flip(1)
+    with torch.no_grad():
+        states = model(tokens, attention_mask=mask.long(), output_hidden_states=True).hidden_states
+    expected = oracles.oracle_cosine([torch.stack(states).flatten(1, 2).double().numpy()])["values"]
+    data = {"input_ids": tokens, "attention_mask": mask.long()}
+    found = [
+        lsim.analyze(model, lsim.Data(data, batch_size=n, positions="padded"), lsim.Cosine())["cosine"] for n in (1, 2, 16)
+    ]
+    for one in found:
+        np.testing.assert_allclose(one.values, expected, atol=1e-5)
+        assert (one.provenance.tokens, one.provenance.data) == (54, found[0].provenance.data)
+    alone = lsim.analyze(model, lsim.Data(data, positions="all"), lsim.Cosine())["cosine"]
+    assert alone.provenance.tokens == 33
+    if side == "right":
+        assert alone.provenance.data != found[0].provenance.data
+
+
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_the_aligned_loss_heeds_the_attention_mask(kind):
     """Padded rows have the loss of the rows by themselves, whatever stands in the padding; on the left the positions shift."""

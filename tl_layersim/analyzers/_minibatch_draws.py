@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..activations.row_pools import SAMPLES_OF_ROW, Samples, mixed
 from ..activations.view import View, row_ends
+from ..core.errors import LayersimError
 from ..lens.statistics import read_vectors
 
 
@@ -19,8 +20,11 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     Args:
         view: activations of one batch.
         level: "token" or "sequence".
-        pool: for "sequence": the "mean" of the row's counted tokens, its "last" or its "first" one; "head" for the vector of a
-            row that the model's head reads.
+        pool: for "sequence": the "mean" of the row's counted tokens, its "last" or its "first" one; "flat" for all of them as
+            one vector; "head" for the vector of a row that the model's head reads.
+
+    Raises:
+        LayersimError: `pool` is "flat", and rows have different numbers of counted tokens.
     """
     if level == "token":
         return view.activations
@@ -32,6 +36,10 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     lengths = torch.diff(ends, prepend=ends.new_tensor([-1]))
     if pool == "first":
         return view.activations[:, ends - lengths + 1]
+    if pool == "flat":
+        if (least := int(lengths.min())) < (most := int(lengths.max())):
+            raise LayersimError(f"`pool` is 'flat', and rows have from {least} to {most} tokens; they must have equally many.")
+        return view.activations.reshape(len(view.activations), len(ends), -1)
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
 
 

@@ -87,6 +87,7 @@ class PairRelation:
         numbers: numbers by layer that are summed over minibatches; {} in a name stands for the side, x or y.
         by_row: `layer row row term`, the terms by pair of rows, for samples on a grid `row position`; None if not asked for.
         own_signs: signs of the terms on the diagonal of `by_row`, which pair a row with itself.
+        ratios: whether the similarities of each minibatch are summed too, divided by those of each layer with itself.
     """
 
     terms: Tensor
@@ -94,6 +95,7 @@ class PairRelation:
     numbers: Mapping[str, Tensor]
     by_row: Tensor | None = None
     own_signs: Tensor | None = None
+    ratios: bool = False
 
 
 # Takes the matrix of each layer, `layer n n`; the row of each sample, or None if no two are of one row; the number of rows; and
@@ -279,9 +281,10 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
     Returns:
         `xy` and `norms` (the product of the norms of the terms) by pair of layers; `xx` and `yy` by layer; `x0`, `y0`,
         `x0 norms` and `y0 norms`, the same for each layer with the first layer of its model; the `numbers` of each relation;
-        `minibatches`, `samples` and `rows`.
+        `ratios`, if they are summed, NaN where one is not defined; `minibatches`, `samples` and `rows`.
     """
     out = _similarities(x, y)
+    out |= {"ratios": out["xy"] / torch.outer(out["xx"].sqrt(), out["yy"].sqrt())} if x.ratios else {}
     counts = {"minibatches": 1, "samples": samples, "rows": rows}
     return out | {name: torch.tensor(count) for name, count in counts.items()}
 

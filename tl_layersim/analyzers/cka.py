@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -131,10 +131,10 @@ class CKA(MinibatchAnalyzer):
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
 
     Args:
-        estimator: "minibatch" averages HSIC over minibatches and divides the averages, which is not the mean of the ratios. A
-            minibatch is drawn from a pool of 16 rows, or of as many as have `minibatch` samples, with at most 64 tokens of a
-            row; the pools do not depend on `batch_size`. "exact" takes HSIC over all samples without a Gram matrix; it reads
-            the data twice and needs 2 (layers d)^2 float64 numbers; its result also has the `biased` CKA over all samples.
+        estimator: "minibatch" averages over minibatches, see `average`. A minibatch is drawn from a pool of 16 rows, or of as
+            many as have `minibatch` samples, with at most 64 tokens of a row; the pools do not depend on `batch_size`. "exact"
+            takes HSIC over all samples without a Gram matrix; it reads the data twice and needs 2 (layers d)^2 float64 numbers;
+            its result also has the `biased` CKA over all samples.
             "biased" takes HSIC_0 of minibatches, which is far from 0 for independent layers (0.5 for Gaussians with n = d); it
             is for comparison with published figures only.
         minibatch: number of samples in a minibatch, n. A smaller pool is one smaller minibatch; remaining samples are dropped
@@ -142,11 +142,15 @@ class CKA(MinibatchAnalyzer):
         unit: the unit of independence: "row" leaves out pairs of tokens of one row, and needs 4 rows; "token" treats all
             samples as independent, for example if each row has one token. The null exchanges the same units.
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
-        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS]; or
+            "flat", all its tokens as one vector, for rows of equal length (Brown et al. 2023, footnote 6). The exact estimator
+            has no "flat".
         seed: random seed of the draws. With one seed, the draws depend on the rows alone.
         deconfound: "input" regresses the embedding's Gram matrix out of each layer's, within each model, so that CKA no longer
             measures the similarity of the inputs (Cui et al. 2022). The embedding itself is then NaN. Not for the exact
             estimator, which has no Gram matrices.
+        average: what is averaged over minibatches: "hsic", whose averages are then divided; or "cka", the ratio of each
+            minibatch, as in Brown et al. 2023, appendix C.1. The mean of ratios is biased, however many minibatches there are.
         max_memory_gb: limit for "exact" and for the sums of the null; a run that needs more raises an error before it starts.
         permutations: number of random pairings for the null: in each pool, whole rows of the columns are exchanged, position
             with position, in the same way at all layers. 0 for no null. Not for the exact estimator, which has no minibatches.
@@ -175,7 +179,9 @@ class CKA(MinibatchAnalyzer):
     one_pass: ClassVar[str] = 'CKA(estimator="minibatch")'
 
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
+    pool: Literal["mean", "last", "first", "flat"] = "mean"  # type: ignore[assignment]  # one choice more than the base
     deconfound: Literal["input"] | None = None
+    average: Literal["hsic", "cka"] = "hsic"
 
     @property
     def weighs(self) -> tuple[Weight, ...]:
@@ -187,15 +193,19 @@ class CKA(MinibatchAnalyzer):
 
     @property
     def relate(self) -> Relate:
-        return partial(centred_relations, biased=self.estimator == "biased")
+        return partial(centred_relations, biased=self.estimator == "biased", ratios=self.average == "cka")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("permutations", self.permutations), ("deconfound", self.deconfound)):
-            if value and self.estimator == "exact":
-                raise LayersimError(
-                    f'`{name}` is {value!r}; it needs estimator="minibatch" or "biased", because "exact" has no Gram matrices.'
-                )
+        averaged = [name for name in ("permutations", "deconfound") if getattr(self, name)]
+        drawn = averaged + [name for name, value in (("pool", "flat"), ("average", "cka")) if getattr(self, name) == value]
+        if self.estimator == "exact" and drawn:
+            raise LayersimError(
+                f'`{drawn[0]}` is {getattr(self, drawn[0])!r}; it needs estimator="minibatch" or "biased", because "exact" has '
+                "neither minibatches nor Gram matrices."
+            )
+        if self.average == "cka" and averaged:
+            raise LayersimError(f'`{averaged[0]}` is {getattr(self, averaged[0])!r}; it needs average="hsic".')
 
     def sum_numbers(self, *models: Model) -> float:
         if self.estimator != "exact":
@@ -238,7 +248,8 @@ class CKA(MinibatchAnalyzer):
         effective_y = (power["y"][0].square() / power["y"][1]).where(defined_y, math.nan)
         if count < 100:
             warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
-        values = (cross / _scale(own_x, own_y)).where(defined_x[:, None] & defined_y, math.nan)
+        values = sums["ratios"] / sums["minibatches"] if self.average == "cka" else cross / _scale(own_x, own_y)
+        values = values.where(defined_x[:, None] & defined_y, math.nan)
         if self.estimator == "exact":
             about = self.shared(run, values, count, 1, float(run.provenance.sequences))
         else:
@@ -261,7 +272,7 @@ def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
     return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
 
 
-def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool) -> PairRelation:
+def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
     """Centre Gram matrices for HSIC, and sum over samples their squared distance from the mean and its square.
 
     The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
@@ -273,11 +284,14 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
         rows: number of rows.
         by_row: whether to return the terms by row too.
         biased: whether to centre for HSIC_0, which treats all samples as independent.
+        ratios: see `PairRelation`.
     """
     if biased or row is None:
         relation, r = centred(gram, biased)
-        return relation_of_pairs(relation, rows if by_row else None, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)})
+        numbers = {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}
+        return replace(relation_of_pairs(relation, rows if by_row else None, numbers), ratios=ratios)
     terms, r = without_rows(gram, row)
     flat, signs = terms.flat()
-    pairs = terms.by_row(rows) if by_row else (None, None)
-    return PairRelation(flat, signs, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, *pairs)
+    numbers = {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}
+    own, own_signs = terms.by_row(rows) if by_row else (None, None)
+    return PairRelation(flat, signs, numbers, own, own_signs, ratios)

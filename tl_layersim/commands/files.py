@@ -84,8 +84,8 @@ def _provenance_rows(report: Any) -> list[tuple[str, str]]:
     first = next(iter(report.values())).provenance
     shared = {
         name: value
-        for name in ("model", "source", "basis", "dtype", "config_hash", "weights_hash", "changes", "data")
-        if (value := getattr(first, name)) or name != "changes"
+        for name in ("model", "source", "basis", "dtype", "attention", "config_hash", "weights_hash", "changes", "data")
+        if (value := getattr(first, name)) or name not in ("changes", "attention")
     }
     shared |= {"tokens": first.tokens, "rows": first.sequences, "batches": first.batches, "seconds": f"{first.seconds:.3g}"}
     options = {name: result.provenance.options for name, result in report.items()}

@@ -187,7 +187,9 @@ def below(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 # Fields that describe a model; those of several models are joined.
-OF_MODELS = ("model", "config_hash", "weights_hash", "changes", "source", "basis", "dtype")
+OF_MODELS = ("model", "config_hash", "weights_hash", "changes", "source", "basis", "dtype", "attention")
+# Those that are empty for some models.
+OF_SOME = ("changes", "attention")
 JOINT = " | "
 
 
@@ -206,6 +208,8 @@ class Provenance:
         source: class of the model, such as `HookedTransformer` or `TransformersModel (remote='local')`.
         basis: basis of the residual stream (raw weights, folded norms, ...). The final norm is never applied.
         dtype: dtype of the model's activations.
+        attention: width of an attention head, and number of its dimensions with rotary embeddings, such as
+            "d_head 80, rotary_dim 20"; empty if the model's configuration does not have them.
         data: SHA-256 of the tokens and their attention mask, row by row.
         tokens: number of counted positions.
         sequences: number of rows of tokens.
@@ -233,6 +237,7 @@ class Provenance:
     seconds: float
     warnings: tuple[str, ...] = ()
     changes: str = ""
+    attention: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_secrets(self.model))

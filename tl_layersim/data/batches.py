@@ -24,7 +24,7 @@ from .texts import Encoded, Text, TextRows, row_too_long
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
-    """Add a batch's rows without padding to a running hash; the digest does not depend on the batch size.
+    """Add a batch's rows to a running hash, without padding that is not counted; it does not depend on the batch size.
 
     Args:
         digest: the hash.
@@ -38,9 +38,9 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:
-    """A row of a batch as bytes, without padding and with all its inputs."""
+    """A row of a batch as bytes, with all its inputs, and without padding unless it is counted."""
     attention = batch.attention[number]
-    length = int(attention.nonzero()[-1]) + 1
+    length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
     inputs = cut_to_longest({name: values[number : number + 1] for name, values in batch.inputs.items()})
     for name, values in sorted(inputs.items()):
@@ -70,7 +70,8 @@ class Batch:
     Attributes:
         tokens: `batch pos`, int64; zeros for rows without token ids.
         attention: `batch pos`, positions that the model attends to; False at padding.
-        counted: `batch pos`, positions that analyzers measure: attended, and selected by `positions` and `skip_first`.
+        counted: `batch pos`, positions that analyzers measure: attended, and selected by `positions` and `skip_first`; with
+            positions="padded" the row's own padding too.
         first: index of the batch's first row in the data.
         labels: `batch pos`, labels from the data, `NO_LABEL` at positions without a label; None if the data has no labels.
         origins: for each row, the index of its data row (-1 if it joins several) and its start position there.
@@ -173,7 +174,7 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """The rows `start` to `stop - 1` as a batch, cut to the longest of them."""
-        width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
+        width = int((self.attention | self.counted)[start:stop].any(0).nonzero()[-1]) + 1
         part = self._cut(start, stop, width)
         return replace(part, inputs=cut_to_longest(part.inputs))
 
@@ -453,7 +454,8 @@ class Batches:
 
     def _items(self) -> Iterator[Text | Chat | Row]:
         """Texts, chats and rows in the order of the data."""
-        reader = Reader(self.data.column, self.labelled, self.model, self.notes, self.data.selection.column)
+        rule = self.data.selection
+        reader = Reader(self.data.column, self.labelled, self.model, self.notes, rule.column, rule.rule == "padded")
         try:
             yield from reader.items(self.data.source)
         except RecursionError as error:

@@ -19,7 +19,7 @@ from .labels import number_tensor
 PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
 SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 # Any other text is the name of a mask column of the data.
-RULES = ("all", "first", "last", "mean", "assistant")
+RULES = ("all", "first", "last", "mean", "assistant", "padded")
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Positions:
 
     Args:
         rule: "all"; "first" or "last"; a slice; "mean", one sample per row, the mean over all positions; a function that takes
-            the token ids of a row and returns a mask or indices; "assistant" for the tokens that a chat template marks; or the
-            name of a mask column of the data.
+            the token ids of a row and returns a mask or indices; "assistant" for the tokens that a chat template marks; the
+            name of a mask column of the data; or "padded", all positions of the row, its padding too.
         skip_first: number of attended positions to leave out at the start of each row.
 
     Examples:
@@ -83,7 +83,7 @@ class Positions:
         Raises:
             LayersimError: the rule needs marks and there are none, or the function did not return a mask or indices.
         """
-        attended = attention.nonzero()[:, 0]
+        attended = torch.arange(len(attention)) if self.rule == "padded" else attention.nonzero()[:, 0]
         left = attended[self.skip_first :]
         if self.marked:
             if marks is None:

@@ -63,6 +63,7 @@ class Reader:
         model: the model's inputs, tokenizer and padding ids.
         notes: counts of the pass, which the reader updates.
         marks: the mask column of the counted positions; None if there is none.
+        padding: whether the padding of rows of tokens is kept, because it is counted.
     """
 
     column: Column | None
@@ -70,6 +71,7 @@ class Reader:
     model: ModelInputs
     notes: Notes
     marks: str | None = None
+    padding: bool = False
 
     def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Chat | Row]:
         """Texts, chats and rows of tokens or other inputs, in the order of the data.
@@ -289,13 +291,14 @@ class Reader:
             targets = targets[None] if targets is not None else None
             marked = marked[None] if marked is not None else None
         for i, (row, row_mask, own) in enumerate(zip(rows, attention, further, strict=True)):
-            # Padding on either side is removed: rows are padded again on the right, so positions do not depend on the side.
-            attended = row_mask.nonzero()[:, 0]
+            # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
+            # depend on the side.
+            kept = (row_mask | self.padding).nonzero()[:, 0]
             row_labels = targets[i] if targets is not None else None
             row_with_padding = Row(row, row_mask, row_labels, inputs=own, positional=positional(own, len(row), self.model))
             if marked is not None:
                 row_with_padding = replace(row_with_padding, marks=marked[i])
-            yield row_with_padding[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING
+            yield row_with_padding[int(kept[0]) : int(kept[-1]) + 1] if len(kept) else NOTHING
 
 
 def _level_of_items(data: Any) -> Level:

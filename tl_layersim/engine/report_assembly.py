@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from ..activations.norms import FIRST_PLACES
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
-from ..core.fields import JOINT, OF_MODELS, Provenance
+from ..core.fields import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.findings import site_in_words
 from ..core.intervals import aligned, bounds_of, with_and_without_blocks, with_replicates
 from ..core.jackknife import leave_one_out, neighbour_correlation
@@ -322,8 +322,8 @@ def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
     """The fields of a provenance that describe models, joined for several models."""
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
     values = {field: [getattr(model, name) for model in models] for field, name in attributes.items()}
-    # Of models without changes nothing is said.
-    return {field: JOINT.join(own) if field != "changes" or any(own) else "" for field, own in values.items()}
+    # Of models without changes, or without known attention heads, nothing is said.
+    return {field: JOINT.join(own) if field not in OF_SOME or any(own) else "" for field, own in values.items()}
 
 
 def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:

@@ -180,6 +180,7 @@ RECORD = {
     "source": "Class of the model",
     "basis": "Basis of the residual stream",
     "dtype": "Dtype of activations",
+    "attention": "Attention heads",
     "data": "Data (SHA-256)",
     "tokens": "Positions measured",
     "sequences": "Rows of data",

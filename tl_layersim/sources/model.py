@@ -45,6 +45,7 @@ class Model:
     Attributes:
         name: name under which the model was loaded.
         config_hash: see `Provenance`; "" if there is no configuration.
+        attention: see `Provenance`.
         weights: the weights, or their checksum as text; "" if the weights are not in this process.
         source: class of the model, and how it is reached.
         basis: basis of the residual stream: raw or processed weights, before or after a norm.
@@ -96,6 +97,7 @@ class Model:
     stream: Literal["whole", "parts", "unknown", "none"] = "whole"
     widths: tuple[int, ...] = ()
     changes: str = ""
+    attention: str = ""
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
         """The fields `inputs`, `pads`, `starts` and `ends` for reading the data of two models."""
@@ -181,6 +183,7 @@ def describe(
         context=_context(text),
         tokenizer=tokenizer,
         calls="gradients",
+        attention=_attention(module, text),
         **stack_fields(module, blocks, unembed, named),
     )
 
@@ -278,6 +281,20 @@ def _context(config: Any) -> int | None:
     return length - offset if length else None
 
 
+def _attention(module: torch.nn.Module, config: Any) -> str:
+    """The field `attention` of a `Provenance`.
+
+    Args:
+        module: the model; the frequencies of its rotary embeddings are half as many as the rotary dimensions.
+        config: its configuration, with the names of Hugging Face or of TransformerLens.
+    """
+    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    d_head = getattr(config, "d_head", None) or getattr(config, "head_dim", None) or (width // heads if width and heads else 0)
+    pairs = next((len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")), 0)
+    named = {"d_head": d_head, "rotary_dim": getattr(config, "rotary_dim", None) or 2 * pairs}
+    return ", ".join(f"{name} {value}" for name, value in named.items() if value)
+
+
 def hash_config(config: dict[str, Any]) -> str:
     """First 12 hex digits of the SHA-256 of a configuration."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -345,6 +362,7 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
         tokenizer=model.tokenizer,
         head=head_of(model),
         calls="gradients",
+        attention=_attention(model, cfg),
         **_bridge_data(model),
     )
     return model.embed, described
