@@ -57,7 +57,8 @@ def test_a_checkpoint_is_read(name):
     found = read_checkpoint(FILES / name)
     assert found
     if name == "analysis.checkpoint":
-        assert (found["main"].tokens, found["main"].done, set(found["main"].tree.total().sums)) == (64, True, {"cka", "cosine"})
+        assert (found["main"].tokens, found["main"].done) == (64, True)
+        assert {"cka", "cosine"} <= set(found["main"].tree.total().sums)
     if name == "finetune.checkpoint":
         assert len(found) == 2
         assert {"look/0", "look/2", "weight/module.lm_head.weight"} <= set(storage.read(FILES / name, ("training",))[1])
