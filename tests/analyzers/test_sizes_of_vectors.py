@@ -36,7 +36,8 @@ def test_measures_of_vectors_of_any_size(case, size):
     analyzer, oracle, in_unit = CASES[case]
     x = residuals(0).astype(np.float32)
     found, expected = from_views(analyzer, [view_for(analyzer, x * np.float32(size))]), oracle(x.astype(np.float64))
-    for name in [one for one in expected if case != "trajectory" or "quantiles" not in one]:
+    # Quantiles of histograms over decades are tested for themselves.
+    for name in [one for one in expected if "quantiles" not in one]:
         value = getattr(found, name) / (size if name in in_unit else 1)
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=2e-3, err_msg=name)
 
