@@ -275,7 +275,6 @@ def test_no_untrained_twin_of_a_changed_model(make, monkeypatch):
 def test_blocks_are_not_replayed_without_the_edits_of_the_model():
     model = edited(tiny_llama(), 2.0)
     for run in (
-        lambda: lsim.analyze(model, TOKENS, lsim.BlockCoupling(k=2)),
         lambda: lsim.block_jacobians(model, TOKENS[0]),
         lambda: lsim.stitch(model, tiny_llama(), TOKENS, at=(0, 0), fit="lstsq"),
     ):
