@@ -133,7 +133,7 @@ def test_a_malformed_result_is_refused_or_works(name, tmp_path):
             used(found)
     # Each refusal names the file.
     assert refused + worked == 16
-    assert refused > 4
+    assert refused > 2
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in [*FILES.glob("*.checkpoint"), *FILES.glob("*.run")]))
