@@ -31,3 +31,14 @@ def test_two_bins_are_enough():
     # Quantiles read from two bins are at best of the right sign.
     expected = oracles.oracle_cosine([x], center="none")["adjacent"]
     assert (np.abs(found.adjacent.numpy() - expected) <= 1).all()
+
+
+def test_an_update_of_zero_has_an_infinite_ratio():
+    """The difference of equal vectors has norm 0, not -0, by which the ratio would be -inf."""
+    x = residuals(3)
+    x[1] = x[0]
+    found = from_views(lsim.Cosine(center="none"), [view(x)])
+    assert float(found.norm_ratio[0]) == float("inf")
+    # The last bin of the histograms ends at 1e8.
+    assert (found.norm_ratio_quantiles[:, 0] > 9e7).all()
+    assert found.norm_ratio[1:].isfinite().all()

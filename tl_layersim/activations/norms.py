@@ -25,7 +25,8 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
                 [ 0.,  0.]]), tensor([[4.0000e+30],
                 [0.0000e+00]]))
     """
-    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
+    # `abs` makes -0 of a zero vector 0, by which a norm can be divided.
+    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True)).abs()
     return x / largest.where(largest > 0, 1), largest
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.errors import LayersimError
 from .view import Kernel, Reduced, View, in_full_precision, some_sites, tokens_alone
 
 if TYPE_CHECKING:
@@ -236,6 +237,13 @@ class BatchPlan:
 
     def _pool_sums(self, name: str, kernel: PoolKernel, outputs: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         models = sum(key.startswith("samples") for key in outputs[0])
+        for i in range(models):
+            long = {output[f"samples {i}"].shape[-1] for output in outputs}
+            if len(long) > 1:
+                raise LayersimError(
+                    f"Samples have from {min(long)} to {max(long)} dimensions; they must have equally many. With pool='flat' "
+                    "all rows need equally many tokens."
+                )
         sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]
         widths = [tuple(outputs[0][f"widths {i}"].tolist()) for i in range(models)]
         out, start = [], 0

@@ -35,7 +35,7 @@ def refuse_unequal_widths(view: View) -> None:
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
-    """For all pairs of layers, sums over tokens of the cosine, its square and its sign, with histograms and counts of rises.
+    """For all pairs of layers, sums over tokens of the cosine, its square and its sign, with histograms and ordered layers.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -58,7 +58,6 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         "to_last": torch.zeros(layers, bins, dtype=torch.int64, device=device),
         "adjacent": torch.zeros(layers - 1, bins, dtype=torch.int64, device=device),
         "norm_ratio": torch.zeros(layers - 1, dtype=torch.float64, device=device),
-        "norm_ratio bins": log_histogram(x.new_zeros(layers - 1, 0), x.new_zeros(layers - 1, 0) > 0),
         "monotone": torch.tensor(0, device=device),
         "steps": torch.zeros(2, layers - 1, dtype=torch.int64, device=device),
         "triples": torch.zeros(2, layers - 1, dtype=torch.int64, device=device),
@@ -67,12 +66,12 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         "raw_adjacent": torch.zeros(layers - 1, dtype=torch.float64, device=device),
     }
     offset = None if mean is None else mean.to(x)[:, None]
+    ratios = [torch.zeros(layers - 1, 0, dtype=torch.float64, device=device)]
     for start in range(0, tokens, 256):
         chunk = x[:, start : start + 256]
         raw, norm = unit_vectors(chunk)
-        ratio = norm[:-1] / norms(chunk[1:] - chunk[:-1])
-        out["norm_ratio"] += ratio.sum(1)
-        out["norm_ratio bins"] += log_histogram(ratio, ~ratio.isnan())
+        ratios.append(norm[:-1] / norms(chunk[1:] - chunk[:-1]))
+        out["norm_ratio"] += ratios[-1].sum(1)
         if offset is None:
             known = (norm > 0).T
             cosine = _cosines(raw, known)
@@ -104,7 +103,8 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         if not bool(known.all()):
             angle = angle * (known[:, :, None] & known[:, None, :])
         out["angle"] += angle.sum(0, dtype=torch.float64)
-    return out
+    ratio = torch.cat(ratios, 1)
+    return out | {"norm_ratio bins": log_histogram(ratio, ~ratio.isnan())}
 
 
 def _cosines(unit: Tensor, known: Tensor) -> Tensor:
@@ -126,15 +126,15 @@ def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
         cosine: `token layer layer`.
         known: `token layer`, whether the vector has a direction.
     """
-    layers = cosine.shape[1]
-    below = known.long().cumsum(1)[:, :-1]
-    pairs = (below * (below - 1) // 2 * known[:, 1:]).sum(0)
-    ordered = torch.zeros_like(pairs)
-    # A cosine that is not known is NaN, which is neither smaller nor larger than another.
-    c = cosine.where(known[:, :, None] & known[:, None, :], torch.nan)
-    for first in range(layers - 2):
-        later = c[:, first, None, first + 2 :] < c[:, first + 1 : -1, first + 2 :]
-        ordered[first + 1 :] += later.triu().sum((0, 1))
+    layers_below = known.long().cumsum(1)[:, :-1]
+    pairs = (layers_below * (layers_below - 1) // 2 * known[:, 1:]).sum(0)
+    # A cosine that is not known is NaN, which is neither smaller nor larger than another. Tokens last: adjacent in memory.
+    c = cosine.where(known[:, :, None] & known[:, None, :], torch.nan).permute(1, 2, 0).contiguous()
+    # By l2, l3 and token, the number of l1; one gap l2 - l1 at a time.
+    smaller = torch.zeros(c.shape, dtype=torch.int16, device=c.device)
+    for gap in range(1, len(c) - 1):
+        smaller[gap:-1, gap + 1 :] += c[: -1 - gap, gap + 1 :] < c[gap:-1, gap + 1 :]
+    ordered = smaller.sum(-1).triu(1).sum(0)[1:]
     return torch.stack([ordered, pairs])
 
 

@@ -213,7 +213,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             )
         if inputs is not None:
             values = without_inputs(values, *inputs)
-        fields = self.shared(run, values, int(sums["samples"]), minibatches, each)
+        fields = self.common_fields(run, values, int(sums["samples"]), minibatches, each)
         if self.permutations and "null xy" not in sums.fields:
             warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens to exchange.")
         if "null xy" not in sums.fields:
@@ -224,10 +224,17 @@ class MinibatchAnalyzer(SampleAnalyzer):
         observed = observed.where(~values.isnan(), float("nan"))
         return fields | null_fields(observed, null, one_model=is_one_model(run.models))
 
-    def shared(self, run: Run, values: Tensor, samples: int, minibatches: int, rows: float) -> dict[str, Any]:
+    def common_fields(self, run: Run, values: Tensor, samples: int, minibatches: int, rows: float) -> dict[str, Any]:
         """The fields of a `MinibatchMatrix` without a null; for the arguments see there."""
-        about = {"values": values, "samples": samples, "minibatches": minibatches, "rows": rows}
-        return about | {"layers": run.layers, "column_layers": run.column_layers, "provenance": run.provenance}
+        return {
+            "values": values,
+            "samples": samples,
+            "minibatches": minibatches,
+            "rows": rows,
+            "layers": run.layers,
+            "column_layers": run.column_layers,
+            "provenance": run.provenance,
+        }
 
     def need_minibatch(self, sums: Sums, run: Run) -> None:
         """Raise an error if no pool had enough samples for a minibatch.

@@ -102,7 +102,7 @@ class Analyzer(ABC):
     Class attributes:
         - `name`: key in a report and on the command line.
         - `compares`: whether the kernel also takes two views of the same tokens, from two models.
-        - `needs_two_models`: whether the kernel takes two views only, so that functions of one model raise an error.
+        - `needs_two_models`: whether the kernel needs two views; functions of one model then raise an error.
         - `symmetric`: whether two models in the other order give the transposed result, which `transposed` of the result is.
         - `one_pass`: for an analyzer with a first pass, the call of its variant without a first pass.
         - `first_without_model`: whether the first pass reads tokens and labels only, so that the model does not run.

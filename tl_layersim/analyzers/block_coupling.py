@@ -251,10 +251,10 @@ class BlockCouplingResult(Result):
         """
         matrix: Tensor = getattr(self, field)
         if k is not None:
-            many = field in ("coupling", "values", "null", "null_coupling")
-            if k not in self.ks or not many:
+            by_k = field in ("coupling", "values", "null", "null_coupling")
+            if k not in self.ks or not by_k:
                 raise LayersimError(
-                    f"`k` is {k}; {field!r} of this result has {', '.join(map(str, self.ks)) if many else 'no other k'}."
+                    f"`k` is {k}; {field!r} of this result has {', '.join(map(str, self.ks)) if by_k else 'no other k'}."
                 )
             matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
             matrix = float(self.normalize) - matrix if "coupling" in field else matrix

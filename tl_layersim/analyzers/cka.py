@@ -133,8 +133,7 @@ class CKA(MinibatchAnalyzer):
     Args:
         estimator: "minibatch" averages over minibatches, see `average`. A minibatch is drawn from a pool of 16 rows, or of as
             many as have `minibatch` samples, with at most 64 tokens of a row; the pools do not depend on `batch_size`. "exact"
-            takes HSIC over all samples without a Gram matrix; it reads the data twice and needs 2 (layers d)^2 float64 numbers;
-            its result also has the `biased` CKA over all samples.
+            takes HSIC over all samples without a Gram matrix; it reads the data twice and needs 2 (layers d)^2 float64 numbers.
             "biased" takes HSIC_0 of minibatches, which is far from 0 for independent layers (0.5 for Gaussians with n = d); it
             is for comparison with published figures only.
         minibatch: number of samples in a minibatch, n. A smaller pool is one smaller minibatch; remaining samples are dropped
@@ -197,15 +196,17 @@ class CKA(MinibatchAnalyzer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        averaged = [name for name in ("permutations", "deconfound") if getattr(self, name)]
-        drawn = averaged + [name for name, value in (("pool", "flat"), ("average", "cka")) if getattr(self, name) == value]
-        if self.estimator == "exact" and drawn:
+        of_grams = [name for name in ("permutations", "deconfound") if getattr(self, name)]
+        of_minibatches = of_grams + [
+            name for name, value in (("pool", "flat"), ("average", "cka")) if getattr(self, name) == value
+        ]
+        if self.estimator == "exact" and of_minibatches:
             raise LayersimError(
-                f'`{drawn[0]}` is {getattr(self, drawn[0])!r}; it needs estimator="minibatch" or "biased", because "exact" has '
-                "neither minibatches nor Gram matrices."
+                f'`{of_minibatches[0]}` is {getattr(self, of_minibatches[0])!r}; it needs estimator="minibatch" or '
+                '"biased", because "exact" has neither minibatches nor Gram matrices.'
             )
-        if self.average == "cka" and averaged:
-            raise LayersimError(f'`{averaged[0]}` is {getattr(self, averaged[0])!r}; it needs average="hsic".')
+        if self.average == "cka" and of_grams:
+            raise LayersimError(f'`{of_grams[0]}` is {getattr(self, of_grams[0])!r}; it needs average="hsic".')
 
     def sum_numbers(self, *models: Model) -> float:
         if self.estimator != "exact":
@@ -251,7 +252,7 @@ class CKA(MinibatchAnalyzer):
         values = sums["ratios"] / sums["minibatches"] if self.average == "cka" else cross / _scale(own_x, own_y)
         values = values.where(defined_x[:, None] & defined_y, math.nan)
         if self.estimator == "exact":
-            about = self.shared(run, values, count, 1, float(run.provenance.sequences))
+            about = self.common_fields(run, values, count, 1, float(run.provenance.sequences))
         else:
             scale = _scale(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
             about = self.similarities(sums, run, values, scale, self._inputs(sums))
@@ -288,10 +289,8 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
     """
     if biased or row is None:
         relation, r = centred(gram, biased)
-        numbers = {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}
-        return replace(relation_of_pairs(relation, rows if by_row else None, numbers), ratios=ratios)
-    terms, r = without_rows(gram, row)
-    flat, signs = terms.flat()
-    numbers = {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}
-    own, own_signs = terms.by_row(rows) if by_row else (None, None)
-    return PairRelation(flat, signs, numbers, own, own_signs, ratios)
+        found = relation_of_pairs(relation, rows if by_row else None)
+    else:
+        terms, r = without_rows(gram, row)
+        found = PairRelation(*terms.flat(), {}, *(terms.by_row(rows) if by_row else (None, None)))
+    return replace(found, numbers={"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, ratios=ratios)

@@ -45,9 +45,9 @@ class CosineResult(LayerMatrix):
             update is 0; NaN if a site and the one before it are not the input and the output of one block.
         norm_ratio_quantiles: `quantile layer`, quantiles over tokens of the same ratio, from histograms with bins of a
             hundredth of a decade.
-        step_share: `layer`, fraction of tokens with COS(l - 1, L) < COS(l, L): theorem 2.1 holds at the step of this block.
-        triple_share: `layer`, fraction of tokens and pairs l1 < l2 below layer l with COS(l1, l) < COS(l2, l): theorem 2.1
-            holds for these three layers. NaN at the first block, which has one layer below it.
+        step_share: `layer`, fraction of tokens with COS(l - 1, L) < COS(l, L), as theorem 2.1 predicts for every token.
+        triple_share: `layer`, fraction of pairs of layers l1 < l2 < l with COS(l1, l) < COS(l2, l), over all tokens, as theorem
+            2.1 predicts for every pair. NaN at the first block, which has one layer below it.
         monotone_share: fraction of tokens for which COS(l, L) rises strictly at every l from 0 on, among the tokens that have
             a cosine at every layer.
         angular: `residual residual`, mean over tokens of arccos(cosine) / pi, always of raw residuals; 0 for equal directions,
@@ -319,7 +319,8 @@ class Cosine(Analyzer):
         std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(itself, 0)
         to_last = quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES)
         to_last[:, -1] = to_last[:, -1].masked_fill(itself[-1, -1], 1)
-        minimum, outliers = _extremes(sums["to_last"])
+        minimum, outliers = _minimum_and_outliers(sums["to_last"])
+        minimum[-1] = minimum[-1].masked_fill(itself[-1, -1], 1)
         raw = sums["raw_pairs"].double()
         next_to = adjacent_sites(run.layers, run.stream)
         return CosineResult(
@@ -327,7 +328,7 @@ class Cosine(Analyzer):
             std=std,
             below_zero=sums["negative"].double() / pairs,
             to_last=to_last,
-            to_last_minimum=minimum.masked_fill(itself[-1, -1] & (torch.arange(len(pairs)) == len(pairs) - 1), 1),
+            to_last_minimum=minimum,
             to_last_outliers=outliers,
             adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
             norm_ratio=(sums["norm_ratio"] / count).where(next_to, math.nan),
@@ -344,7 +345,7 @@ class Cosine(Analyzer):
         )
 
 
-def _extremes(histogram: Tensor) -> tuple[Tensor, Tensor]:
+def _minimum_and_outliers(histogram: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest value and fraction of box-plot outliers of histograms `series bin` over [-1, 1], both `series`; NaN if empty."""
     bins, total = histogram.shape[-1], histogram.sum(-1)
     edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)

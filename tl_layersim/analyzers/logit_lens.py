@@ -50,7 +50,7 @@ class LogitLensResult(Result):
         step_share_if_closer: `layer`, the same among the positions whose cosine to the last layer rises at this step, for which
             theorem 2.2 predicts 1. NaN without such positions.
         lost_share: `layer`, fraction of positions with a target at which this layer predicts the target and a later one does
-            not. The paper's account of saturation predicts 0.
+            not. 0 if predictions that are correct stay so, as the paper says of saturation.
         monotone_share: fraction of positions with a target for which p(target) rises strictly at every block after the first.
         ks: the values of k in `top_k_accuracy`.
         positions: number of positions.
@@ -378,9 +378,10 @@ def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
     for layer in reversed(range(1, len(view.activations))):
         own = read_vectors(view, view.activations[layer : layer + 1])
         offset = None if mean is None else mean[layer].to(own).repeat(own.shape[-1] // mean.shape[-1])
-        unit, norm = unit_vectors(own if offset is None else own - offset)
+        own = own if offset is None else own - offset
+        unit, norm = unit_vectors(own)
         last = unit if last is None else last
         cosines.append((unit * last).sum(-1)[0])
-        known.append((norm > 0 if offset is None else beyond_rounding(own - offset, offset))[0])
+        known.append((norm > 0 if offset is None else beyond_rounding(own, offset))[0])
     cosine, defined = torch.stack(cosines[::-1]), torch.stack(known[::-1])
     return (cosine[1:] > cosine[:-1]) & defined[1:] & defined[:-1] & defined[-1]

@@ -39,8 +39,8 @@ class NeuralCollapseResult(Result):
         nc2: `residual`, mean over pairs of classes of |cos(m_k, m_k') + 1 / (K - 1)|, with m_k the class mean minus the global
             mean; 0 for equal angles as wide as possible, as in a simplex. NaN if a class mean is the global mean.
         equinorm: `residual`, standard deviation over classes of |m_k| divided by the mean of |m_k|; 0 for equal norms.
-        nc3: `residual`, distance |W / |W| - M / |M||^2 between the rows of `classifier` minus their mean, W, and the m_k as
-            rows, M, in Frobenius norms, from 0 to 4; 0 if they align, 2 if they are orthogonal. NaN without `classifier`.
+        nc3: `residual`, squared distance |W / |W| - M / |M||^2 in Frobenius norms, with W the rows of `classifier` minus their
+            mean and M the m_k as rows, from 0 to 4; 0 if they align, 2 if they are orthogonal. NaN without `classifier`.
         within: `residual`, tr(S_W), the mean squared distance of a sample from its class mean.
         between: `residual`, tr(S_B), the mean over classes of the squared distance of the class mean from the global mean.
         samples: `label`, number of samples in each class.

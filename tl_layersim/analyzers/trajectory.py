@@ -290,8 +290,8 @@ class Trajectory(Analyzer):
     \mathrm{ED} = \frac{\mathrm{Var}_l \, \alpha^l}{(\mathrm{mean}_l \, \alpha^l)^2}, \qquad
     \mathrm{equidistance} = \frac{\mathrm{std}_l |u^l|}{\mathrm{mean}_l |u^l|}$$
 
-    with variances divided by L. Expodistance is a squared coefficient of variation, equidistance is not squared. In the form of
-    expodistance, its mean over tokens is `equidistance_mean ** 2 + equidistance_std ** 2`, and its quantiles are
+    with variances divided by L. Expodistance is a squared coefficient of variation, equidistance is not squared. Squared
+    equidistances have the mean `equidistance_mean ** 2 + equidistance_std ** 2` and the quantiles
     `equidistance_quantiles ** 2`. LSS is at least 1, and 1 for a straight line; n independent steps in
     many dimensions have about the square root of n. Expodistance is 0 if norms grow exponentially,
     equidistance is 0 if all steps are equally long.

@@ -325,7 +325,9 @@ def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
 
 
 def refuse_positions_first(module: torch.nn.Module, blocks: list[str]) -> None:
-    """Raise an error if blocks pass on `pos batch width`, which a batch of as many rows as positions would hide.
+    """Raise an error if blocks pass on `pos batch width`.
+
+    Shapes alone do not show this if a batch has as many rows as positions.
 
     Args:
         module: the model.

@@ -176,11 +176,11 @@ class TowerComparison(Analyzer):
     minibatch: int
     seed: int
     projections: tuple[Unembed, Unembed] | None
-    norm: Literal["before", "after"] = "before"
+    norm: Literal["before", "after"]
 
     def options(self) -> dict[str, Any]:
-        options = {"minibatch": self.minibatch, "seed": self.seed, "projected": self.projections is not None}
-        return options if self.norm == "before" else options | {"norm": self.norm}
+        projected = self.projections is not None
+        return {"minibatch": self.minibatch, "seed": self.seed, "projected": projected, "norm": self.norm}
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(tower_kernel, projections=self.projections, norm=self.norm)
