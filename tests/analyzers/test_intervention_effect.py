@@ -127,3 +127,13 @@ def test_one_model_is_refused():
 def test_another_model_is_refused():
     with pytest.raises(lsim.LayersimError, match="`model_b`"):
         lsim.compare(tiny_llama(), tiny_llama(layers=2), TOKENS, lsim.InterventionEffect())
+
+
+@pytest.mark.parametrize("part", ["model.norm", "lm_head"])
+def test_an_edit_that_the_lens_does_not_follow_is_refused(part):
+    clean, edited = tiny_llama(), tiny_llama()
+    edited.get_submodule(part).register_forward_hook(lambda _module, _args, output: 0.5 * output)
+    with pytest.raises(lsim.LayersimError, match="logit lens"):
+        lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
+    unread = lsim.compare(clean, edited, DATA, lsim.InterventionEffect(lens=False))
+    np.testing.assert_array_equal(unread.relative_change, 0)

@@ -95,8 +95,8 @@ def test_edits_of_one_model_run_in_one_request(small):
     clean, edited = (lsim.open_model(one, remote=small.url) for one in pair(small.model()))
     small.set()
     found = lsim.compare(clean, edited, data, analyzers, intervals=True)
-    # A request for what each source asks of the server, one for the lens of the first row, and one for all batches.
-    assert small.set()["requests"] == 4
+    # For each source, a request for what it asks of the server and one for its lens of the first row; and one for all batches.
+    assert small.set()["requests"] == 5
     for name in here:
         assert worst(found[name], here[name]) < 1e-6
     effect = found["intervention_effect"]

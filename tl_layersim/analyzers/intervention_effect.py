@@ -133,7 +133,8 @@ class InterventionEffect(Analyzer):
     with x and p of the clean run, and x~ and p~ of the edited run on the same tokens. `compare` takes the clean model first,
     and the edited one second: an nnsight model after `model.edit()`, or a copy of a Hugging Face or TransformerLens model with
     hooks or other weights. p is the logit lens with the final norm, see `LogitLens`; each run is read by the norm and head of
-    its own model, without hooks or edits of these two modules. Of two edits of one model on a server, both run in each request.
+    its own model. An edit of what these two modules return raises an error, because the lens does not follow it. Of two edits
+    of one model on a server, both run in each request.
 
     Args:
         lens: whether to read the predictions of each layer. False is for models without a head, and for other sites than the

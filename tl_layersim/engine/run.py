@@ -388,9 +388,10 @@ class DataPass:
             self.analysis.plan.check_sites(self.analyzers, self.sources)
 
     def _check_lens(self, batch: Batch) -> None:
-        """Raise an error if the lens differs from the model's logits. A model without a head can be measured too."""
-        if (source := self.sources[0]).model.head is not None:
-            check_lens(source, batch)
+        """Raise an error if the lens of a model differs from its logits. A model without a head can be measured too."""
+        for source in self.sources:
+            if source.model.head is not None:
+                check_lens(source, batch)
 
     def _check_memory(self, sums: Mapping[str, Sums], leaf: int) -> None:
         """Raise an error or warn if the sums do not fit into memory, judged by the sums of the first batches."""
