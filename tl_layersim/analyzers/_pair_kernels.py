@@ -181,7 +181,7 @@ def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
 
 
 def rows_in(samples: Samples, chosen: Tensor, by_row: bool) -> int:
-    """Number of independent rows in a minibatch."""
+    """Number of rows of the data that the samples of a minibatch come from; of samples, if samples count as independent."""
     return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
 
 

@@ -371,7 +371,7 @@ class BlockCoupling(Analyzer):
         [model] = models
         need_calls(model, "BlockCoupling", self.method == "finite-difference")
         if model.d_model is not None and max(self.ks) > model.d_model:
-            raise LayersimError(f"`k` is {max(self.ks)}; {model.name} has d_model {model.d_model}.")
+            raise LayersimError(f"`k` is {max(self.ks)}; it must be at most the d_model of {model.name}, {model.d_model}.")
 
     def cost(self, model: Model) -> str:
         d_model, blocks = model.d_model or 0, len(model.layers) - 1

@@ -102,7 +102,7 @@ class NeuralCollapseResult(Result):
 
     @property
     def nc1(self) -> Tensor:
-        """NC1 of each layer, `residual`; the same as `values`."""
+        """Within-class variability (NC1) at each layer, the same as `values`. Shape `residual`."""
         return self.values
 
 

@@ -429,5 +429,5 @@ def quantiles_of_logs(histogram: Tensor) -> Tensor:
 
 
 def _normed(last: str) -> str:
-    """Name of the final norm's output in the stack of the last residual layer."""
+    """Site name of the final norm's output, in the same stack as a residual layer."""
     return site_name("ln_final", 0, last.rpartition("blocks.")[0])

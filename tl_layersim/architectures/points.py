@@ -202,7 +202,7 @@ class SiteMap:
     other_names: tuple[str, ...] = field(default=(), repr=False)
 
     def of_families(self, families: Iterable[str]) -> list[Site]:
-        """The sites of some families, in the order of computation.
+        """The sites of some families, such as all attention outputs, in the order of the forward pass.
 
         Args:
             families: families in all stacks, such as "attn_out", or in one, such as "encoder.attn_out".

@@ -228,7 +228,7 @@ class Data:
         return self._kept.get((key, self._state))
 
     def keep(self, key: Hashable, rows: KeptRows) -> None:
-        """Begin a pass with this key. Passes that run at the same time each fill their own rows.
+        """Start a pass whose rows are kept under a key. Passes that run at the same time each fill their own rows.
 
         Args:
             key: properties of the model that the rows depend on.

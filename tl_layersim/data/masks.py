@@ -57,7 +57,7 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 class RunsAtEnds:
-    """Counts token rows without a mask that start or end with a run of one id that occurs nowhere else in the row.
+    """Counts rows that look padded: one id repeats at the start or end of the row and occurs nowhere else in it.
 
     Such an id is probably padding that neither the tokenizer nor the configuration names, as `pad_sequence` pads with 0. The
     counts do not depend on the order of the rows, nor on how they are divided into tables.
@@ -142,7 +142,7 @@ def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) ->
         if at_ends
         else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens: "
     )
-    return LayersimError(f"{missing}{given}. Pass {_with_mask(mask, model)}; a mask of ones measures the padding too.")
+    return LayersimError(f"{missing}{given}. Pass {_with_mask(mask, model)}. To measure the padding too, pass a mask of ones.")
 
 
 def masked_warning(pads: Sequence[int]) -> str:

@@ -533,7 +533,7 @@ def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
 
 
 def _other_data(given: str) -> LayersimError:
-    return LayersimError(f"`data` differs from the data of the checkpoint: it has {given}.")
+    return LayersimError(f"`data` differs from the data of the checkpoint: `data` has {given}.")
 
 
 def sums_so_far(tree: SumTree) -> dict[str, Sums]:

@@ -60,8 +60,8 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
     masked = next((model for model, module in models if "MaskedLM" in type(module).__name__), None)
     if labels is None and masked is not None:
         raise LayersimError(
-            f"`labels` is None, and {masked.name} is a masked language model, which does not predict the next token. Use "
-            f"labels='data' with a column that is {NO_LABEL} wherever no token is masked."
+            f"`labels` is None, but {masked.name} is a masked language model, which does not predict the next token. Pass "
+            f"labels='data' with a column `labels` that is {NO_LABEL} at every position that is not masked."
         )
     if labels is not None:
         return as_labels(labels)

@@ -267,6 +267,6 @@ def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> Non
         if len(keys) > 1:
             shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
             warn(
-                f"The models {shown} of the sweep have the same weights. Functions that are made in a loop share its variable: "
-                "write functools.partial(load, step) in place of lambda: load(step)."
+                f"The models {shown} of the sweep have the same weights. If lambdas that were made in a loop load them, "
+                "all of them load the last step: use functools.partial(load, step) in their place."
             )

@@ -92,7 +92,11 @@ class PredictionGrid(Result):
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
-        """A tidy table; for `probability` it also has the word, the token's position and whether the word is final."""
+        """A tidy table, a row for each token and block.
+
+        That of `probability` has further columns: the token's position, the likeliest word, and whether this word stays the
+        likeliest in all later blocks.
+        """
         table = super().to_frame(field)
         if field in (None, "values", "probability"):
             blocks = self.values.shape[1]

@@ -133,8 +133,9 @@ def loss_and_gradient(
 
 
 def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
-    """Residuals of a layer at positions with a target, `token d_model`; for heads that pool rows, the normed and pooled
-    vectors.
+    """Residuals of a layer at the positions that have a target, `token d_model`.
+
+    If the model's head makes one vector of several positions, the vectors after its final norm and its pooling.
 
     Args:
         unembed: final norm and head.

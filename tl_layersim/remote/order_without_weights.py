@@ -62,7 +62,7 @@ def widths_without_weights(module: torch.nn.Module, points: Sequence[HookPoint])
 
 
 def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequence[Callable[[], Any]]) -> Order | Exception:
-    """The order and the widths from the first forward pass that can run. Raises the last failure if none can."""
+    """Order and widths of hook points, from the first forward pass that runs. Raises the last failure if none does."""
     modules = {point.module: module.get_submodule(point.module) for point in points}
     failed = Exception("no forward pass")
     for run in passes:

@@ -41,7 +41,7 @@ UNDEFINED = "#c8c8c8"
 
 
 def difference_figure(array: xarray.DataArray) -> go.Figure:
-    """The figure of a field's difference: curves with intervals as bands, or a heat map.
+    """Plot the difference of two reports in one field: curves with intervals as bands, or a heat map.
 
     A dot in a heat map marks an adjusted p-value below 1 minus the confidence level. Cells that are equal in all blocks of the
     data, such as the diagonal of a similarity, are grey.

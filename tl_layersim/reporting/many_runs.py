@@ -119,7 +119,7 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
 
 
 def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str]) -> go.Figure:
-    """A heat map of two dimensions.
+    """A heat map over two dimensions of a table of runs: a cell is the value of one run or one site.
 
     Args:
         drawn: table over two dimensions.

@@ -1,4 +1,4 @@
-"""Network figure of blocks: each edge is the coupling of two blocks."""
+"""Draws blocks as the nodes of a graph whose edges are the couplings of two blocks."""
 
 from __future__ import annotations
 

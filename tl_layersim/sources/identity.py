@@ -397,7 +397,7 @@ def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _plain_text(value: Any) -> str | None:
-    """Text of a number, a text, a function or a collection of these, sorted if unordered; None for other objects."""
+    """A text that is equal for equal numbers, texts, functions, and collections of these; None for other objects."""
     if value is None or isinstance(value, str | bool | int | float | complex | np.generic):
         return repr(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:

@@ -114,7 +114,7 @@ class Model:
         return str(self.weights)
 
     def as_it_is_now(self) -> Model:
-        """The description without a cached checksum, because the weights may have changed."""
+        """This description with a new checksum of the weights, which may have changed since it was made."""
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
     def identity(self, argument: str | None) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str
 
 
 def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits `target vocabulary` at positions that have a target, and the targets `target` themselves.
+    """Logits at the positions that have a target, `target vocabulary`, and these targets, `target`.
 
     Args:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier.

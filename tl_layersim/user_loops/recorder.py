@@ -80,7 +80,7 @@ class _Sweeper:
 
 
 def _nothing(*_: Any) -> None:
-    """Placeholder for a hook in a copy of its module, until `_Sweeper` removes it."""
+    """Do nothing: a copy of a hooked module holds this hook until `_Sweeper` removes it."""
 
 
 def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
