@@ -24,8 +24,8 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.early_exit import frequent_tokens
-from tl_layersim.early_exit.costs_and_plan import ExitCosts, plan_for, seconds_of
 from tl_layersim.early_exit.early_exit import EarlyExit
+from tl_layersim.early_exit.exit_plan import ExitCosts, plan_for, seconds_of
 from tl_layersim.early_exit.exit_results import Generated
 
 THRESHOLDS = (0.5, 0.7, 0.9, 0.97)

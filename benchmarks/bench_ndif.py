@@ -81,7 +81,7 @@ def table(name: str, server: Server, asked: argparse.Namespace) -> str:
     from transformers import AutoTokenizer
 
     import tl_layersim as lsim
-    from tl_layersim.remote import requests as request_pipeline
+    from tl_layersim.remote import request_schedule as request_pipeline
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(name)

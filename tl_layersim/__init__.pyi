@@ -25,13 +25,13 @@ from .core.labelled_tables import stack as stack
 from .core.results import Report as Report
 from .core.results import Result as Result
 from .core.results import load as load
-from .costs.capabilities import capabilities as capabilities
 from .costs.estimate import estimate as estimate
+from .costs.server_capabilities import capabilities as capabilities
 from .data.data import Data as Data
 from .demo import demo_model as demo_model
 from .demo import demo_text as demo_text
-from .early_exit.costs_and_plan import ExitCosts as ExitCosts
 from .early_exit.early_exit import EarlyExit as EarlyExit
+from .early_exit.exit_plan import ExitCosts as ExitCosts
 from .early_exit.truncate import truncate as truncate
 from .engine.analyze_and_compare import analyze as analyze
 from .engine.analyze_and_compare import compare as compare
@@ -42,8 +42,8 @@ from .engine.submitted_runs import load_run as load_run
 from .many.compare_grid import compare_grid as compare_grid
 from .many.differences import difference as difference
 from .many.exponential_fits import exponential_fit as exponential_fit
-from .many.groups import compare_groups as compare_groups
-from .many.groups import dendrogram as dendrogram
+from .many.model_groups import compare_groups as compare_groups
+from .many.model_groups import dendrogram as dendrogram
 from .many.plot import plot as plot
 from .many.relations import relate as relate
 from .many.sweep import sweep as sweep

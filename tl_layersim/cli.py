@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 from .commands import files, measure, training
 from .commands.run_file import read_run_file
-from .commands.tables import print_error, print_warning
+from .commands.terminal import print_error, print_warning
 from .core.errors import LayersimError, LayersimWarning
 
 app = App(

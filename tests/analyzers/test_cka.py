@@ -254,7 +254,7 @@ def test_a_batch_too_small_for_a_minibatch_hardly_counts():
     tail = lsim.analyze(model, [*rows, *random_tokens(4, 3, seed=9)], lsim.CKA(minibatch=64))["cka"]
     assert tail.minibatches == whole.minibatches + 1
     assert (tail.values - whole.values).abs().max() < 0.01
-    assert whole.mean_minibatch == 64 > tail.mean_minibatch
+    assert whole.samples / whole.minibatches == 64 > tail.samples / tail.minibatches
 
 
 def test_each_minibatch_weighs_its_pairs():

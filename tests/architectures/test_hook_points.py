@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.architectures.find_hook_points import find_points, stream_sums
+from tl_layersim.architectures.chosen_hook_points import find_points, stream_sums
 from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.architectures.points import SITE_NAMES
 

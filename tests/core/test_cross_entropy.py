@@ -110,7 +110,7 @@ def test_a_head_with_a_soft_cap_has_the_losses_of_the_logit_lens_too():
 
 @pytest.mark.parametrize("sloped", [False, True])
 def test_adapters_on_a_server_are_judged_by_the_same_cross_entropy(wide, sloped):
-    from tl_layersim.remote.adapter_training import summed_cross_entropy
+    from tl_layersim.remote.low_rank_adapters import summed_cross_entropy
 
     x, wanted = torch.randn(9, 16), torch.randint(0, VOCABULARY, (9,))
     head = Unembed(None, (wide.lm_head,), "every", 1.0, None, torch.float32, None)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tl_layersim as lsim
 from tl_layersim.core.sums import DataBlock, Sums, SumTree, Tally
 from tl_layersim.costs.workload import OperationMeter
-from tl_layersim.engine.memory_and_time import LongRunNotice, rows_in_data
+from tl_layersim.engine.memory_checks import LongRunNotice, rows_in_data
 from tl_layersim.lens.statistics import GROUP_SIZE
 
 from ..input_models import image_vit

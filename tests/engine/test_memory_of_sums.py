@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import LayersimError, LayersimWarning, Sums
-from tl_layersim.engine.memory_and_time import refuse_large_blocks, refuse_sums_over_limits, warn_of_large_sums
+from tl_layersim.engine.memory_checks import refuse_large_blocks, refuse_sums_over_limits, warn_of_large_sums
 
 
 def test_blocks_may_take_half_of_the_free_memory(monkeypatch, capsys):
@@ -21,11 +21,11 @@ def test_blocks_may_take_half_of_the_free_memory(monkeypatch, capsys):
                 refuse_large_blocks(sums)
         else:
             refuse_large_blocks(sums)
-    monkeypatch.setattr("tl_layersim.engine.memory_and_time.LARGE_BLOCKS", 32 * 800)
+    monkeypatch.setattr("tl_layersim.engine.memory_checks.LARGE_BLOCKS", 32 * 800)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=10**9))
     refuse_large_blocks(sums)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("tl_layersim.engine.memory_and_time.LARGE_BLOCKS", 32 * 800 - 1)
+    monkeypatch.setattr("tl_layersim.engine.memory_checks.LARGE_BLOCKS", 32 * 800 - 1)
     refuse_large_blocks(sums)
     assert "up to 32 blocks of the data" in capsys.readouterr().err
 

@@ -113,7 +113,7 @@ def test_a_budget_that_is_none_is_refused(memory):
 
 
 def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
-    from tl_layersim.architectures.heads import Quiet
+    from tl_layersim.architectures.output_heads import Quiet
 
     head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).train()
     x, calls = torch.ones(3, 8), []

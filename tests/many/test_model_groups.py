@@ -13,7 +13,7 @@ import torch
 import xarray
 
 import tl_layersim as lsim
-from tl_layersim.many.groups import have_directions, permutation_test
+from tl_layersim.many.model_groups import have_directions, permutation_test
 from tl_layersim.reporting.many_runs import clusters
 
 from ..views import from_views, residuals, view

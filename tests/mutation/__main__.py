@@ -50,7 +50,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     # test_coverage.py draws thousands of data sets, which no mutant has time for.
     (
         ("core/jackknife.py", "core/sums.py", "core/intervals.py", "report_assembly.py"),
-        ("test_jackknife.py", "test_blocks.py", "test_headline_intervals.py", "analysis/test_intervals.py"),
+        ("test_jackknife.py", "test_blocks.py", "test_headline_intervals.py", "engine/test_intervals.py"),
     ),
     (
         ("many/differences.py", "relative_depth.py"),
@@ -58,7 +58,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         ("many/sweep.py", "labelled_tables.py"),
-        ("analysis/test_sweep.py", "test_labelled_tables.py"),
+        ("many/test_sweep.py", "test_labelled_tables.py"),
     ),
     (("exponential_fits.py",), ("test_exponential_fits.py",)),
     (("relations.py",), ("test_score_relation.py",)),
@@ -67,12 +67,12 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("_pair_kernels.py",), ("test_cka_null.py", "test_cka_apart.py", "test_rsa.py", "test_mutual_knn.py")),
     (("rsa.py",), ("test_rsa.py", "test_bounds_of_measures.py")),
     (("mutual_knn.py",), ("test_mutual_knn.py", "test_bounds_of_measures.py")),
-    (("procrustes.py",), ("test_procrustes.py", "test_cross_products.py", "test_bounds_of_measures.py")),
-    (("cca.py",), ("test_cca.py", "test_cross_products.py", "test_bounds_of_measures.py")),
-    (("linear_predictivity.py",), ("test_linear_predictivity.py", "test_cross_products.py")),
+    (("procrustes.py",), ("test_procrustes.py", "test_covariances.py", "test_bounds_of_measures.py")),
+    (("cca.py",), ("test_cca.py", "test_covariances.py", "test_bounds_of_measures.py")),
+    (("linear_predictivity.py",), ("test_linear_predictivity.py", "test_covariances.py")),
     (
-        ("_cross_products.py", "_cross_product_analyzer.py"),
-        ("test_cross_products.py", "test_procrustes.py", "test_cca.py", "test_linear_predictivity.py"),
+        ("_covariance_sums.py", "_covariance_analyzer.py"),
+        ("test_covariances.py", "test_procrustes.py", "test_cca.py", "test_linear_predictivity.py"),
     ),
     (
         (

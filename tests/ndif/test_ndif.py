@@ -153,7 +153,7 @@ def test_few_bytes_come_back(server, capsys):
 
 
 def test_the_next_request_is_sent_while_one_runs(server, monkeypatch):
-    from tl_layersim.remote import requests as request_pipeline
+    from tl_layersim.remote import request_schedule as request_pipeline
 
     data, analyzers = rows(32, 60), [lsim.Cosine(center="none"), lsim.Trajectory()]
     options = {"remote": server.url, "batch_size": 4, "tokens_per_request": 240}

@@ -10,9 +10,9 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.core import LayersimError
 from tl_layersim.remote import client as ndif
-from tl_layersim.remote import requests as request_pipeline
+from tl_layersim.remote import request_schedule as request_pipeline
 from tl_layersim.remote.failures import JobTooLong
-from tl_layersim.remote.requests import RequestPipeline, RequestSchedule
+from tl_layersim.remote.request_schedule import RequestPipeline, RequestSchedule
 
 from ..ndif.client import equal, rows
 from ..options import called

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.remote import adapter_training as far_training
-from tl_layersim.remote.adapter_training import RemoteDescent
+from tl_layersim.remote import low_rank_adapters as far_training
+from tl_layersim.remote.low_rank_adapters import RemoteDescent
 from tl_layersim.training.train_adapters import train_adapters
 
 from ..ndif.client import rows

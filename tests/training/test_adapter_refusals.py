@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.remote import adapter_training as far_training
+from tl_layersim.remote import low_rank_adapters as far_training
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import traced, train

@@ -14,7 +14,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.resumable_file import ResumableFile
-from tl_layersim.remote.adapter_training import RemoteDescent
+from tl_layersim.remote.low_rank_adapters import RemoteDescent
 from tl_layersim.training.fine_tuning_steps import FineTuning
 from tl_layersim.training.objectives.objective import Objective
 

@@ -86,7 +86,7 @@ def test_analyze_reads_its_own_forward_passes_while_another_thread_runs_the_mode
 
 def test_the_lens_of_a_probe_does_not_switch_off_hooks_and_dropout_of_other_threads():
     """A lens calls the norm and the head, which another thread may be in the middle of."""
-    from tl_layersim.architectures.heads import Quiet
+    from tl_layersim.architectures.output_heads import Quiet
 
     calls, inside, go = [], threading.Event(), threading.Event()
 

@@ -65,11 +65,6 @@ class MinibatchMatrix(CalibratedMatrix):
     minibatches: int
     rows: float
 
-    @property
-    def mean_minibatch(self) -> float:
-        """Mean number of samples in a minibatch."""
-        return self.samples / self.minibatches
-
 
 def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """Partial correlations: similarities after the similarity with the inputs is regressed out of both sides.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
-from ..architectures.heads import classes_with_head
 from ..architectures.layouts import NO_HEAD
+from ..architectures.output_heads import classes_with_head
 from ..architectures.unembed import Head
 from ..core.arguments import typed
 from ..core.errors import LayersimError, LayersimWarning, warn

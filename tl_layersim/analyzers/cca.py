@@ -15,7 +15,7 @@ from ..core.arguments import Fraction, typed
 from ..core.errors import warn
 from ..core.results import axes
 from ..core.sums import Sums
-from ._cross_product_analyzer import Covariances, CrossProductAnalyzer, are_defined
+from ._covariance_analyzer import Covariances, CrossProductAnalyzer, are_defined
 from ._minibatch_analyzer import arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, need_tokens

@@ -20,8 +20,8 @@ from ..core.results import axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..sources.model import Model
-from ._cross_product_analyzer import Covariances, CrossProductAnalyzer, are_defined
-from ._cross_products import draw_exchanged_split, split_cross_product_kernel
+from ._covariance_analyzer import Covariances, CrossProductAnalyzer, are_defined
+from ._covariance_sums import draw_exchanged_split, split_cross_product_kernel
 from ._permutation_null import CalibratedMatrix
 from ._ridge import ridge_weights, warn_of_few_rows, warn_of_few_samples
 from .analyzer import Run, Weight, need_whole_rows

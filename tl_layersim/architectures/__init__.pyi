@@ -1,8 +1,8 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
 from .blocks import layer_names as layer_names
-from .find_hook_points import find_points as find_points
-from .find_hook_points import stream_sums as stream_sums
+from .chosen_hook_points import find_points as find_points
+from .chosen_hook_points import stream_sums as stream_sums
 from .hugging_face import find_stacks as find_stacks
 from .points import HookPoint as HookPoint
 from .points import Part as Part

@@ -14,9 +14,9 @@ import torch
 
 from ..core.errors import LayersimError
 from .blocks import POST_NORM, PRE_NORM, find_blocks, head_counts, is_post_norm, layout_of
-from .heads import logit_scaling
 from .hugging_face import UNKNOWN, point_at
 from .layouts import NO_MID, PARALLEL, SEQUENTIAL, SUBLAYER_NORM_LACKS, BlockLayout, BlockSum, ModuleTensor, Term
+from .output_heads import logit_scaling
 from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, separate_heads, site_name
 from .unembed import Head
 

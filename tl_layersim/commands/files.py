@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .command import CommandCall, command, help_of
+from .generated_options import CommandCall, command, help_of
 from .inputs import ALIGNED, is_demo, named_model
 from .output import noted, prepare, print_headlines, print_run, settled_options, write_report, written
 from .run_file import shard_options
-from .tables import print_table
+from .terminal import print_table
 from .values import names_of, shard_files
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import LayersimError
-from .command import CommandCall
+from .generated_options import CommandCall
 from .run_file import options_of
 from .values import names_of
 

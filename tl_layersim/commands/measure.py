@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .command import CommandCall, command
+from .generated_options import CommandCall, command
 from .inputs import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
 from .output import (
     analyzer_settings,
@@ -21,7 +21,7 @@ from .output import (
     written,
 )
 from .run_file import run_file, write_run_file
-from .tables import print_table
+from .terminal import print_table
 
 # Options that `--demo-pair` reads.
 OF_THE_PAIR = (

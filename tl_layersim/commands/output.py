@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .command import CommandCall
+from .generated_options import CommandCall
 from .run_file import RUN_FILE, warn_of_another_run, write_run_file
-from .tables import print_table
+from .terminal import print_table
 from .values import names_of
 
 # By format: the method of a report that writes it, the name of the file, and what it is.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError, warn, without_secrets
-from .command import CommandCall, flag
+from .generated_options import CommandCall, flag
 
 RUN_FILE = "run.yaml"
 # Keys of the file that are no options.

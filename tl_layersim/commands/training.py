@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .command import CommandCall, command
+from .generated_options import CommandCall, command
 from .inputs import evaluation_data, named_data, named_model, opened, read_data, read_held_out
 from .output import make_folder, noted, prepare, print_run, settled_options, write_report, written
 from .run_file import run_file

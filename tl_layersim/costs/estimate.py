@@ -21,7 +21,7 @@ from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from ..engine.plan import DEFAULT, AtArgument, plan_sites
 from ..engine.submitted_runs import TOKENS_PER_REQUEST
 from ..remote.open import open_source
-from ..remote.requests import MOST_BATCHES
+from ..remote.request_schedule import MOST_BATCHES
 from ..sources.inputs import position_counter, shape_of_row
 from ..sources.open import OpenedModel, is_nnsight
 from ..sources.source import Source

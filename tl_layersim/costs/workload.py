@@ -24,7 +24,7 @@ from ..analyzers.analyzer import Analyzer
 from ..core.sums import Sums, analyzer_of
 from ..data.batches import Batch
 from ..engine.plan import SitePlan
-from ..remote.requests import packed_request, packed_result
+from ..remote.request_schedule import packed_request, packed_result
 from ..sources.hooks import kernels_alone
 from ..sources.model import Model
 from ..sources.source import CanReadSites, Source, running

@@ -13,7 +13,7 @@ import torch
 from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
 from ..core.errors import LOG, LayersimError, warn
 from ..core.wording import brief
-from .masks import RunsAtEnds
+from .padding import RunsAtEnds
 from .positions import PositionRule, Positions
 from .rows import Row
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .labels import LABELS, is_missing, number_tensor
-from .masks import as_mask, mask_of
+from .padding import as_mask, mask_of
 from .rows import ModelInputs, Row
 
 TOKEN_IDS = "input_ids"

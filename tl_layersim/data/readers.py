@@ -16,7 +16,6 @@ from ..core.errors import LayersimError
 from ..core.wording import brief, with_article
 from .chat import Chat, chats_in, is_chat
 from .data import Column, Notes
-from .input_rows import image_column, processed, rows_without_tokens
 from .inputs import (
     OF_TOKENS,
     PIXELS,
@@ -41,9 +40,10 @@ from .inputs import (
     without_padding,
 )
 from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
-from .masks import as_mask, mask_of, masked_warning
+from .padding import as_mask, mask_of, masked_warning
 from .positions import as_marks
 from .rows import NOTHING, ModelInputs, Row
+from .rows_without_tokens import image_column, processed, rows_without_tokens
 from .texts import Text
 
 ACCEPTED_DATA = (

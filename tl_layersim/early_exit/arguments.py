@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.find_hook_points import block_numbers
+from ..architectures.chosen_hook_points import block_numbers
 from ..architectures.unembed import Unembed
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
 from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
-from ..data.masks import RunsAtEnds, as_mask, mask_of, masked_warning
+from ..data.padding import RunsAtEnds, as_mask, mask_of, masked_warning
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads
 from ..sources.model import Model

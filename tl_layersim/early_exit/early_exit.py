@@ -11,7 +11,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.find_hook_points import block_number
+from ..architectures.chosen_hook_points import block_number
 from ..core.arguments import Fraction, PositiveFloat, PositiveInt, typed
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
@@ -20,8 +20,8 @@ from ..lens.exit_heads import ExitHeads, as_heads
 from ..sources.inputs import no_cache, refusing_failed_forward
 from ..sources.open import OpenedModel
 from .arguments import check_curve, check_layers, prompt_rows, sequence_rows, shortlist_ids
-from .checks import ExitLens, RuleCheck
-from .costs_and_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
+from .exit_checks import ExitLens, RuleCheck
+from .exit_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
 from .exit_results import ExitLogits, Generated
 from .full_model_check import check_decoding, check_full_sequence, is_causal, refusing_crashes
 from .full_sequence import FullSequence

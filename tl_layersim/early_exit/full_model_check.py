@@ -12,8 +12,8 @@ from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..sources.inputs import no_cache
 from ..sources.split_model import LocalSplitModel, logits_of
-from .checks import ExitLens, FixedCheck
 from .decoding import Decoding
+from .exit_checks import ExitLens, FixedCheck
 from .full_sequence import FullSequence, Rows
 from .supported_models import reads_pixels, synthetic_inputs
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..sources.inputs import no_cache
 from ..sources.split_model import LocalSplitModel
-from .checks import ExitCheck
+from .exit_checks import ExitCheck
 from .segments import Segments
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..sources.split_model import LocalSplitModel
-from .checks import ExitCheck
 from .decoding import Decoding
+from .exit_checks import ExitCheck
 from .exit_results import Generated
 
 

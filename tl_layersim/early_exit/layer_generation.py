@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..engine.chosen_analyzers import with_tokenizer
 from .arguments import prompt_rows
-from .checks import FixedCheck
 from .early_exit import EarlyExit
+from .exit_checks import FixedCheck
 from .generation import GenerationLoop, StopCriteria, TokenSampler, end_ids
 
 # Most bytes of keys and values of the layers that are generated from together. Those of a single layer may take more.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import encoder_and_decoder
-from ..architectures.heads import classes_with_head
+from ..architectures.output_heads import classes_with_head
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError

@@ -18,7 +18,7 @@ from ..core.storage import replacing_model
 from ..sources.identity import refuse_quantised
 from ..sources.open import OpenedModel
 from ..sources.split_model import logits_of
-from .checks import ExitLens, FixedCheck
+from .exit_checks import ExitLens, FixedCheck
 from .full_model_check import positions_read, relative_gap
 from .full_sequence import FullSequence, Rows
 from .supported_models import not_hugging_face, open_for_early_exit, synthetic_inputs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -15,7 +14,7 @@ from torch.nn import Module
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
 from ..core.distributed import rank_and_size
-from ..core.errors import LayersimError, LayersimWarning, in_words, shown
+from ..core.errors import LayersimError, in_words, shown, warn
 from ..core.wording import brief
 from ..data.data import DATA_OPTIONS
 from ..data.inputs import PIXELS
@@ -163,11 +162,9 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
         )
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
     if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
-        warnings.warn(
+        warn(
             f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, so the same id may be another token in the "
-            "second model. Set model.tokenizer on each model, and the vocabularies are compared.",
-            LayersimWarning,
-            stacklevel=3,
+            "second model. Set model.tokenizer on each model, and the vocabularies are compared."
         )
 
     def smaller(x: int | None, y: int | None) -> int | None:

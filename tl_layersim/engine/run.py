@@ -33,7 +33,7 @@ from ..sources.out_of_memory import reduce_batch
 from ..sources.source import CanReadSites, OnServer, PartialSums, Source, running
 from .chosen_analyzers import refuse_large_heads
 from .cross_model_statistics import crossing, exchange
-from .memory_and_time import LongRunNotice, refuse_large_blocks, refuse_sums_over_limits, rows_in_data, warn_of_large_sums
+from .memory_checks import LongRunNotice, refuse_large_blocks, refuse_sums_over_limits, rows_in_data, warn_of_large_sums
 from .plan import SitePlan
 from .report_assembly import refuse_empty
 from .shards import FIRST, MAIN, DataCounts, tallies_snapshot

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..activations.view import targets, tokens_alone
-from ..architectures.heads import is_detr
+from ..architectures.output_heads import is_detr
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from ..data.input_rows import labelled_without_tokens
 from ..data.labels import NO_LABEL, as_labels
+from ..data.rows_without_tokens import labelled_without_tokens
 from ..sources.model import Model
 
 

@@ -40,8 +40,8 @@ from ..remote.open import open_source
 from ..sources.inputs import position_counter
 from ..sources.model import Model
 from ..sources.open import OpenedModel, records_of
-from .groups import group_labels
-from .model_grid import ModelGrid, either_order
+from .compare_grid_results import ModelGrid, either_order
+from .model_groups import group_labels
 
 # Class attributes that are those of the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}

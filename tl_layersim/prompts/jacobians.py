@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..architectures.find_hook_points import block_numbers
+from ..architectures.chosen_hook_points import block_numbers
 from ..core.arguments import PositiveFloat, Seed, TwoOrMore, typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes

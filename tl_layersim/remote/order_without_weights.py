@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import encoder_and_decoder
-from ..architectures.find_hook_points import site_map
+from ..architectures.chosen_hook_points import site_map
 from ..architectures.points import HookPoint
 from ..core.errors import LayersimError
 from ..sources.hooked import firing_order

@@ -27,7 +27,7 @@ from ..sources.source import OnServer, PartialSums
 from .client import NdifClient, PreparedRequest, quiet
 from .failures import JobTooLong
 from .order_without_weights import Order, order_without_weights, widths_without_weights
-from .requests import MOST_BATCHES, RequestPipeline, RequestSchedule
+from .request_schedule import MOST_BATCHES, RequestPipeline, RequestSchedule
 from .server_status import ServerOffer
 from .shipped_source import ShippedSource
 from .traces import lens_gap_of, narrowed, partial_sums, probe, submit

@@ -35,17 +35,7 @@ from .lines import (
 )
 from .many_runs import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
-from .style import (
-    DASHES,
-    GREY,
-    MOST_LINES,
-    PAPER_SIZES,
-    names_of_models,
-    on_what,
-    series_look,
-    with_provenance,
-    with_size,
-)
+from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, names_of_models, on_what, series_look, with_provenance, with_size
 from .token_grid import token_grid
 
 # Axes along which a few series have an order.

@@ -20,7 +20,7 @@ from ..activations.site_buffer import SiteBuffer
 from ..activations.view import Kernel, Reduced, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.feature_maps import positions_of, to_positions
-from ..architectures.heads import open_head
+from ..architectures.output_heads import open_head
 from ..architectures.points import HookPoint, at_point, residual_points
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap

@@ -29,8 +29,8 @@ from ..architectures.blocks import (
     refuse_positions_first,
     unsupported_blocks,
 )
-from ..architectures.heads import find_head, norms_between_layers, text_config
 from ..architectures.layouts import NUMBERED_FROM_PAD
+from ..architectures.output_heads import find_head, norms_between_layers, text_config
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
 from ..core.errors import LayersimError, without_secrets

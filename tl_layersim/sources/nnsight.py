@@ -21,7 +21,7 @@ from ..activations.site_buffer import SiteBuffer
 from ..activations.view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
 from ..architectures.feature_maps import positions_of, to_positions
-from ..architectures.heads import head_dtype, open_head
+from ..architectures.output_heads import head_dtype, open_head
 from ..architectures.points import HookPoint, residual_points
 from ..architectures.unembed import Unembed, head_parts, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
 from ..architectures.blocks import encoder_and_decoder, lists_by_stack, lists_by_stage
+from ..architectures.chosen_hook_points import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.feature_maps import channels_at, has_convolution
-from ..architectures.find_hook_points import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.hugging_face import find_stacks
 from ..architectures.points import HookPoint, StreamSum
 from ..architectures.transformer_lens import is_transformer_lens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions, first_tensor
-from ..architectures.heads import classes_with_head
+from ..architectures.output_heads import classes_with_head
 from ..architectures.unembed import rounding, tensor_of
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..activations.view import View
 from ..architectures.blocks import POST_NORM, PRE_NORM, is_post_norm, layer_names
-from ..architectures.heads import open_head
 from ..architectures.layouts import Tower
+from ..architectures.output_heads import open_head
 from ..architectures.towers import find_towers, text_starts_anew
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..architectures.blocks import entering
-from ..architectures.find_hook_points import block_number
+from ..architectures.chosen_hook_points import block_number
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief, counted
 from ..sources.model import Model

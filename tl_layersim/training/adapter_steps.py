@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from ..core.errors import LayersimError
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.training_loop import Shuffle, TrainingSteps, run_steps, save_state
-from ..remote.adapter_training import Item, Parts, RemoteDescent
+from ..remote.low_rank_adapters import Item, Parts, RemoteDescent
 from ..sources.model import Model
 from .losses import positions_with_targets
 from .settings import curve_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.arguments import typed
 from ..core.results import Result, axes
-from ..remote.adapter_training import Patch
+from ..remote.low_rank_adapters import Patch
 from .finetune_results import rows_in_words
 
 STAGES = ("before", "after")

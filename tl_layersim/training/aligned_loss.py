@@ -15,7 +15,7 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL, as_labels
-from ..data.masks import as_mask
+from ..data.padding import as_mask
 from ..sources.open import OpenedModel
 from .losses import Weights, layer_weights
 from .residual_stream import TrainingBatch, check_once, open_residual_stream

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions
-from ..architectures.heads import classes_with_head, is_detr
+from ..architectures.output_heads import classes_with_head, is_detr
 from ..core.errors import LayersimError
 from ..remote.open import open_source
 from ..sources.checks import lens_gap, need_stream, refuse_other_logits

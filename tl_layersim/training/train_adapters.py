@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..architectures.find_hook_points import block_numbers
+from ..architectures.chosen_hook_points import block_numbers
 from ..core.arguments import PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile
@@ -20,7 +20,7 @@ from ..core.storage import refuse_unwritable
 from ..data.data import Data
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.targets import usual_labels
-from ..remote.adapter_training import RemoteDescent, open_traced
+from ..remote.low_rank_adapters import RemoteDescent, open_traced
 from ..sources.checks import check_lens, need_stream
 from ..sources.model import Model
 from ..sources.nnsight import NNsightSource

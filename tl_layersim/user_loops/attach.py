@@ -21,7 +21,7 @@ from ..core.sums import DataBlock, Sums, SumTree
 from ..core.wording import brief, first_line
 from ..data.positions import Positions
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
-from ..engine.memory_and_time import refuse_large_blocks
+from ..engine.memory_checks import refuse_large_blocks
 from ..engine.plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
 from ..engine.run import sums_of, sums_so_far
 from ..remote.open import open_source

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures.transformer_lens import right_padding
 from ..core.errors import LayersimError
 from ..data.data import Notes
-from ..data.masks import mask_of, masked_warning
+from ..data.padding import mask_of, masked_warning
 from ..data.positions import Positions
 from ..sources.hooked import HookedSource
 from .recorder import Call, Choice

@@ -14,7 +14,7 @@ from ..core.errors import LayersimError, recorded_warnings
 from ..core.results import Report
 from ..core.sums import SumTree, Tally
 from ..data.batches import new_digest
-from ..data.masks import as_mask
+from ..data.padding import as_mask
 from ..data.positions import Positions
 from ..engine.plan import SitePlan
 from ..engine.report_assembly import make_report

@@ -22,7 +22,7 @@ from ..activations.site_buffer import SiteBuffer
 from ..activations.view import View
 from ..architectures.blocks import Side, encoder_and_decoder, encoder_or_decoder
 from ..architectures.feature_maps import to_positions
-from ..architectures.heads import open_head
+from ..architectures.output_heads import open_head
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, warn

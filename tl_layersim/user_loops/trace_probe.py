@@ -16,7 +16,7 @@ from ..core.sums import DataBlock, SumTree
 from ..data.batches import Batch
 from ..data.inputs import TOKEN_IDS
 from ..data.positions import Positions
-from ..engine.memory_and_time import refuse_large_blocks
+from ..engine.memory_checks import refuse_large_blocks
 from ..engine.plan import SitePlan
 from ..engine.run import sums_of, sums_so_far
 from ..remote.trace_reader import PROBES, PassReader, ShippedProbe

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Run, SiteNeed
-from ..architectures.heads import DetectionHeads, detection_heads
+from ..architectures.output_heads import DetectionHeads, detection_heads
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
 from ..core.errors import LayersimError, warn

@@ -15,7 +15,7 @@ from ..core.errors import LayersimError
 from ..core.intervals import field_named
 from ..core.results import Result
 from ..core.wording import brief
-from .model_grid import ModelGrid
+from .compare_grid_results import ModelGrid
 
 if TYPE_CHECKING:
     import plotly.graph_objects

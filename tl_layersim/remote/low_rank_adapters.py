@@ -24,7 +24,7 @@ from ..sources.open import OpenedModel, is_nnsight
 from .client import quiet
 from .failures import JobTooLong
 from .open import open_source
-from .requests import RequestSchedule
+from .request_schedule import RequestSchedule
 from .shipped_source import ShippedSource
 from .source import RemoteSource
 from .traces import remote_lens

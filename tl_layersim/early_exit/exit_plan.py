@@ -16,8 +16,8 @@ from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError, warn
 from ..sources.split_model import LocalSplitModel
 from .arguments import shortlist_ids
-from .checks import ExitLens, RuleCheck
 from .decoding import Decoding
+from .exit_checks import ExitLens, RuleCheck
 from .rules import EXIT_RULES
 from .rules.exit_rule import ExitRule
 from .supported_models import open_for_early_exit, synthetic_inputs

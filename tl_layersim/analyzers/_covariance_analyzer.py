@@ -18,7 +18,7 @@ from ..core.arguments import Limit, PermutationCount, Seed, typed
 from ..core.sums import Sums
 from ..core.wording import duration_in_words
 from ..sources.model import Model
-from ._cross_products import cross_product_kernel, draw_exchanged, exchanged_sums
+from ._covariance_sums import cross_product_kernel, draw_exchanged, exchanged_sums
 from ._permutation_null import is_one_model, null_fields
 from ._ridge import ROUNDING
 from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined

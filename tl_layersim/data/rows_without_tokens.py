@@ -29,7 +29,7 @@ from .inputs import (
     without_padding,
 )
 from .labels import LABELS, whole_numbers
-from .masks import as_mask
+from .padding import as_mask
 from .rows import NOTHING, ModelInputs, Row
 
 MASK = "attention_mask"
