@@ -86,3 +86,19 @@ def states(model, blocks, **inputs) -> np.ndarray:
     for handle in handles:
         handle.remove()
     return torch.stack([x.flatten(0, -2) for x in seen]).double().numpy()
+
+
+class OwnBlocks(torch.nn.Module):
+    """Three blocks that each add a linear map of the stream, without a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(100, 8)
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for part in self.parts:
+            x = x + part(x)
+        return x

@@ -164,7 +164,7 @@ def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, class
     equal = tokens.clone()
     equal[:, 0] = 5
     for method in ("ridge", "logistic"):
-        with pytest.warns(lsim.LayersimWarning, match=r"samples are equal at blocks\.0\.hook_resid_pre"):
+        with pytest.warns(lsim.LayersimWarning, match=r"blocks\.0\.hook_resid_pre"):
             found = lsim.linear_probe(llama, lsim.Data(equal, positions="first"), PROBES[method](labels=classes))
         np.testing.assert_allclose(found.accuracy, float(found.majority))
 

@@ -34,7 +34,7 @@ def test_a_generator_compares_models_on_a_server_where_its_rows_fit(small, monke
     generated = called(lsim.compare, *models, (row for row in random_tokens(4)), cka, remote=small.url, batch_size=2)
     assert listed.values.equal(generated.values)
     monkeypatch.setattr("tl_layersim.data.data.MOST_KEPT", 0)
-    with pytest.raises(lsim.LayersimError, match=r"`data` can be read only once.*server"):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` "):
         called(lsim.compare, *models, (row for row in random_tokens(4)), cka, remote=small.url)
 
 

@@ -12,6 +12,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
 
+from ..input_models import OwnBlocks
 from ..runs import analyzers, hooks, lenses, logits
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..views import worst
@@ -51,24 +52,8 @@ def test_an_analyzer_that_fails_is_reported_by_results(count):
     assert isinstance(error.value.__cause__, RuntimeError)
 
 
-class Flat(torch.nn.Module):
-    """Blocks over `token d_model`, without an axis of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = torch.nn.Embedding(100, 8)
-        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, tokens):
-        x = self.words(tokens)
-        for part in self.parts:
-            x = x + part(x)
-        return x
-
-
 def test_activations_of_two_axes_are_refused_by_results():
-    model = Flat()
+    model = OwnBlocks()
     layers = [f"parts.{i}" for i in range(3)]
     with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), COSINE) as probe:
         assert model(random_tokens(1, 9)[0]).shape == (9, 8)
@@ -118,7 +103,7 @@ def test_a_pass_that_cannot_be_read_does_not_keep_its_activations():
     import gc
     import weakref
 
-    model, seen = Flat(), []
+    model, seen = OwnBlocks(), []
     model.parts[0].register_forward_hook(lambda _m, args, _o: seen.append(weakref.ref(args[0])))
     with lsim.attach(lsim.open_model(model, layers=["parts.0", "parts.1", "parts.2"]), COSINE) as probe:
         model(random_tokens(1, 9)[0])

@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 
 import tl_layersim as lsim
 
+from ..input_models import OwnBlocks
 from ..runs import analyzers, each_model, logits
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -86,20 +87,7 @@ def test_gradient_checkpointing_of_a_real_layout(make):
 
 
 def test_a_block_that_is_run_alone_is_no_forward_pass():
-    class Own(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.words = torch.nn.Embedding(100, 8)
-            self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, tokens):
-            x = self.words(tokens)
-            for part in self.parts:
-                x = x + part(x)
-            return x
-
-    model, tokens = Own(), random_tokens(2, 12)
+    model, tokens = OwnBlocks(), random_tokens(2, 12)
     layers = ["parts.0", "parts.1", "parts.2"]
     with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), lsim.Cosine(center="none")) as probe:
         model.parts[1](torch.ones(2, 12, 8))

@@ -10,6 +10,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..input_models import OwnBlocks
 from ..runs import hooks
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -135,7 +136,7 @@ def test_a_call_of_the_model_inside_its_own_forward_pass_is_a_pass_of_its_own():
 
 def test_a_pass_inside_another_that_cannot_be_told_apart_is_refused():
     """`forward` itself is called past the model's hooks, so nothing says where the inner pass begins and ends."""
-    model, busy = Plain(), []
+    model, busy = OwnBlocks(), []
 
     def again(*_):
         if not busy:
@@ -149,22 +150,6 @@ def test_a_pass_inside_another_that_cannot_be_told_apart_is_refused():
     handle.remove()
     with pytest.raises(lsim.LayersimError, match="interrupted by another one"):
         probe.results()
-
-
-class Plain(torch.nn.Module):
-    """A model of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = torch.nn.Embedding(100, 8)
-        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, tokens):
-        x = self.words(tokens)
-        for part in self.parts:
-            x = x + part(x)
-        return x
 
 
 def replicas(model, count):

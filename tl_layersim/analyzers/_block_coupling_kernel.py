@@ -58,7 +58,7 @@ def block_coupling_kernel(
     by_length = partial(sums_by_row, row=octave, rows=torch.arange(OCTAVES))
     with_pairs = other.any(-1).any(-1).double()
     spectrum = found.singular_values.double()
-    means = dict(zip(ALIGNMENTS, found.overlap, strict=True)) | {name: getattr(found.path, name) for name in LINEAR}
+    means = dict(zip(ALIGNMENTS, found.alignment, strict=True)) | {name: getattr(found.path, name) for name in LINEAR}
     out = {
         "samples": torch.tensor(len(row)),
         "batches": torch.tensor(1),

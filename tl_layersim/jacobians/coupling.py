@@ -69,7 +69,7 @@ class Coupled:
         step_error: `sample connection`, error of finite differences, see `Jacobian`.
         whole_rows: `connection`, whether the block was replayed on whole rows.
         failures: `connection`, failed checks of the replay as bits, see `Jacobian.failures`.
-        overlap: `pair sample connection connection`, mean over the first k singular vectors of a of their squared projection
+        alignment: `pair sample connection connection`, mean over the first k singular vectors of a of their squared projection
             onto the span of the first k of b: left vectors of both, right vectors of both, left of a on right of b. NaN if
             either has fewer than k singular values above rounding error.
         matrices: `sample connection connection k k`, A for the largest k; None unless requested.
@@ -87,7 +87,7 @@ class Coupled:
     step_error: Tensor
     whole_rows: Tensor
     failures: Tensor
-    overlap: Tensor
+    alignment: Tensor
     matrices: Tensor | None
     bases: Tensor | None
     path: LinearPath | None
@@ -182,7 +182,7 @@ def couple(
     shape = (samples, connections, connections, k, k)
     whole = torch.zeros(shape, dtype=u.dtype, device=device) if matrices else None
     bases_whole = torch.zeros(3, *shape, dtype=u.dtype, device=device) if matrices else None
-    overlap = torch.zeros(3, samples, connections, connections, dtype=torch.float64, device=device)
+    alignment = torch.zeros(3, samples, connections, connections, dtype=torch.float64, device=device)
     linear = LinearPath(calls, which, u, v) if path else None
     left, right = random_frames(connections, d, k, options.seed, u)
     for (row, sample, connection), dense in zip(spectra.chunks, spectra.dense, strict=True):
@@ -209,7 +209,7 @@ def couple(
             null_off[at], null_miscoupling[at] = null[0].mean(0), miscoupling(*null).mean(0)
         pairs = ((u, u), (v, v), (v, u))
         shared = torch.stack([torch.einsum("pndi,pdj->pnij", of_b[sample], of_a[sample, connection]) for of_b, of_a in pairs])
-        overlap[:, sample, connection] = shared[..., : ks[0], : ks[0]].double().square().sum((-2, -1)) / ks[0]
+        alignment[:, sample, connection] = shared[..., : ks[0], : ks[0]].double().square().sum((-2, -1)) / ks[0]
         if whole is not None and bases_whole is not None:
             whole[sample, connection], bases_whole[:, sample, connection] = a, shared
     for matrix in (null_off, null_miscoupling):
@@ -231,7 +231,7 @@ def couple(
         spectra.step_error,
         spectra.whole_rows,
         spectra.failures,
-        overlap.clamp(max=1).where(defined[0] & defined[0].mT, torch.nan),
+        alignment.clamp(max=1).where(defined[0] & defined[0].mT, torch.nan),
         whole,
         bases_whole,
         linear,
