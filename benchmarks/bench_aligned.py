@@ -62,14 +62,14 @@ class Steps:
         self.step(self.model(self.tokens, labels=self.tokens, use_cache=False).loss)
 
     def ours(self) -> None:
-        self.step(lsim.aligned_loss(self.model, self.tokens))
+        self.step(lsim.training.aligned_loss(self.model, self.tokens))
 
     def drawn(self) -> None:
         terms = lsim.AlignedTraining(layers_per_step=2, schedule="always").terms(self.count, self.layers)
         self.count += 1
         chosen = [terms.get(layer, 0.0) for layer in range(1, self.layers + 1)]
         total = sum(chosen)
-        self.step(total * lsim.aligned_loss(self.model, self.tokens, weights=[w / total for w in chosen]))
+        self.step(total * lsim.training.aligned_loss(self.model, self.tokens, weights=[w / total for w in chosen]))
 
     count = 0
 

@@ -104,7 +104,7 @@ class Steps:
         ends: list[float] = []
         with front.evaluating(), back.evaluating(), self.acts.keep(None):
             start = start_of(ADAPTER_KINDS.named("affine")(), *self.weight.shape).float()
-            settings = lsim.StitchTraining(steps=2, relative=False)
+            settings = lsim.stitching.StitchTraining(steps=2, relative=False)
             loss = BackLoss(self.acts, back, self.layer, [self.acts.batches[0].next_tokens])
             note = lambda _: ends.append(time.perf_counter())  # noqa: E731
             descend(start, loss, settings, Trained(), note, Progress(None, {}))
@@ -182,7 +182,7 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
         with acts.keep(None):
             try:
                 loss = BackLoss(acts, models[1], layer, [b.next_tokens for b in batches])
-                settings = lsim.StitchTraining(steps=100_000, warmup=50)
+                settings = lsim.stitching.StitchTraining(steps=100_000, warmup=50)
                 identity = start_of(ADAPTER_KINDS.named("affine")(), d, d).float()
                 descend(identity, loss, settings, Trained(), watch, Progress(None, {}))
             except Reached:

@@ -288,8 +288,8 @@ def training(device: Device, shape: Shape, deadline: float, repeats: int) -> Tim
         two[layers // 2 - 1], two[-1] = 1 / 3, 2 / 3
         variants = {
             "standard: the model's own loss": step(lambda: model(tokens, labels=tokens, use_cache=False).loss),
-            "aligned: `aligned_loss`": step(lambda: lsim.aligned_loss(model, tokens)),
-            "aligned, two layers": step(lambda: lsim.aligned_loss(model, tokens, weights=two)),
+            "aligned: `aligned_loss`": step(lambda: lsim.training.aligned_loss(model, tokens)),
+            "aligned, two layers": step(lambda: lsim.training.aligned_loss(model, tokens, weights=two)),
         }
         found = measure(device, variants, deadline, repeats)
         head = model.lm_head.weight.numel()

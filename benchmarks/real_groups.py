@@ -112,10 +112,10 @@ def tables(options: argparse.Namespace) -> None:
     rows = with_cues(test, CONDITIONS[options.cue], 10_000)
     data = lsim.Data(rows, tokenizer=tokenizer, batch_size=50, seq_len=options.seq_len)
     grid = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at="resid_post")
-    found = lsim.compare_groups(grid)
+    found = lsim.many.compare_groups(grid)
     header("CKA distance", found)
     compared("all layers", found)
-    by_site = lsim.compare_groups(grid, field="by_site")
+    by_site = lsim.many.compare_groups(grid, field="by_site")
     header("CKA", by_site)
     # Layer 0 is [CLS] itself, the same for all sentences.
     for layer in range(1, by_site.sizes["site"]):
@@ -123,7 +123,7 @@ def tables(options: argparse.Namespace) -> None:
     few = data.like(rows[: options.stitch_rows])
     stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data")
     fields = {"penalty": "identity stitching: penalty in nats", "accuracy_penalty": "loss of accuracy"}
-    of_fields = {field: lsim.compare_groups(stitched, field=field) for field in fields}
+    of_fields = {field: lsim.many.compare_groups(stitched, field=field) for field in fields}
     for field, title in fields.items():
         header(title, of_fields[field])
         for number in range(len(stitched.seams)):
@@ -131,7 +131,7 @@ def tables(options: argparse.Namespace) -> None:
     if options.figures:
         folder = Path(options.figures)
         lsim.plot(found).write_html(folder / "groups_cka.html")
-        lsim.dendrogram(grid).write_html(folder / "groups_dendrogram.html")
+        lsim.many.dendrogram(grid).write_html(folder / "groups_dendrogram.html")
         grid.plot().write_html(folder / "groups_matrix.html")
         lsim.plot(by_site).write_html(folder / "groups_cka_by_layer.html")
         lsim.plot(of_fields["penalty"]).write_html(folder / "groups_stitching.html")

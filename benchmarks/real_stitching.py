@@ -55,7 +55,7 @@ def main() -> None:
     texts = [text.strip() for text in texts if len(text.strip()) > 100]
     data = lsim.Data(texts, max_tokens=arguments.tokens, seq_len=256, batch_size=8)
     show(lsim.stitch_grid(models, data.like(texts[-150:]), adapter="identity"))
-    settings = lsim.StitchTraining(steps=arguments.steps, warmup=arguments.steps // 10)
+    settings = lsim.stitching.StitchTraining(steps=arguments.steps, warmup=arguments.steps // 10)
     checkpoint = arguments.out / "checkpoint.safetensors"
     grid = lsim.stitch_grid(models, data, adapter="affine", training=settings, checkpoint=checkpoint)
     show(grid)

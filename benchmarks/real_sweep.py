@@ -121,7 +121,7 @@ def measure(checkpoints: Path, text: Path, rows: int, out: Path) -> None:
     print("| norm by depth, step | exponential: rate (standard error of the fit) | R² | line: R² |")
     print("| --- | --- | --- | --- |")
     for step in found:
-        fit = lsim.exponential_fit(found[step]["trajectory"], "norm")
+        fit = lsim.many.exponential_fit(found[step]["trajectory"], "norm")
         rate, error, r_squared, linear = (fit[name].item() for name in ("rate", "rate_se", "r_squared", "linear_r_squared"))
         print(f"| {step} | {rate:.3f} ({error:.3f}) | {r_squared:.3f} | {linear:.3f} |")
     print()
@@ -129,7 +129,7 @@ def measure(checkpoints: Path, text: Path, rows: int, out: Path) -> None:
     accuracy, mean = table["logit_lens"]["accuracy"].isel(layer=-1), blocks["mean_coupling"].sel(pair_kind="all pairs")
     for own in (mean, table["trajectory"]["lss_mean"]):
         for shape in ("line", "exponential"):
-            print(f"- {lsim.relate(own, accuracy, shape=shape)}")
+            print(f"- {lsim.many.relate(own, accuracy, shape=shape)}")
     cka = table["cka"].isel(column=-1)
     figures = {
         "coupling": lsim.plot(blocks, "mean_coupling"),
@@ -138,8 +138,8 @@ def measure(checkpoints: Path, text: Path, rows: int, out: Path) -> None:
         "cosine": lsim.plot(table["cosine"].sel(quantile=0.5), "to_last"),
         "lens": lsim.plot(table["logit_lens"], over="layer"),
         "heat": lsim.plot(cka, over=("step", "row")),
-        "norm": lsim.plot(lsim.exponential_fit(found[max(found)]["trajectory"], "norm")),
-        "relation": lsim.relate(mean, accuracy).plot(),
+        "norm": lsim.plot(lsim.many.exponential_fit(found[max(found)]["trajectory"], "norm")),
+        "relation": lsim.many.relate(mean, accuracy).plot(),
     }
     for name, figure in figures.items():
         figure.write_html(out / f"{name}.html")

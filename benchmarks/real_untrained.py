@@ -25,7 +25,7 @@ ANALYZERS = {
 
 def fitted(name: str) -> Callable[[Any], Any]:
     """A number of the fits of the mean norm at all sites, the embedding included."""
-    return lambda path: lsim.exponential_fit(path, "norm")[name].values.flat[0]
+    return lambda path: lsim.many.exponential_fit(path, "norm")[name].values.flat[0]
 
 
 def middle(result: Any) -> Any:

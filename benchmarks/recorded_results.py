@@ -110,11 +110,11 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "texts packed", lambda: lsim.analyze(demo, lsim.Data(texts, pack=True, skip_first=2, seq_len=64), lens)
     yield "texts padded", lambda: lsim.analyze(demo, lsim.Data(texts, max_tokens=2000), lens)
     yield "texts mean", lambda: lsim.analyze(demo, lsim.Data(texts, positions="mean"), {"cka": lsim.CKA(minibatch=32)})
-    yield "prediction grid", lambda: lsim.prediction_grid(demo, prompt)
-    yield "trajectory pca", lambda: lsim.trajectory_pca(demo, prompt)
-    yield "block jacobians", lambda: lsim.block_jacobians(demo, prompt, layers=[0, -1])
+    yield "prediction grid", lambda: lsim.prompts.prediction_grid(demo, prompt)
+    yield "trajectory pca", lambda: lsim.prompts.trajectory_pca(demo, prompt)
+    yield "block jacobians", lambda: lsim.prompts.block_jacobians(demo, prompt, layers=[0, -1])
     for along in ("depth", "fixed-output", "fixed-input"):
-        yield f"coupling {along}", partial(lsim.coupling_matrices, demo, prompt, k=4, along=along)
+        yield f"coupling {along}", partial(lsim.prompts.coupling_matrices, demo, prompt, k=4, along=along)
     yield "grid", lambda: lsim.compare_grid(pair, texts[:16], lsim.CKA(minibatch=64))
     lenses = [lsim.LogitLens(), lsim.CKA(minibatch=64)]
     swept = partial(lsim.sweep, pair, texts[:16], lenses)
@@ -122,7 +122,7 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "difference", lambda: differences(pair, texts[:16])
     yield "fit", lambda: fit(lsim.analyze(demo, texts[:8], lsim.Trajectory())["trajectory"])
     yield "relate", lambda: relation({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
-    quick = {"training": lsim.StitchTraining(steps=3)}
+    quick = {"training": lsim.stitching.StitchTraining(steps=3)}
     yield "stitch", lambda: lsim.stitch(demo, other, texts[:64], at=(2, 3), **quick)
     yield "stitch sgd", lambda: lsim.stitch(demo, other, texts[:32], at=(2, 3), fit="sgd", **quick)
     yield "stitch grid", lambda: lsim.stitch_grid(pair, texts[:32], layers=[1, 5], **quick)
@@ -132,7 +132,7 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "training", lambda: lsim.finetune_aligned(lsim.demo_model(), lsim.Data(texts[:16], batch_size=2, seq_len=32), steps)
     yield "adapters", lambda: train_adapters(opened("llama", "nnsight"), texts[:8], at=[1, 3], rank=4, steps=3)
     yield "early exit", lambda: lsim.EarlyExit(demo, threshold=0.5).generate(prompt, max_new_tokens=12)
-    yield "aligned loss", lambda: lsim.aligned_loss(demo, ROWS)
+    yield "aligned loss", lambda: lsim.training.aligned_loss(demo, ROWS)
 
 
 def analyze(source: Any, chosen: Mapping[str, Any], **options: Any) -> Any:
@@ -156,13 +156,13 @@ def differences(pair: Mapping[str, Any], texts: list[str]) -> list[torch.Tensor]
 
 
 def fit(result: Any) -> torch.Tensor:
-    found = lsim.exponential_fit(result, "norm")
+    found = lsim.many.exponential_fit(result, "norm")
     names = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercept", "slope", "linear_r_squared")
     return torch.tensor([[found[name].item() for name in names]], dtype=torch.float64)
 
 
 def relation(values: Mapping[str, float], scores: Mapping[str, float]) -> dict[str, Any]:
-    found = lsim.relate(values, scores)
+    found = lsim.many.relate(values, scores)
     line = found.to_frame().iloc[0]
     same = ("p_value", "pearson", "pearson_p", "spearman", "spearman_p")
     columns = {"values": found.predictors.iloc[:, 0], "scores": found.scores}

@@ -59,7 +59,7 @@ for step, found in coupling.items():
 lsim.plot(lsim.stack(coupling, "step"), "mean_coupling").write_html(OUT / "coupling_training.html")
 for step in (STEPS[0], STEPS[-1]):
     plot_adjacency(coupling[step], title=f"After {step} steps").write_html(OUT / f"coupling_adjacency_{step}.html")
-relation = lsim.relate({step: one.mean() for step, one in coupling.items()}, accuracy)
+relation = lsim.many.relate({step: one.mean() for step, one in coupling.items()}, accuracy)
 relation.plot().write_html(OUT / "coupling_accuracy.html")
 print(relation, "Steps of one run are not independent.", sep="\n")
 
@@ -70,8 +70,8 @@ fresh.tokenizer = tokenizer
 prompt = "Once upon a time there was a little girl who"
 for name, model in (("trained", demo), ("random", fresh)):
     for along in ("depth", "self", "fixed-input", "fixed-output"):
-        found = lsim.coupling_matrices(model, prompt, along=along)
+        found = lsim.prompts.coupling_matrices(model, prompt, along=along)
         found.plot().write_html(OUT / f"coupling_{along}_{name}.html")
         values = found.headline()
         print(f"{name:8} {along:13} " + "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
-    lsim.block_jacobians(model, prompt).plot().write_html(OUT / f"singular_values_{name}.html")
+    lsim.prompts.block_jacobians(model, prompt).plot().write_html(OUT / f"singular_values_{name}.html")

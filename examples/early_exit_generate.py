@@ -7,8 +7,8 @@ import tl_layersim as lsim
 model, texts = lsim.demo_model(), lsim.demo_text()
 
 curve = lsim.analyze(model, texts, [lsim.ExitCurve()])["exit_curve"]
-costs = lsim.ExitCosts.measure(model)
-counted = lsim.ExitCosts.count(model)
+costs = lsim.early_exit.ExitCosts.measure(model)
+counted = lsim.early_exit.ExitCosts.count(model)
 print(f"a check costs {costs.check / costs.block:.2f} blocks here; by parameters {counted.check / counted.block:.2f}")
 
 for threshold in (0.5, 0.7, 0.9):

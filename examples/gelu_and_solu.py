@@ -117,7 +117,7 @@ def main() -> None:
         layers=arguments.layers,
         adapter="affine-norm",
         fit="sgd",
-        training=lsim.StitchTraining(steps=arguments.fit_steps, warmup=arguments.fit_steps // 10),
+        training=lsim.stitching.StitchTraining(steps=arguments.fit_steps, warmup=arguments.fit_steps // 10),
         checkpoint=arguments.out / "gelu_and_solu_checkpoint.safetensors" if arguments.text else None,
     )
     grid.save(arguments.out / "gelu_and_solu.safetensors")

@@ -12,7 +12,7 @@ OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
 prompt = sys.argv[1] if len(sys.argv) > 1 else "Once upon a time there was a little girl who lived in a small house"
-grid = lsim.prediction_grid(lsim.demo_model(), prompt)
+grid = lsim.prompts.prediction_grid(lsim.demo_model(), prompt)
 grid.plot().write_html(OUT / "prediction_grid.html")
 
 for token, words, final in zip(grid.tokens, grid.words, grid.saturation_layer, strict=True):

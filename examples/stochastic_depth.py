@@ -103,4 +103,4 @@ for rate in RATES:
     coupling[name], accuracy[name] = found.mean(), float(lens.accuracy[-1])
     chance = found.mean("null_coupling")
     print(f"{name}: coupling {coupling[name]:.3f}, random vectors {chance:.3f}, accuracy {accuracy[name]:.3f}")
-print(lsim.relate(coupling, accuracy))
+print(lsim.many.relate(coupling, accuracy))

@@ -76,10 +76,10 @@ lsim.plot(table["cosine"].sel(quantile=0.5), "to_last").write_html(OUT / "sweep_
 lsim.plot(lens, "cross_entropy", over="layer").write_html(OUT / "sweep_lens.html")
 lsim.plot(last, over=("step", "row")).write_html(OUT / "sweep_cka.html")
 
-relation = lsim.relate(straight, accuracy)
+relation = lsim.many.relate(straight, accuracy)
 relation.plot().write_html(OUT / "sweep_relation.html")
 print(relation, "Steps of one run are not independent.", sep="\n")
-fit = lsim.exponential_fit(table["trajectory"]["norm"])
+fit = lsim.many.exponential_fit(table["trajectory"]["norm"])
 for step in (STEPS[0], STEPS[-1]):
     lsim.plot(fit.sel(step=step)).write_html(OUT / f"sweep_norm_{step}.html")
 print(fit[["rate", "r_squared", "linear_r_squared"]].to_dataframe())

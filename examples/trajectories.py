@@ -16,7 +16,7 @@ found = lsim.analyze(model, data, lsim.Trajectory(window=3))["trajectory"]
 for field in ("norm_quantiles", "update_norm_quantiles", "growth", "windowed_lss"):
     found.plot(field).write_html(OUT / f"trajectory_{field}.html")
 prompt = lsim.Data("Once upon a time there was a little girl who lived in a small house", skip_first=1)
-paths = lsim.trajectory_pca(model, prompt)
+paths = lsim.prompts.trajectory_pca(model, prompt)
 paths.plot().write_html(OUT / "trajectory_pca.html")
 
 median = found.quantiles.index(0.5)

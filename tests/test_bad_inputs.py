@@ -98,7 +98,7 @@ def test_functions(valid, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("made", [lsim.AlignedTraining, lsim.StitchTraining, *find_analyzers().values()])
+@pytest.mark.parametrize("made", [lsim.AlignedTraining, lsim.stitching.StitchTraining, *find_analyzers().values()])
 def test_settings(made, valid):
     def measure(settings):
         if isinstance(settings, lsim.CKA | lsim.Cosine | lsim.LogitLens | lsim.LinearPredictivity):

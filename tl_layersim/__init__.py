@@ -1,7 +1,8 @@
 """Similarity between the layers of a transformer, and between the layers of two transformers.
 
-The names here are those that users call; `__init__.pyi` lists them, each with its module. Rarer functions, and what authors of
-analyzers and sources import, are in the subpackages. Every name is loaded at its first use.
+The names here are those that users call. `__init__.pyi` lists them, each with its module, after packages such as `many`, which
+have rarer functions (`lsim.many.relate`). What authors of analyzers and sources import is in the other packages. Every name is
+loaded at its first use.
 """
 
 import lazy_loader

@@ -1,5 +1,12 @@
 """The public names, each with its module; `__init__.py` reads them from here."""
 
+from . import costs as costs
+from . import early_exit as early_exit
+from . import many as many
+from . import prompts as prompts
+from . import stitching as stitching
+from . import training as training
+from . import vision as vision
 from .analyzers.block_coupling import BlockCoupling as BlockCoupling
 from .analyzers.cca import CCA as CCA
 from .analyzers.cka import CKA as CKA
@@ -26,12 +33,10 @@ from .core.results import Report as Report
 from .core.results import Result as Result
 from .core.results import load as load
 from .costs.estimate import estimate as estimate
-from .costs.server_capabilities import capabilities as capabilities
 from .data.data import Data as Data
 from .demo import demo_model as demo_model
 from .demo import demo_text as demo_text
 from .early_exit.early_exit import EarlyExit as EarlyExit
-from .early_exit.exit_plan import ExitCosts as ExitCosts
 from .early_exit.truncate import truncate as truncate
 from .engine.analyze_and_compare import analyze as analyze
 from .engine.analyze_and_compare import compare as compare
@@ -41,26 +46,13 @@ from .engine.merge import merge as merge
 from .engine.submitted_runs import load_run as load_run
 from .many.compare_grid import compare_grid as compare_grid
 from .many.differences import difference as difference
-from .many.exponential_fits import exponential_fit as exponential_fit
-from .many.model_groups import compare_groups as compare_groups
-from .many.model_groups import dendrogram as dendrogram
 from .many.plot import plot as plot
-from .many.relations import relate as relate
 from .many.sweep import sweep as sweep
-from .prompts.figures import prediction_grid as prediction_grid
-from .prompts.figures import trajectory_pca as trajectory_pca
-from .prompts.jacobians import block_jacobians as block_jacobians
-from .prompts.jacobians import coupling_matrices as coupling_matrices
 from .remote.open import open_model as open_model
 from .sources.open import sites as sites
-from .stitching.adapter import Adapter as Adapter
-from .stitching.fitting import StitchTraining as StitchTraining
 from .stitching.stitch import stitch as stitch
 from .stitching.stitch import stitch_grid as stitch_grid
-from .training.aligned_loss import aligned_loss as aligned_loss
 from .training.finetune import finetune_aligned as finetune_aligned
-from .training.hugging_face_trainer import AlignedTrainer as AlignedTrainer
-from .training.layer_evaluation import Continuations as Continuations
 from .training.layer_evaluation import evaluate_layers as evaluate_layers
 from .training.settings import AlignedTraining as AlignedTraining
 from .user_loops.attach import attach as attach

@@ -126,7 +126,7 @@ def test_a_label_that_cannot_be_said_has_no_probability():
 
 
 def test_a_grid_as_a_table():
-    grid = lsim.prediction_grid(tiny_llama(), random_tokens(1, 9)[0])
+    grid = lsim.prompts.prediction_grid(tiny_llama(), random_tokens(1, 9)[0])
     table = grid.to_frame()
     assert list(table.columns) == ["position", "token", "layer", "probability", "entropy", "word", "final"]
     assert table[table.layer == "blocks.2.hook_resid_post"].final.all()

@@ -55,7 +55,7 @@ def test_the_aligned_loss_and_the_layers_of_two_models_refuse_it():
     model, inputs = pair_bert(labels=1), pair_data(ROWS)
     ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
     with pytest.raises(lsim.LayersimError, match=SAYS):
-        lsim.aligned_loss(model, ids, labels=CLASSES, attention_mask=mask, inputs=inputs)
+        lsim.training.aligned_loss(model, ids, labels=CLASSES, attention_mask=mask, inputs=inputs)
     with pytest.raises(lsim.LayersimError, match=SAYS):
         lsim.evaluate_layers(model, pair_bert(labels=1), pair_data(ROWS) | {"labels": CLASSES})
 

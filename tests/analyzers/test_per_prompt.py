@@ -41,7 +41,7 @@ def test_prompts_can_be_correlated():
     report = lsim.analyze(tiny_llama(), rows(), BOTH)
     lss, coupling = report["trajectory"].by_prompt(), report["block_coupling"].by_prompt()
     assert list(lss) == ["row 0", "row 1", "row 2", "row 3", "row 4"]
-    fit = lsim.relate(coupling, lss)
+    fit = lsim.many.relate(coupling, lss)
     expected = np.corrcoef(list(coupling.values()), list(lss.values()))[0, 1] ** 2
     np.testing.assert_allclose(fit.r_squared, expected)
     table = report["trajectory"].to_frame("prompt_lss")

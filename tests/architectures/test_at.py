@@ -144,7 +144,7 @@ def test_blocks_that_are_named_keep_their_numbers():
     assert lsim.analyze(opened, tokens, lens, at=[3, -2])["cosine"].layers == (OUTPUTS[3], OUTPUTS[1])
     upper = lsim.open_model(opened.model, layers=["model.layers.2", "model.layers.3"])
     assert lsim.stitch(upper, upper, tokens, at=(2, -2), adapter="identity").layers == (OUTPUTS[2], OUTPUTS[2])
-    assert lsim.block_jacobians(opened, tokens[0], layers=3).blocks == (OUTPUTS[3],)
+    assert lsim.prompts.block_jacobians(opened, tokens[0], layers=3).blocks == (OUTPUTS[3],)
     with pytest.raises(LayersimError, match=r"`at`.* 2; .* 1 to 3"):
         lsim.analyze(opened, tokens, lens, at=2)
 

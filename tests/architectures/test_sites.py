@@ -100,12 +100,12 @@ def test_what_needs_the_residual_stream_refuses_mlps(name):
 
 
 CALLS = {
-    "prediction_grid": lambda m, t, **o: called(lsim.prediction_grid, m, t[0], **o),
-    "trajectory_pca": lambda m, t, **o: called(lsim.trajectory_pca, m, t[0], **o),
-    "block_jacobians": lambda m, t, layers: lsim.block_jacobians(lsim.open_model(m, layers=layers), t[0]),
-    "coupling_matrices": lambda m, t, layers: lsim.coupling_matrices(lsim.open_model(m, layers=layers), t[0], k=2),
+    "prediction_grid": lambda m, t, **o: called(lsim.prompts.prediction_grid, m, t[0], **o),
+    "trajectory_pca": lambda m, t, **o: called(lsim.prompts.trajectory_pca, m, t[0], **o),
+    "block_jacobians": lambda m, t, layers: lsim.prompts.block_jacobians(lsim.open_model(m, layers=layers), t[0]),
+    "coupling_matrices": lambda m, t, layers: lsim.prompts.coupling_matrices(lsim.open_model(m, layers=layers), t[0], k=2),
     "EarlyExit": lambda m, t, **o: called(lsim.EarlyExit, m, 0.5, **o),
-    "aligned_loss": lambda m, t, **o: called(lsim.aligned_loss, m, t, **o),
+    "aligned_loss": lambda m, t, **o: called(lsim.training.aligned_loss, m, t, **o),
     "stitch": lambda m, t, layers: lsim.stitch(lsim.open_model(m, layers=layers), m, t, at=(0, 0)),
     "stitch into": lambda m, t, layers: lsim.stitch(m, lsim.open_model(m, layers=layers), t, at=(0, 0)),
     "evaluate_layers": lambda m, t, **o: called(lsim.evaluate_layers, m, m, t, **o),
@@ -233,7 +233,7 @@ def test_stitching_and_training_of_an_unknown_architecture_look_before_they_star
             adapter="identity",
         )
     with pytest.raises(lsim.LayersimError, match="Aligned training needs the residual stream"):
-        called(lsim.aligned_loss, Own(outside=True), tokens, layers=PARTS, **HEAD)
+        called(lsim.training.aligned_loss, Own(outside=True), tokens, layers=PARTS, **HEAD)
 
 
 def test_compare_names_the_modules_of_each_model():

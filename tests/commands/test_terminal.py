@@ -86,7 +86,7 @@ def test_options_have_the_defaults_of_python():
 
     for command, cls, own in (
         (measure.report_on_model, lsim.Data, {"pack"}),
-        (training.stitch_models, lsim.StitchTraining, set()),
+        (training.stitch_models, lsim.stitching.StitchTraining, set()),
         (training.train_model, lsim.AlignedTraining, {"save_to", "lora"}),
     ):
         options, defaults = command.__signature__.parameters, {one.name: one.default for one in fields(cls)}

@@ -26,7 +26,7 @@ from ..tiny_models import tiny_gpt2, tiny_llama
 
 KINDS = sorted(ADAPTER_KINDS.all())
 WIDTHS = [(6, 6), (6, 4), (4, 6)]
-QUICK = lsim.StitchTraining(steps=4, warmup=1)
+QUICK = lsim.stitching.StitchTraining(steps=4, warmup=1)
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
@@ -113,7 +113,7 @@ def test_the_map_is_the_formula(name, widths):
                 expected[token, row] += factor * features[token, column]
             expected[token, row] += 0.0 if bias is None else float(bias[row])
             expected[token, row] += float(hidden[token, row]) if kind.adds_residual(*widths) else 0.0
-    ours = lsim.Adapter(name, weight, bias)(hidden)
+    ours = lsim.stitching.Adapter(name, weight, bias)(hidden)
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -155,7 +155,7 @@ def test_half_precision_residuals(name, dtype):
         assert value.dtype == (torch.int64 if key == "count" else torch.float64)
         assert torch.equal(value, moments(name, hidden.double(), target.double())[key])
     weight, bias = (None if part is None else part.float() for part in parameters(name, (6, 6)))
-    adapter = lsim.Adapter(name, weight, bias)
+    adapter = lsim.stitching.Adapter(name, weight, bias)
     assert adapter(hidden).dtype == (dtype if weight is None else torch.float32)
     options = {} if weight is None else {"fit": "lstsq"}
     models, data = (tiny_llama(dtype=dtype), tiny_llama(seed=1)), lsim.Data(rows(60), batch_size=6)
@@ -221,7 +221,7 @@ def test_its_moments_are_computed_where_this_package_is_not_installed(name, tmp_
 @pytest.mark.parametrize("name", ["twisted", "Affine", ""])
 def test_an_unknown_name_is_refused_with_all_kinds(name):
     with pytest.raises(lsim.LayersimError, match="`kind`") as refused:
-        lsim.Adapter(name)
+        lsim.stitching.Adapter(name)
     assert all(known in str(refused.value) for known in KINDS)
     with pytest.raises(lsim.LayersimError, match="`adapter`"):
         lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(0, 0), adapter=name)
@@ -285,7 +285,7 @@ class TestOneNewFile:
 
     def test_is_unknown_without_its_file(self):
         with pytest.raises(lsim.LayersimError, match=r"`kind`.*linear-rms"):
-            lsim.Adapter("linear-rms", torch.eye(2))
+            lsim.stitching.Adapter("linear-rms", torch.eye(2))
 
 
 def test_a_kind_cannot_change_the_map_that_the_closed_form_solves_for():

@@ -28,10 +28,11 @@ def numbers_of(cls) -> dict[str, set[type]]:
     return found
 
 
+OF_PACKAGES = (LogisticProbe, lsim.early_exit.ExitCosts, lsim.stitching.StitchTraining, lsim.training.Continuations)
 PUBLIC = [getattr(lsim, name) for name in lsim.__all__]
 SETTINGS = {
     cls.__name__: cls
-    for cls in (*PUBLIC, *find_analyzers().values(), LogisticProbe)
+    for cls in (*PUBLIC, *OF_PACKAGES, *find_analyzers().values())
     if is_dataclass(cls) and not issubclass(cls, lsim.Result) and numbers_of(cls)
 }
 CASES = [(name, field, kinds) for name, cls in SETTINGS.items() for field, kinds in numbers_of(cls).items()]

@@ -87,9 +87,9 @@ def test_a_stitch_has_the_loss_of_the_logit_lens(wide, tokens):
 def test_the_aligned_loss_is_that_of_the_logit_lens(wide, tokens):
     expected = float(lens_losses(wide, tokens).mean())
     # A number of float32: 12 nats to 1e-6.
-    assert float(lsim.aligned_loss(wide, tokens, weights="uniform").detach()) == pytest.approx(expected, abs=2e-6)
+    assert float(lsim.training.aligned_loss(wide, tokens, weights="uniform").detach()) == pytest.approx(expected, abs=2e-6)
     with torch.no_grad():
-        assert float(lsim.aligned_loss(wide, tokens, weights="uniform")) == pytest.approx(expected, abs=2e-6)
+        assert float(lsim.training.aligned_loss(wide, tokens, weights="uniform")) == pytest.approx(expected, abs=2e-6)
 
 
 def test_what_a_training_is_judged_by_is_the_logit_lens(wide, tokens):
@@ -105,7 +105,7 @@ def test_a_head_with_a_soft_cap_has_the_losses_of_the_logit_lens_too():
 
     model, rows = gemma2(), random_tokens(4, 10)
     expected = float(lens_losses(model, rows).mean())
-    assert float(lsim.aligned_loss(model, rows, weights="uniform").detach()) == pytest.approx(expected, abs=1e-6)
+    assert float(lsim.training.aligned_loss(model, rows, weights="uniform").detach()) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("sloped", [False, True])

@@ -21,7 +21,7 @@ def analysed(path):
 
 
 def stitched(path):
-    training = lsim.StitchTraining(steps=3)
+    training = lsim.stitching.StitchTraining(steps=3)
     models, data = (tiny_llama(), tiny_llama(seed=1)), lsim.Data(random_tokens(40), batch_size=4)
     return lsim.stitch(*models, data, at=(0, 0), fit="lstsq+sgd", training=training, checkpoint=path)
 

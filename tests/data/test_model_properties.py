@@ -105,8 +105,8 @@ def test_tokens_of_pairs_are_counted():
 @pytest.mark.filterwarnings("ignore:BertForMaskedLM was trained")
 def test_one_pair_is_a_prompt():
     one = {name: value[:1] for name, value in pairs().items()}
-    found = lsim.prediction_grid(tiny_bert(), one)
-    alone = lsim.prediction_grid(tiny_bert(), one["input_ids"])
+    found = lsim.prompts.prediction_grid(tiny_bert(), one)
+    alone = lsim.prompts.prediction_grid(tiny_bert(), one["input_ids"])
     assert not torch.equal(found.values, alone.values)
 
 

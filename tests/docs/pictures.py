@@ -42,7 +42,7 @@ def depth() -> dict[str, Picture]:
 def many_models() -> dict[str, Picture]:
     """Distances between fine-tunes, and CKA within and between their groups."""
     grid = executed(ROOT / "docs/many_models.md")["grid"]
-    return {"many_models": side_by_side(grid.plot(), lsim.plot(lsim.compare_groups(grid, field="by_site")))}
+    return {"many_models": side_by_side(grid.plot(), lsim.plot(lsim.many.compare_groups(grid, field="by_site")))}
 
 
 def home() -> dict[str, Picture]:
@@ -52,7 +52,7 @@ def home() -> dict[str, Picture]:
     lens = lsim.analyze(model, data, lsim.LogitLens(), intervals=True)
     other = lsim.analyze(aligned, data, lsim.LogitLens(), intervals=True)
     figures = {
-        "home_decide": lsim.prediction_grid(model, "Once upon a time there was").plot(),
+        "home_decide": lsim.prompts.prediction_grid(model, "Once upon a time there was").plot(),
         "home_prune": lsim.analyze(model, lsim.Data(texts[::2], seq_len=64), lsim.SkipEffect())["skip_effect"].plot("values"),
         "home_agree": lsim.compare(model, aligned, lsim.Data(texts, skip_first=2), lsim.CKA()).plot(),
         "home_certain": lsim.plot(lsim.difference(lens, other)["logit_lens"]["accuracy"]),

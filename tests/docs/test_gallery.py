@@ -19,6 +19,7 @@ import tl_layersim as lsim
 from tl_layersim.core import Result
 from tl_layersim.core.fields import declarations
 
+from ..public_names import public_names
 from .helpers import ROOT, executed_pages
 from .notebooks import LARGEST, NOTEBOOKS, digest
 
@@ -58,10 +59,9 @@ def subclasses(cls: type) -> set[type]:
 
 
 def functions_with_figures() -> set[str]:
-    public = {name: getattr(lsim, name) for name in lsim.__all__}
     return {
         name
-        for name, made in public.items()
+        for name, made in public_names().items()
         if inspect.isfunction(made) and "Figure" in str(inspect.signature(made).return_annotation)
     }
 

@@ -21,14 +21,14 @@ class TestWhatWasOnceWrong:
         seen = []
         original = ExitCheck.__call__
         monkeypatch.setattr(ExitCheck, "__call__", lambda self, x, *rest: seen.append(len(x)) or original(self, x, *rest))
-        costs = lsim.ExitCosts.measure(tiny_llama(), batch=8, rule=rule, repeats=3, context=4)
+        costs = lsim.early_exit.ExitCosts.measure(tiny_llama(), batch=8, rule=rule, repeats=3, context=4)
         assert set(seen) == {8}
         assert costs.batch == 8
 
     def test_what_cannot_be_timed_is_refused(self):
         for model, options in ((tiny_llama(layers=1), {}), (tiny_llama(), {"repeats": 1})):
             with pytest.raises(lsim.LayersimError, match=r"`model`.*`repeats`"):
-                lsim.ExitCosts.measure(model, context=4, **options)
+                lsim.early_exit.ExitCosts.measure(model, context=4, **options)
 
     def test_rows_draw_their_own(self):
         early = lsim.EarlyExit(tiny_llama(), 1.0)

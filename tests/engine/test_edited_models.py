@@ -128,9 +128,9 @@ def test_jacobians_between_tokens_of_an_edited_model():
     module = tiny_llama(dtype=torch.float64)
     tokens = random_tokens(1, 6)
     options = {"along": "fixed-input", "token": 2, "layers": [1], "k": 4}
-    found = lsim.coupling_matrices(edited(traced(module)), tokens, **options)
+    found = lsim.prompts.coupling_matrices(edited(traced(module)), tokens, **options)
     module.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
-    np.testing.assert_allclose(found.matrices, lsim.coupling_matrices(module, tokens, **options).matrices, atol=1e-9)
+    np.testing.assert_allclose(found.matrices, lsim.prompts.coupling_matrices(module, tokens, **options).matrices, atol=1e-9)
 
 
 def scaled(block):

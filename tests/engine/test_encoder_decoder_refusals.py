@@ -19,10 +19,10 @@ from .test_encoder_decoders import each_model, rows
 def test_what_needs_one_stream_refuses_encoder_decoders(make):
     tokens = random_tokens(4, 8)
     for call in (
-        lambda m: lsim.prediction_grid(m, tokens[0]),
-        lambda m: lsim.block_jacobians(m, tokens[0]),
+        lambda m: lsim.prompts.prediction_grid(m, tokens[0]),
+        lambda m: lsim.prompts.block_jacobians(m, tokens[0]),
         lambda m: lsim.EarlyExit(m, 0.5),
-        lambda m: lsim.aligned_loss(m, tokens),
+        lambda m: lsim.training.aligned_loss(m, tokens),
     ):
         with pytest.raises(lsim.LayersimError, match="encoder-decoder"):
             call(make())

@@ -122,7 +122,7 @@ def functions(model):
         "compare": lsim.compare(model, tiny_llama(), tokens, lsim.CKA(minibatch=16)),
         "front": lsim.stitch(model, tiny_llama(), tokens, at=(1, 1), fit="lstsq"),
         "back": lsim.stitch(tiny_llama(), model, tokens, at=(1, 1), fit="lstsq"),
-        "jacobians": lsim.block_jacobians(model, tokens[0], layers=[1]),
+        "jacobians": lsim.prompts.block_jacobians(model, tokens[0], layers=[1]),
     }
 
 

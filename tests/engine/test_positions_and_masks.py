@@ -64,17 +64,17 @@ def test_the_aligned_loss_heeds_the_attention_mask(kind):
         mask[0, :4] = 0
         labels, alone = None, [rows[:1, 4:], rows[1:]]
         counts = [4, 8]
-        parts = [lsim.aligned_loss(model, one) for one in alone]
+        parts = [lsim.training.aligned_loss(model, one) for one in alone]
     else:
         mask[0, 5:] = 0
         labels, alone = torch.tensor([1, 2]), [rows[:1, :5], rows[1:]]
         counts = [1, 1]
-        parts = [lsim.aligned_loss(model, one, labels[n : n + 1]) for n, one in enumerate(alone)]
+        parts = [lsim.training.aligned_loss(model, one, labels[n : n + 1]) for n, one in enumerate(alone)]
     options = {}
     if kind == "llama":
         options = {"inputs": {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}}
-    found = called(lsim.aligned_loss, model, rows, labels, attention_mask=mask, **options)
+    found = called(lsim.training.aligned_loss, model, rows, labels, attention_mask=mask, **options)
     expected = sum(n * float(part.detach()) for n, part in zip(counts, parts, strict=True)) / sum(counts)
     assert float(found.detach()) == pytest.approx(expected, rel=1e-5)
-    ignored = lsim.aligned_loss(model, rows, labels)
+    ignored = lsim.training.aligned_loss(model, rows, labels)
     assert float(ignored.detach()) != pytest.approx(expected, rel=1e-3)

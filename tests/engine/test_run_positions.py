@@ -410,11 +410,14 @@ def test_a_function_of_token_ids_has_nothing_to_say_on_pixels():
 
 # Functions that read positions of their own, and the options of `Data` that would choose others.
 OWN_POSITIONS = {
-    "prediction_grid": (lambda **o: lsim.prediction_grid(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions"]),
-    "trajectory_pca": (lambda **o: lsim.trajectory_pca(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions"]),
-    "block_jacobians": (lambda **o: lsim.block_jacobians(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions", "skip_first"]),
+    "prediction_grid": (lambda **o: lsim.prompts.prediction_grid(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions"]),
+    "trajectory_pca": (lambda **o: lsim.prompts.trajectory_pca(tiny_llama(), lsim.Data(ROWS[0], **o)), ["positions"]),
+    "block_jacobians": (
+        lambda **o: lsim.prompts.block_jacobians(tiny_llama(), lsim.Data(ROWS[0], **o)),
+        ["positions", "skip_first"],
+    ),
     "coupling_matrices": (
-        lambda **o: lsim.coupling_matrices(tiny_llama(), lsim.Data(ROWS[0], **o)),
+        lambda **o: lsim.prompts.coupling_matrices(tiny_llama(), lsim.Data(ROWS[0], **o)),
         ["positions", "skip_first"],
     ),
     "tower_similarity": (lambda **o: tower_similarity(clip_of(), lsim.Data(pairs(), **o)), ["positions", "skip_first"]),

@@ -72,15 +72,15 @@ def results() -> dict[str, Result]:
     square = torch.arange(9, dtype=torch.float64).view(3, 3)
     found["layer_matrix"] = LayerMatrix(values=square, column_layers=LAYERS, **same)
     found["layer_curve"] = LayerCurve(values=torch.tensor([0.0, torch.nan, -torch.inf]).double(), **same)
-    found["prediction_grid"] = lsim.prediction_grid(one, "w3 w4 w5")
-    found["trajectory_pca"] = lsim.trajectory_pca(one, "w3 w4 w5 w6")
-    found["block_jacobians"] = lsim.block_jacobians(one, data[0])
-    found["coupling_matrices"] = lsim.coupling_matrices(one, data[0], k=2)
+    found["prediction_grid"] = lsim.prompts.prediction_grid(one, "w3 w4 w5")
+    found["trajectory_pca"] = lsim.prompts.trajectory_pca(one, "w3 w4 w5 w6")
+    found["block_jacobians"] = lsim.prompts.block_jacobians(one, data[0])
+    found["coupling_matrices"] = lsim.prompts.coupling_matrices(one, data[0], k=2)
     found["stitch"] = lsim.stitch(one, model(1), lsim.Data(data, batch_size=2), at=(0, 0), fit="lstsq")
     found["stitch_grid"] = lsim.stitch_grid({"a": one, "b": model(1)}, lsim.Data(data, batch_size=2), adapter="identity")
     found["adapters"] = train_adapters(traced(), lsim.Data(data, batch_size=2), steps=2, rank=1)
     found["finetune"] = lsim.finetune_aligned(model(), lsim.Data(data, batch_size=2), lsim.AlignedTraining(steps=2, warmup=0))
-    change = lsim.evaluate_layers(one, model(1), data, continuations=lsim.Continuations(["w3 w4"], new_tokens=6))
+    change = lsim.evaluate_layers(one, model(1), data, continuations=lsim.training.Continuations(["w3 w4"], new_tokens=6))
     return found | {"layer_change": change["layers"], "generation_quality": change["generation"]}
 
 
@@ -100,7 +100,7 @@ def checkpoints(folder: Path) -> None:
             model(1),
             lsim.Data(data, batch_size=2),
             at=(0, 0),
-            training=lsim.StitchTraining(steps=2),
+            training=lsim.stitching.StitchTraining(steps=2),
             checkpoint=folder / "stitch.checkpoint",
         )
     lsim.stitch_grid(

@@ -23,7 +23,7 @@ def test_finite_differences_where_arguments_have_rows_for_heads():
 def test_finite_differences_in_float64():
     tokens = random_tokens(1, 9)[0]
     exact, near = (
-        lsim.block_jacobians(tiny_llama(dtype=torch.float64), tokens, method=m) for m in ("dense", "finite-difference")
+        lsim.prompts.block_jacobians(tiny_llama(dtype=torch.float64), tokens, method=m) for m in ("dense", "finite-difference")
     )
     assert float((exact.values - near.values).norm() / exact.values.norm()) < 1e-3
 
@@ -43,7 +43,9 @@ def test_jacobians_of_half_precision_are_defined_where_those_of_float32_are(meth
 
 def test_finite_differences_of_what_has_no_effect():
     model = family("mistral")
-    found = lsim.block_jacobians(model, random_tokens(1, 11)[0], layers=[1], positions=[(2, 9)], method="finite-difference")
+    found = lsim.prompts.block_jacobians(
+        model, random_tokens(1, 11)[0], layers=[1], positions=[(2, 9)], method="finite-difference"
+    )
     assert float(found.values.abs().max()) < 1e-2
     assert float(found.step_error.max()) < 0.1
 

@@ -67,7 +67,7 @@ def test_hooked_transformers_run_whole_rows():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     tokens = random_tokens(2, 9)
-    found = lsim.block_jacobians(model, tokens[0], layers=[1], positions=[(3, 8), 8])
+    found = lsim.prompts.block_jacobians(model, tokens[0], layers=[1], positions=[(3, 8), 8])
     _, cache = model.run_with_cache(tokens[:1])
     x = cache["blocks.1.hook_resid_pre"]
     whole = torch.autograd.functional.jacobian(lambda h: model.blocks[1](h)[0, 8], x)[:, 0]
@@ -109,7 +109,7 @@ def test_tokens_that_see_later_ones():
                 parameter.mul_(12)
     tokens = random_tokens(1, 9)
     call = calls_of(model, lambda: model(tokens))[1]
-    found = lsim.block_jacobians(model, tokens[0], layers=[1], positions=[(6, 3), (3, 6), 3])
+    found = lsim.prompts.block_jacobians(model, tokens[0], layers=[1], positions=[(6, 3), (3, 6), 3])
     for number, pair in enumerate([(6, 3), (3, 6), (3, 3)]):
         expected = naive(call, 0, *pair)
         assert float(expected.norm()) > 1e-2

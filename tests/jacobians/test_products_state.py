@@ -27,7 +27,7 @@ def test_half_precision_weights_are_widened_and_left_as_they_were():
     model = tiny_llama(dtype=torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tokens = random_tokens(1, 9)
-    found = lsim.block_jacobians(model, tokens[0], layers=[1])
+    found = lsim.prompts.block_jacobians(model, tokens[0], layers=[1])
     call = calls_of(model, lambda: model(tokens, use_cache=False))[1]
     # Of the weights and activations as they are, in more digits than they have.
     expected = naive(call, 0, 8, 8)
@@ -86,12 +86,12 @@ def test_under_inference_mode():
     expected = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4))["block_coupling"]
     with torch.inference_mode():
         assert worst(expected, lsim.analyze(model, tokens, lsim.BlockCoupling(k=4))["block_coupling"]) < 1e-6
-        found = lsim.block_jacobians(model, tokens[0])
-    torch.testing.assert_close(found.values, lsim.block_jacobians(model, tokens[0]).values)
+        found = lsim.prompts.block_jacobians(model, tokens[0])
+    torch.testing.assert_close(found.values, lsim.prompts.block_jacobians(model, tokens[0]).values)
     # On whole rows too, which a hook asks for.
     model.model.layers[1].mlp.register_forward_hook(lambda m, a, o: None)
     with torch.inference_mode():
-        whole = lsim.block_jacobians(model, tokens[0])
+        whole = lsim.prompts.block_jacobians(model, tokens[0])
     torch.testing.assert_close(found.values, whole.values, rtol=1e-4, atol=1e-5)
 
 
@@ -103,5 +103,5 @@ def test_the_end_of_memory_is_no_reason_to_take_more(monkeypatch):
 
     monkeypatch.setattr(FewTokens, "block", block)
     with pytest.raises(lsim.LayersimError, match="ran out of memory") as caught:
-        lsim.block_jacobians(tiny_llama(), random_tokens(1, 5)[0])
+        lsim.prompts.block_jacobians(tiny_llama(), random_tokens(1, 5)[0])
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

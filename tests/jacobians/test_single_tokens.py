@@ -29,7 +29,7 @@ def test_hooks_on_positions_see_whole_rows():
 
     tokens = random_tokens(1, 9)
     model.model.layers[1].mlp.register_forward_hook(ablate)
-    found = lsim.block_jacobians(model, tokens[0], layers=[1], positions=[8, 3])
+    found = lsim.prompts.block_jacobians(model, tokens[0], layers=[1], positions=[8, 3])
     call = calls_of(model, lambda: model(tokens, use_cache=False))[1]
     for number, t in enumerate((8, 3)):
         expected = naive(call, 0, t, t)
@@ -49,7 +49,7 @@ def test_hooks_of_a_bridge_see_whole_rows():
 
     tokens = random_tokens(1, 9)[0]
     with bridge.hooks([("blocks.1.hook_mlp_out", ablate)]):
-        exact, near = (lsim.block_jacobians(bridge, tokens, method=method) for method in ("dense", "finite-difference"))
+        exact, near = (lsim.prompts.block_jacobians(bridge, tokens, method=method) for method in ("dense", "finite-difference"))
     assert float((exact.values - near.values)[1].norm() / near.values[1].norm()) < 3e-3
 
 
@@ -58,7 +58,7 @@ def test_hooks_that_change_what_enters_a_block_are_applied_once():
     push = torch.randn(32, generator=torch.Generator().manual_seed(0))
     model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] + push, *a[1:]))
     tokens = random_tokens(1, 9)
-    found = lsim.block_jacobians(model, tokens[0], layers=[1])
+    found = lsim.prompts.block_jacobians(model, tokens[0], layers=[1])
     before, after = [], []
     model.model.layers[0].register_forward_hook(lambda m, a, o: before.append(o))
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_more_copies_than_a_window_or_a_table_has_room_for():
                 parameter.mul_(6)
     tokens = random_tokens(1, 19)
     calls = calls_of(model, lambda: model(tokens, use_cache=False))
-    found = lsim.block_jacobians(model, tokens[0])
+    found = lsim.prompts.block_jacobians(model, tokens[0])
     for layer, call in enumerate(calls):
         expected = naive(call, 0, 18, 18)
         assert float((found.values[layer, 0] - expected).norm() / expected.norm()) < 1e-5
@@ -118,6 +118,6 @@ def test_a_window_that_copies_would_outgrow():
 def test_hooks_that_change_derivatives_alone_see_whole_rows():
     model, tokens = tiny_llama(), random_tokens(1, 9)
     model.model.layers[1].mlp.register_forward_hook(lambda m, a, o: torch.cat([o[:, :-1], o[:, -1:].detach()], 1))
-    found = lsim.block_jacobians(model, tokens[0], layers=[1])
+    found = lsim.prompts.block_jacobians(model, tokens[0], layers=[1])
     expected = naive(calls_of(model, lambda: model(tokens, use_cache=False))[1], 0, 8, 8)
     assert float((found.values[0, 0] - expected).norm() / expected.norm()) < 1e-5

@@ -29,7 +29,7 @@ class TestRefusals:
         model = tiny_bert()
         bridge = build_bridge_from_module(model, "BertForMaskedLM", hf_config=model.config)
         with pytest.raises(lsim.LayersimError, match="no residual branch"):
-            lsim.block_jacobians(bridge, random_tokens(1, 9)[0])
+            lsim.prompts.block_jacobians(bridge, random_tokens(1, 9)[0])
 
     def test_a_sandbox_is_told_of_finite_differences(self):
         from dataclasses import replace

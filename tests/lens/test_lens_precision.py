@@ -88,7 +88,7 @@ def test_every_lens_refuses_logits_that_are_not_finite(wrap):
         with pytest.raises(lsim.LayersimError, match=r"Logits are NaN or infinite"):
             lsim.analyze(wrap(model), random_tokens(4, 12), lens())
     with pytest.raises(lsim.LayersimError, match=r"Logits are NaN or infinite"):
-        lsim.prediction_grid(wrap(model), random_tokens(1, 12)[0])
+        lsim.prompts.prediction_grid(wrap(model), random_tokens(1, 12)[0])
 
 
 @pytest.mark.parametrize("factor", [1.05, 0.9])

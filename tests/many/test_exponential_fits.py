@@ -36,7 +36,7 @@ def naive(x, y):
 
 def test_an_exponential_is_found_exactly():
     for a, b in ((2.0, 0.3), (5.0, -0.7), (-1.5, 0.2), (1e-9, 1.1), (1e9, 0.01)):
-        fit = lsim.exponential_fit(curve(a * np.exp(b * np.arange(7))))
+        fit = lsim.many.exponential_fit(curve(a * np.exp(b * np.arange(7))))
         assert fit["amplitude"].item() == pytest.approx(a, rel=1e-6)
         assert fit["rate"].item() == pytest.approx(b, rel=1e-5)
         assert fit["r_squared"].item() == pytest.approx(1)
@@ -46,7 +46,7 @@ def test_an_exponential_is_found_exactly():
 def test_the_fit_is_the_least_squares_of_a_search_over_rates():
     x = np.arange(7.0)
     y = np.array([1.0, 1.4, 3.0, 2.5, 4.0, 7.0, 6.0])
-    fit = lsim.exponential_fit(curve(y))
+    fit = lsim.many.exponential_fit(curve(y))
     a, b, error = naive(x, y)
     assert fit["amplitude"].item() == pytest.approx(a, rel=1e-4)
     assert fit["rate"].item() == pytest.approx(b, abs=1e-5)
@@ -63,7 +63,7 @@ def test_the_fit_is_the_least_squares_of_a_search_over_rates():
 
 def test_numbers_of_both_signs_have_a_fit():
     y = np.array([-0.1, 0.2, -0.2, 0.5, 1.0, 2.0, 4.1])
-    fit = lsim.exponential_fit(curve(y))
+    fit = lsim.many.exponential_fit(curve(y))
     a, b, _ = naive(np.arange(7.0), y)
     assert (fit["amplitude"].item(), fit["rate"].item()) == pytest.approx((a, b), rel=1e-3)
 
@@ -89,7 +89,7 @@ def test_far_from_zero_nothing_overflows():
 def test_sites_that_are_left_out_keep_their_number():
     y = 3 * np.exp(0.25 * np.arange(7))
     y[0], y[-1] = 100, 0
-    fit = lsim.exponential_fit(curve(y), sites=slice(1, -1))
+    fit = lsim.many.exponential_fit(curve(y), sites=slice(1, -1))
     assert fit["amplitude"].item() == pytest.approx(3)
     assert fit["rate"].item() == pytest.approx(0.25)
     assert fit["residual"].values.tolist() == list(NAMES[1:-1])
@@ -98,23 +98,23 @@ def test_sites_that_are_left_out_keep_their_number():
 
 def test_each_label_of_another_axis_has_a_fit_and_updates_are_numbered_by_their_block():
     found = from_views(lsim.Trajectory(), [view(residuals(1))])
-    fits = lsim.exponential_fit(found, "norm_quantiles")
+    fits = lsim.many.exponential_fit(found, "norm_quantiles")
     assert fits["rate"].dims == ("quantile",)
     table = found.to_xarray()
-    xarray.testing.assert_allclose(fits["rate"], lsim.exponential_fit(table["norm_quantiles"])["rate"])
-    alone = lsim.exponential_fit(table["norm_quantiles"].sel(quantile=0.5))
+    xarray.testing.assert_allclose(fits["rate"], lsim.many.exponential_fit(table["norm_quantiles"])["rate"])
+    alone = lsim.many.exponential_fit(table["norm_quantiles"].sel(quantile=0.5))
     assert alone["rate"].item() == fits["rate"].sel(quantile=0.5).item()
-    updates = lsim.exponential_fit(found, "update_norm")
+    updates = lsim.many.exponential_fit(found, "update_norm")
     assert updates["depth"].values.tolist() == list(range(1, len(found.layers)))
     assert updates.attrs["long_name"] == "Norm of the update"
     runs = lsim.stack({0: found, 10: found}, "step")
-    assert lsim.exponential_fit(runs["norm"])["rate"].dims == ("step",)
+    assert lsim.many.exponential_fit(runs["norm"])["rate"].dims == ("step",)
 
 
 def test_untrained_models_have_a_fit_of_their_mean():
     twins = (curve(3 * np.exp(0.1 * np.arange(7))), curve(5 * np.exp(0.1 * np.arange(7))))
     both = dataclasses.replace(curve(2 * np.exp(0.3 * np.arange(7))), untrained=twins)
-    fit = lsim.exponential_fit(both)
+    fit = lsim.many.exponential_fit(both)
     assert fit["weights"].values.tolist() == ["trained", "untrained"]
     np.testing.assert_allclose(fit["amplitude"], [2, 4])
     np.testing.assert_allclose(fit["rate"], [0.3, 0.1])
@@ -122,18 +122,18 @@ def test_untrained_models_have_a_fit_of_their_mean():
 
 
 def test_a_curve_is_fitted_where_it_is_defined_at_three_sites():
-    fit = lsim.exponential_fit(curve([1.0, float("nan"), np.exp(0.4), np.exp(0.6)]))
+    fit = lsim.many.exponential_fit(curve([1.0, float("nan"), np.exp(0.4), np.exp(0.6)]))
     assert fit["rate"].item() == pytest.approx(0.2)
-    fit = lsim.exponential_fit(curve([1.0, float("nan"), float("nan"), 3.0]))
+    fit = lsim.many.exponential_fit(curve([1.0, float("nan"), float("nan"), 3.0]))
     assert all(np.isnan(fit[name].item()) for name in fit.data_vars if name != "values")
-    assert np.isnan(lsim.exponential_fit(curve([0.0, 0.0, 0.0, 0.0]))["rate"].item())
-    constant = lsim.exponential_fit(curve([2.0, 2.0, 2.0, 2.0]))
+    assert np.isnan(lsim.many.exponential_fit(curve([0.0, 0.0, 0.0, 0.0]))["rate"].item())
+    constant = lsim.many.exponential_fit(curve([2.0, 2.0, 2.0, 2.0]))
     assert constant["rate"].item() == pytest.approx(0, abs=1e-9)
     assert np.isnan(constant["r_squared"].item())
 
 
 def test_the_figure_has_points_and_both_curves():
-    fit = lsim.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
+    fit = lsim.many.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
     figure = fit_figure(fit)
     assert [trace.name for trace in figure.data][:2] == ["measured", "2.7 exp(0.3 block), R² = 1.000"]
     np.testing.assert_allclose(figure.data[1].y[[0, -1]], fit["values"][[0, -1]], rtol=1e-6)
@@ -144,7 +144,7 @@ def test_the_figure_has_points_and_both_curves():
 @pytest.mark.parametrize("sites", [slice(None), slice(1, None), slice(2, -1)])
 def test_equations_of_the_legend_give_the_curves_at_the_numbers_of_the_axis(sites):
     for rate in (0.115, -0.3):
-        fit = lsim.exponential_fit(curve(17 * np.exp(rate * np.arange(7)) + np.array([0, 1, 0, 2, -1, 0, 1])), sites=sites)
+        fit = lsim.many.exponential_fit(curve(17 * np.exp(rate * np.arange(7)) + np.array([0, 1, 0, 2, -1, 0, 1])), sites=sites)
         figure = fit_figure(fit)
         blocks = [-1 if label == "embed" else int(label) for label in figure.layout.xaxis.ticktext]
         for trace in figure.data[1:]:
@@ -156,7 +156,7 @@ def test_equations_of_the_legend_give_the_curves_at_the_numbers_of_the_axis(site
 
 
 def test_equations_over_modules_say_where_l_counts_from():
-    fit = lsim.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
+    fit = lsim.many.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
     figure = fit_figure(fit.assign_coords(residual=[f"model.layers.{i}.mlp" for i in range(7)]))
     assert figure.data[1].name == "2 exp(0.3 l), R² = 1.000"
     assert "l = 0 at 0.mlp, l = 6 at 6.mlp" in figure.layout.title.subtitle.text.replace("<br>", " ")
@@ -174,9 +174,9 @@ def test_what_has_no_fit_is_refused():
         ([1.0, 2.0], {}, "`given`"),
     ):
         with pytest.raises(lsim.LayersimError, match=match):
-            lsim.exponential_fit(given, **options)
+            lsim.many.exponential_fit(given, **options)
     with pytest.raises(lsim.LayersimError, match="quantile"):
-        fit_figure(lsim.exponential_fit(found, "norm_quantiles"))
+        fit_figure(lsim.many.exponential_fit(found, "norm_quantiles"))
 
 
 def test_values_that_change_their_sign_have_the_best_of_several_optima():
@@ -186,11 +186,11 @@ def test_values_that_change_their_sign_have_the_best_of_several_optima():
     for rate in np.linspace(-3, 3, 6001):
         e = np.exp(rate * x)
         errors.append(((y - (e @ y) / (e @ e) * e) ** 2).sum())
-    found = lsim.exponential_fit(xarray.DataArray(y, dims="residual", coords={"residual": [str(n) for n in range(9)]}))
+    found = lsim.many.exponential_fit(xarray.DataArray(y, dims="residual", coords={"residual": [str(n) for n in range(9)]}))
     assert found["r_squared"].item() == pytest.approx(1 - min(errors) / ((y - y.mean()) ** 2).sum(), abs=1e-5)
     # As steep as a number allows: no optimum within reach is no error.
     steep = xarray.DataArray([0.0] * 8 + [9.0], dims="residual", coords={"residual": [str(n) for n in range(9)]})
-    assert lsim.exponential_fit(steep)["linear_r_squared"].item() > 0
+    assert lsim.many.exponential_fit(steep)["linear_r_squared"].item() > 0
 
 
 @pytest.mark.parametrize("y", [[-4.0, 0.0, 1.0, -9.0], [3.0, -9.0, 4.0], [1.0, 3.0, -1.0, -7.0, 8.0], [5.0, -9.0, 1.0, -2.0]])
@@ -199,10 +199,10 @@ def test_the_steepest_curve_goes_through_one_end(y):
     squares = np.square(y)
     rest = squares.sum() - max(squares[0], squares[-1])
     expected = 1 - rest / np.square(np.array(y) - np.mean(y)).sum()
-    assert lsim.exponential_fit(curve(y))["r_squared"].item() == pytest.approx(expected, abs=1e-6)
+    assert lsim.many.exponential_fit(curve(y))["r_squared"].item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_each_run_is_fitted_at_its_own_sites():
     y = np.stack([2 * np.exp(0.3 * np.arange(7)), np.append(np.exp(0.1 * np.arange(5)), [np.nan, np.nan])])
     table = xarray.DataArray(y, dims=("run", "residual"), coords={"residual": [str(n) for n in range(7)]})
-    assert lsim.exponential_fit(table)["rate"].values == pytest.approx([0.3, 0.1])
+    assert lsim.many.exponential_fit(table)["rate"].values == pytest.approx([0.3, 0.1])

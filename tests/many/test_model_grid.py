@@ -93,7 +93,7 @@ class TestGrid:
     def test_groups_are_told_apart(self, grid):
         merges = clusters(grid.values.numpy())
         assert merges[-1, 2] > 5 * merges[-2, 2]
-        means = lsim.compare_groups(grid)["mean"]
+        means = lsim.many.compare_groups(grid)["mean"]
         assert means.sel(comparison="between groups") == means.sel(comparison="x and y")
         assert means.sel(comparison="x and y") > 5 * means.sel(comparison="within groups")
 
@@ -110,8 +110,8 @@ class TestGrid:
         assert tables["by_site"].dims == ("row_model", "column_model", "site")
         assert (tables["distance"].attrs["long_name"], tables["distance"].attrs["units"]) == ("CKA distance", "radians")
         assert tables["by_site"].attrs["long_name"] == "Linear CKA"
-        found = lsim.compare_groups(tables["distance"], grid.groups)
-        xarray.testing.assert_equal(found, lsim.compare_groups(grid))
+        found = lsim.many.compare_groups(tables["distance"], grid.groups)
+        xarray.testing.assert_equal(found, lsim.many.compare_groups(grid))
 
     def test_figures(self, grid, tmp_path):
         heat = grid.plot()
@@ -119,18 +119,18 @@ class TestGrid:
         assert [name[0] for name in names] in ([*"xxyy"], [*"yyxx"])
         order = [grid.models.index(name) for name in names]
         np.testing.assert_allclose(heat.data[0].z, grid.values[order][:, order])
-        tree = lsim.dendrogram(grid)
+        tree = lsim.many.dendrogram(grid)
         merges = clusters(grid.values.numpy())
         colours = {max(trace.y): trace.line.color for trace in tree.data if trace.y[0] is not None}
         np.testing.assert_allclose(sorted(colours), merges[:, 2])
         # The last link joins the groups; every other one is of one group.
         assert [colours[height] == GREY for height in sorted(colours)] == [False, False, True]
-        points = lsim.plot(lsim.compare_groups(grid)).data
-        np.testing.assert_allclose([np.nanmax(one.y) for one in points], lsim.compare_groups(grid)["mean"][2:])
+        points = lsim.plot(lsim.many.compare_groups(grid)).data
+        np.testing.assert_allclose([np.nanmax(one.y) for one in points], lsim.many.compare_groups(grid)["mean"][2:])
         assert lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").exists()
 
     def test_groups_by_site(self, grid):
-        found = lsim.compare_groups(grid, field="by_site")
+        found = lsim.many.compare_groups(grid, field="by_site")
         pairs = {"within x": [("x0", "x1")], "within y": [("y0", "y1")]}
         pairs["x and y"] = [("x0", "y0"), ("x0", "y1"), ("x1", "y0"), ("x1", "y1")]
         for name, own in pairs.items():
@@ -146,18 +146,18 @@ class TestGrid:
         lines = [trace for trace in lsim.plot(found).data if trace.name]
         assert [line.name for line in lines] == list(pairs)
         np.testing.assert_allclose(lines[2].y, found["mean"][4])
-        other = lsim.compare_groups(grid, {"x0": 1, "x1": 2, "y0": 1, "y1": 2}, field="by_site")
+        other = lsim.many.compare_groups(grid, {"x0": 1, "x1": 2, "y0": 1, "y1": 2}, field="by_site")
         assert list(other["comparison"].values[2:]) == ["within 1", "within 2", "1 and 2"]
 
     def test_without_groups(self, models, tmp_path):
         grid = lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
         assert grid.groups == ()
-        assert not lsim.dendrogram(grid).layout.showlegend
+        assert not lsim.many.dendrogram(grid).layout.showlegend
         with pytest.raises(lsim.LayersimError, match=r"`groups`.*None"):
-            lsim.compare_groups(grid)
+            lsim.many.compare_groups(grid)
         with pytest.raises(lsim.LayersimError, match=r"`relabelings`.* 0"):
-            lsim.compare_groups(grid, [*"xyxy"], relabelings=0)
-        assert float(lsim.compare_groups(grid, [*"xyxy"])["p_value"]) == pytest.approx(1 / 3)
+            lsim.many.compare_groups(grid, [*"xyxy"], relabelings=0)
+        assert float(lsim.many.compare_groups(grid, [*"xyxy"])["p_value"]) == pytest.approx(1 / 3)
 
     def test_save_and_load(self, grid, tmp_path):
         again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
@@ -232,7 +232,7 @@ class TestModels:
         )
         assert grid["a", "deep"].values.shape == (4, 6)
         with pytest.raises(lsim.LayersimError, match="by_site"):
-            lsim.compare_groups(grid, ["x", "y"], field="by_site")
+            lsim.many.compare_groups(grid, ["x", "y"], field="by_site")
         assert "by_site" not in grid.to_xarray()
         assert float(grid.values[0, 1]) == pytest.approx(math.acos(float(grid["a", "deep"].values[-1, -1])))
 

@@ -74,7 +74,7 @@ class TestOtherAnalyzers:
                 torch.testing.assert_close(grid[a, b].values, one.values)
                 assert float(grid.values[i, j]) == pytest.approx(float(first_row(one)))
         assert not torch.equal(grid.values, grid.values.T)
-        found = lsim.compare_groups(grid, [*"xxy"])
+        found = lsim.many.compare_groups(grid, [*"xxy"])
         assert list(found["comparison"].values[2:]) == ["within x", "x into y", "y into x"]
 
     def test_a_distance_must_be_stated(self):

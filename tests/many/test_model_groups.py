@@ -91,12 +91,12 @@ def test_the_given_labels_count_as_one_more_random_relabeling():
 
 def test_groups_far_apart_have_the_smallest_p():
     points = torch.tensor([0.0, 0.1, 0.3, 9.0, 9.2, 9.3], dtype=torch.float64)
-    found = lsim.compare_groups(table((points[:, None] - points).abs()), [*"aaabbb"])
+    found = lsim.many.compare_groups(table((points[:, None] - points).abs()), [*"aaabbb"])
     assert found.attrs["relabelings"] == 10
     assert found["p_value"] == found["smallest_p"] == 0.1
     # Ten models a group: the setting of Brown et al.
     points = torch.cat([torch.arange(10), 100 + torch.arange(10)]).double()
-    found = lsim.compare_groups(table((points[:, None] - points).abs()), ["top"] * 10 + ["bottom"] * 10)
+    found = lsim.many.compare_groups(table((points[:, None] - points).abs()), ["top"] * 10 + ["bottom"] * 10)
     assert (found.attrs["relabelings"], found.attrs["exact"]) == (92_378, 1)
     assert float(found["p_value"]) == pytest.approx(1 / 92_378)
 
@@ -104,7 +104,7 @@ def test_groups_far_apart_have_the_smallest_p():
 @pytest.mark.parametrize("directed", [False, True])
 def test_means_and_deviations(directed):
     labels, d = "abacb", distances(5, directed=directed)
-    found = lsim.compare_groups(table(d), [*labels])
+    found = lsim.many.compare_groups(table(d), [*labels])
     pairs = list((itertools.permutations if directed else itertools.combinations)(range(5), 2))
     expected = {
         "within groups": [float(d[i, j]) for i, j in pairs if labels[i] == labels[j]],
@@ -128,7 +128,7 @@ def test_means_and_deviations(directed):
 
 
 def test_a_group_of_one_has_no_pair_within():
-    found = lsim.compare_groups(table(distances(3)), {"m0": "a", "m1": "a", "m2": "b"})
+    found = lsim.many.compare_groups(table(distances(3)), {"m0": "a", "m1": "a", "m2": "b"})
     assert list(found["comparison"].values) == ["within groups", "between groups", "within a", "a and b"]
     assert found["count"].values.tolist() == [1, 2, 1, 2]
     assert math.isnan(float(found["sd"][0]))
@@ -139,7 +139,7 @@ def test_a_group_of_one_has_no_pair_within():
 def test_distances_that_are_not_finite_are_named(value):
     d = distances(4)
     d[1, 2] = d[2, 1] = value
-    for call in (lsim.compare_groups, lsim.dendrogram):
+    for call in (lsim.many.compare_groups, lsim.many.dendrogram):
         with pytest.raises(lsim.LayersimError, match=r"m1.*m2"):
             call(table(d), [*"aabb"])
 
@@ -147,9 +147,9 @@ def test_distances_that_are_not_finite_are_named(value):
 def test_a_site_without_distances_has_no_p_value():
     d = torch.stack([distances(4), distances(4, seed=1)], -1)
     d[1, 2, 0] = d[2, 1, 0] = math.nan
-    found = lsim.compare_groups(table(d), [*"aabb"])
+    found = lsim.many.compare_groups(table(d), [*"aabb"])
     assert found["p_value"].isnull().values.tolist() == found["difference"].isnull().values.tolist() == [True, False]
-    alone = lsim.compare_groups(table(d[..., 1]), [*"aabb"])
+    alone = lsim.many.compare_groups(table(d[..., 1]), [*"aabb"])
     for name in ("difference", "p_value", "count"):
         np.testing.assert_array_equal(found[name].isel(site=1) if "site" in found[name].dims else found[name], alone[name])
     for name in ("mean", "sd"):
@@ -158,8 +158,8 @@ def test_a_site_without_distances_has_no_p_value():
 
 def test_distances_of_models_to_themselves_are_not_used():
     d = distances(5, seed=2)
-    found = lsim.compare_groups(table(d), [*"aabbb"])
-    unknown = lsim.compare_groups(table(d.clone().fill_diagonal_(math.nan)), [*"aabbb"])
+    found = lsim.many.compare_groups(table(d), [*"aabbb"])
+    unknown = lsim.many.compare_groups(table(d.clone().fill_diagonal_(math.nan)), [*"aabbb"])
     assert permutation_test(d.clone().fill_diagonal_(1e12), "aabbb", 1000, 0) == permutation_test(d, "aabbb", 1000, 0)
     xarray.testing.assert_identical(found, unknown)
 
@@ -167,7 +167,7 @@ def test_distances_of_models_to_themselves_are_not_used():
 def test_rounding_gives_pairs_no_direction():
     d = distances(5, seed=1)
     rounded = d + torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-15
-    found, expected = (lsim.compare_groups(table(one), [*"aabbb"]) for one in (rounded, d))
+    found, expected = (lsim.many.compare_groups(table(one), [*"aabbb"]) for one in (rounded, d))
     assert found["count"].values.tolist() == expected["count"].values.tolist() == [4, 6, 1, 3, 6]
     xarray.testing.assert_allclose(found, expected)
     # Distances that are 0 but for rounding, beside others.
@@ -186,17 +186,17 @@ def test_rounding_gives_pairs_no_direction():
 def test_tables_of_other_kinds():
     d = distances(4)
     frame = table(d).to_pandas()
-    found = lsim.compare_groups(frame, [0, 0, 1, 1], seed=5)
-    xarray.testing.assert_identical(found, lsim.compare_groups(table(d), {f"m{n}": n // 2 for n in range(4)}, seed=5))
+    found = lsim.many.compare_groups(frame, [0, 0, 1, 1], seed=5)
+    xarray.testing.assert_identical(found, lsim.many.compare_groups(table(d), {f"m{n}": n // 2 for n in range(4)}, seed=5))
     assert (found.attrs["seed"], found["first_group"].values.tolist()) == (5, ["", "", "0", "1", "0"])
     for wrong in (frame.iloc[:, :3], frame.iloc[:, ::-1], frame["m0"]):
         with pytest.raises(lsim.LayersimError, match="`table`"):
-            lsim.compare_groups(wrong, [*"aabb"])
+            lsim.many.compare_groups(wrong, [*"aabb"])
     for grouped in (frame, from_views(lsim.Cosine(center="none"), [view(residuals(1))])):
         with pytest.raises(lsim.LayersimError, match=r"`groups`.*None"):
-            lsim.compare_groups(grouped)
+            lsim.many.compare_groups(grouped)
     with pytest.raises(lsim.LayersimError, match="site"):
-        lsim.dendrogram(table(torch.stack([d, d], -1)))
+        lsim.many.dendrogram(table(torch.stack([d, d], -1)))
 
 
 def test_clusters_are_average_linkage():
@@ -229,18 +229,18 @@ def test_directions_below_zero_are_zero_before_their_mean():
     assert clusters((opposite).numpy())[0, 2] == pytest.approx(0.0036)
     assert clusters((-opposite).numpy())[0, 2] == pytest.approx(0.0036)
     assert clusters((-opposite.abs()).numpy())[0, 2] == 0.0
-    assert lsim.dendrogram(table(opposite)).layout.title.subtitle.text
-    assert not lsim.dendrogram(table(opposite.abs())).layout.title.subtitle.text
+    assert lsim.many.dendrogram(table(opposite)).layout.title.subtitle.text
+    assert not lsim.many.dendrogram(table(opposite.abs())).layout.title.subtitle.text
 
 
 def test_lines_of_groups_differ_by_colour_dash_and_marker():
     d = torch.stack([distances(6, directed=True)] * 2, -1)
 
     def looks(labels: str) -> dict[str, tuple[str, str, str]]:
-        lines = [trace for trace in lsim.plot(lsim.compare_groups(table(d), [*labels])).data if trace.name]
+        lines = [trace for trace in lsim.plot(lsim.many.compare_groups(table(d), [*labels])).data if trace.name]
         return {line.name: (line.line.color, line.line.dash, line.marker.symbol) for line in lines}
 
-    many, tree = looks("aabbcc"), lsim.dendrogram(table(d[..., 0]), [*"aabbcc"])
+    many, tree = looks("aabbcc"), lsim.many.dendrogram(table(d[..., 0]), [*"aabbcc"])
     assert len(many) == len(set(many.values())) == 9
     inside, between = ({look[0] for name, look in many.items() if name.startswith("within ") == own} for own in (True, False))
     assert not inside & between
@@ -254,4 +254,4 @@ def test_lines_of_groups_differ_by_colour_dash_and_marker():
 def test_groups_whose_comparisons_would_have_one_name_are_refused():
     table = pandas.DataFrame(np.ones((4, 4)), index=[*"abcd"], columns=[*"abcd"])
     with pytest.raises(lsim.LayersimError, match="'within groups'"):
-        lsim.compare_groups(table, ["groups", "groups", "x", "x"])
+        lsim.many.compare_groups(table, ["groups", "groups", "x", "x"])

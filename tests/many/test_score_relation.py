@@ -27,7 +27,7 @@ def residuals_of(y, others):
 class TestOnePredictor:
     def test_it_is_the_least_squares_line(self):
         x, y = np.array([0.1, 0.15, 0.3, 0.32, 0.5]), np.array([30.0, 41.0, 38.0, 55.0, 60.0])
-        found = lsim.relate(dict(zip(NAMES, x, strict=True)), dict(zip(NAMES, y, strict=True)), confidence=0.9)
+        found = lsim.many.relate(dict(zip(NAMES, x, strict=True)), dict(zip(NAMES, y, strict=True)), confidence=0.9)
         [line] = found.to_frame().to_dict("records")
         slope = np.cov(x, y, bias=True)[0, 1] / x.var()
         rest = y - y.mean() - slope * (x - x.mean())
@@ -47,7 +47,7 @@ class TestOnePredictor:
     def test_couplings_of_models_are_a_variable_of_their_table(self):
         results = {str(seed): from_views(lsim.BlockCoupling(k=3), [view(residuals(seed)[:, :9])]) for seed in range(3)}
         coupling = lsim.stack(results, "model")["mean_coupling"].sel(pair_kind="all pairs")
-        found = lsim.relate(coupling, {"0": 1.0, "1": 2.0, "2": 4.0})
+        found = lsim.many.relate(coupling, {"0": 1.0, "1": 2.0, "2": 4.0})
         other = ~torch.eye(3, dtype=torch.bool)
         np.testing.assert_allclose(found.predictors.squeeze(), [float((1 - r.values)[other].mean()) for r in results.values()])
 
@@ -73,27 +73,27 @@ class TestOnePredictor:
             (three[:4], [1, 2, 3, 5], {}, "`values`.*4 points of 3"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
-                lsim.relate(values, scores, **options)
+                lsim.many.relate(values, scores, **options)
         with pytest.raises(KeyError, match="w"):
-            lsim.relate(good, {"a": 1, "b": 2, "c": 3}).plot("w")
+            lsim.many.relate(good, {"a": 1, "b": 2, "c": 3}).plot("w")
 
     def test_small_values_may_differ_by_little(self):
-        assert lsim.relate({"a": 1e-12, "b": 2e-12, "c": 3e-12}, {"a": 1, "b": 2, "c": 3}).r_squared == pytest.approx(1)
+        assert lsim.many.relate({"a": 1e-12, "b": 2e-12, "c": 3e-12}, {"a": 1, "b": 2, "c": 3}).r_squared == pytest.approx(1)
 
     def test_names_are_those_of_series_and_of_labelled_tables(self):
         series = pandas.Series([1.0, 2.0, 4.0], index=[0, 10, 100], name="Loss (nats)")
-        found = lsim.relate(series, {100: 1.0, 10: 3.0, 0: 4.0})
+        found = lsim.many.relate(series, {100: 1.0, 10: 3.0, 0: 4.0})
         assert found.scores.tolist() == [4.0, 3.0, 1.0]
         assert (found.predictors.columns.tolist(), found.scores.name) == (["Loss (nats)"], "Score")
         assert found.plot().layout.xaxis.title.text == "Loss (nats)"
         words = {"long_name": "Accuracy", "units": "fraction"}
         array = xarray.DataArray([0.1, 0.5, 0.3], {"step": [0, 10, 100], "layer": "x"}, ("step",), attrs=words)
-        found = lsim.relate(series, array)
+        found = lsim.many.relate(series, array)
         assert (found.scores.tolist(), found.scores.name) == ([0.1, 0.5, 0.3], "Accuracy (fraction)")
 
     def test_correlations_are_those_of_their_formulas(self):
         x, y = np.array([1.0, 2.0, 3.0, 4.0, 50.0]), np.array([2.0, 1.0, 4.0, 4.0, 5.0])
-        [line] = lsim.relate(x, y).to_frame().to_dict("records")
+        [line] = lsim.many.relate(x, y).to_frame().to_dict("records")
         assert line["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-12)
         assert line["partial"] == pytest.approx(line["pearson"], abs=1e-12)
         # Ranks of y with a tie: 2, 1, 3.5, 3.5, 5.
@@ -104,7 +104,7 @@ class TestOnePredictor:
     def test_an_exponential_minimises_squared_errors_of_the_scores(self):
         x = np.array([0.1, 0.2, 0.35, 0.4, 0.6])
         y = np.array([31.0, 35.0, 52.0, 50.0, 88.0])
-        found = lsim.relate(x, y, shape="exponential", confidence=0.9)
+        found = lsim.many.relate(x, y, shape="exponential", confidence=0.9)
         [line] = found.to_frame().to_dict("records")
         a, b = found.intercept, line["coefficient"]
         fit = a * np.exp(b * x)
@@ -122,14 +122,14 @@ class TestOnePredictor:
         margin = student.ppf(0.95, 3) * np.sqrt(gradient @ covariance @ gradient)
         expected = [gradient[0] * a, gradient[0] * a - margin, gradient[0] * a + margin]
         np.testing.assert_allclose(at[["fit", "low", "high"]], expected, rtol=1e-4)
-        falling = lsim.relate(x, 100 * np.exp(-3 * x), shape="exponential")
+        falling = lsim.many.relate(x, 100 * np.exp(-3 * x), shape="exponential")
         assert (falling.intercept, falling.to_frame()["coefficient"].item()) == pytest.approx((100, -3))
         assert falling.r_squared == pytest.approx(1)
 
     def test_many_points_carry_no_names(self):
         x = np.arange(30.0)
-        assert lsim.relate(x, x**2).plot().data[-1].mode == "markers"
-        assert lsim.relate(x[:24], x[:24] ** 2).plot().data[-1].mode == "markers+text"
+        assert lsim.many.relate(x, x**2).plot().data[-1].mode == "markers"
+        assert lsim.many.relate(x[:24], x[:24] ** 2).plot().data[-1].mode == "markers+text"
 
 
 class TestSeveralPredictors:
@@ -138,7 +138,7 @@ class TestSeveralPredictors:
         x = random.normal(size=(20, 3)) @ np.array([[1, 0.6, 0.0], [0, 1, 0.3], [0, 0, 1]])
         y = x @ np.array([1.0, -0.5, 0.0]) + random.normal(size=20)
         given = pandas.DataFrame(x, columns=["coupling", "size", "loss"], index=[f"m{n}" for n in range(20)])
-        found = lsim.relate(given, dict(zip(reversed(given.index), y[::-1], strict=True)))
+        found = lsim.many.relate(given, dict(zip(reversed(given.index), y[::-1], strict=True)))
         table = found.to_frame()
         assert table.index.tolist() == ["coupling", "size", "loss"]
         for n, name in enumerate(table.index):
@@ -162,7 +162,7 @@ class TestSeveralPredictors:
         first = random.normal(size=20_000)
         second = 0.8 * first + 0.6 * random.normal(size=20_000)
         score = 3 + 2 * first + random.normal(size=20_000)
-        table = lsim.relate(pandas.DataFrame({"first": first, "second": second}), score).to_frame()
+        table = lsim.many.relate(pandas.DataFrame({"first": first, "second": second}), score).to_frame()
         np.testing.assert_allclose(table["coefficient"], [2, 0], atol=0.05)
         np.testing.assert_allclose(table["pearson"], [2 / np.sqrt(5), 1.6 / np.sqrt(5)], atol=0.01)
         # Given the second, 0.36 of the variance of the first is left.
@@ -174,13 +174,13 @@ class TestSeveralPredictors:
         for _ in range(400):
             x = random.normal(size=(9, 2))
             x[:, 1] += x[:, 0]
-            p.append(lsim.relate(pandas.DataFrame(x), x[:, 0] + random.normal(size=9)).to_frame()["p_value"].iloc[1])
+            p.append(lsim.many.relate(pandas.DataFrame(x), x[:, 0] + random.normal(size=9)).to_frame()["p_value"].iloc[1])
         assert 0.03 <= np.mean(np.array(p) < 0.05) <= 0.07
 
     def test_the_figure_of_one_predictor_holds_the_others_at_their_means(self):
         random = np.random.default_rng(3)
         given = pandas.DataFrame(random.normal(size=(12, 2)), columns=["a", "b"])
-        found = lsim.relate(given, given["a"] + 2 * given["b"] + random.normal(size=12))
+        found = lsim.many.relate(given, given["a"] + 2 * given["b"] + random.normal(size=12))
         for name in ("a", "b"):
             points, band = found.plot(name).data[-1], found.band(name)
             slope = found.to_frame().loc[name, "coefficient"]
@@ -214,4 +214,4 @@ class TestCoupling:
 def test_columns_of_one_name_are_refused():
     table = pandas.DataFrame([[1.0, 2.0], [2.0, 1.0], [3.0, 5.0], [4.0, 4.0]], columns=[1, "1"])
     with pytest.raises(lsim.LayersimError, match="`values`"):
-        lsim.relate(table, [1.0, 2.0, 3.0, 5.0])
+        lsim.many.relate(table, [1.0, 2.0, 3.0, 5.0])

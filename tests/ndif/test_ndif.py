@@ -255,7 +255,7 @@ def test_one_model_here_and_one_there(server):
 
 
 def test_the_server_says_what_it_can_do(server, trust):
-    found = lsim.capabilities(lsim.open_model(load("tests/llama"), remote=server.url))
+    found = lsim.costs.capabilities(lsim.open_model(load("tests/llama"), remote=server.url))
     assert found.offer.trusted is (trust == "trusted")
     assert found.offer.dtype == "torch.float32"
     assert found.offer.devices == ("cpu",)
@@ -301,7 +301,7 @@ def test_stitched_there_as_here(server, trust):
     found = called(lsim.stitch, *there, data, remote=server.url, **options)
     assert found.loss == pytest.approx(expected.loss, abs=1e-6)
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
-    training = {"fit": "sgd", "training": lsim.StitchTraining(steps=3, warmup=1)}
+    training = {"fit": "sgd", "training": lsim.stitching.StitchTraining(steps=3, warmup=1)}
     if trust == "sandboxed":
         with pytest.raises(lsim.LayersimError, match="`fit` is 'sgd'"):
             called(lsim.stitch, *there, data, remote=server.url, **options | training)

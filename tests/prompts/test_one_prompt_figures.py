@@ -24,7 +24,7 @@ def test_the_grid_says_what_each_layer_says(norm):
     logits = by_hand(model, hidden_states(model, row), norm == "final")
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    grid = lsim.prediction_grid(model, row, norm=norm)
+    grid = lsim.prompts.prediction_grid(model, row, norm=norm)
     np.testing.assert_allclose(grid.probability, p.max(-1).T, rtol=1e-9)
     assert grid.words == tuple(tuple(str(w) for w in token) for token in p.argmax(-1).T.tolist())
     assert grid.tokens == tuple(str(t) for t in row.tolist())
@@ -36,16 +36,18 @@ def test_the_grid_says_what_each_layer_says(norm):
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 def test_every_source_draws_the_same(make, wrap):
     row = random_tokens(1, 9)[0]
-    expected, paths = lsim.prediction_grid(make(), row), lsim.trajectory_pca(make(), row)
+    expected, paths = lsim.prompts.prediction_grid(make(), row), lsim.prompts.trajectory_pca(make(), row)
     for options in [{}, {"remote": "local"}] if wrap is nnsight else [{}]:
-        found = called(lsim.prediction_grid, wrap(make()), row, **options)
+        found = called(lsim.prompts.prediction_grid, wrap(make()), row, **options)
         assert found.words == expected.words
         assert worst(found, expected) < 1e-5
-        np.testing.assert_allclose(called(lsim.trajectory_pca, wrap(make()), row, **options).values, paths.values, atol=1e-3)
+        np.testing.assert_allclose(
+            called(lsim.prompts.trajectory_pca, wrap(make()), row, **options).values, paths.values, atol=1e-3
+        )
 
 
 def test_the_demo_knows_its_stories(demo, tmp_path):
-    grid = lsim.prediction_grid(demo, PROMPT)
+    grid = lsim.prompts.prediction_grid(demo, PROMPT)
     assert grid.tokens[0] == "<|endoftext|>"
     assert "".join(grid.tokens[1:]) == PROMPT
     assert grid.words[-1][-1] == "."
@@ -62,7 +64,7 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
 
 
 def test_tokens_are_no_markup(demo):
-    grid = lsim.prediction_grid(demo, PROMPT)
+    grid = lsim.prompts.prediction_grid(demo, PROMPT)
     words = (("<b>", *grid.words[0][1:]), *grid.words[1:])
     figure = replace(grid, words=words, tokens=("<i>", *grid.tokens[1:])).plot()
     assert "<b>&lt;b&gt;</b>" in figure.data[0].text[0][0] or ">&lt;b&gt;<" in figure.data[0].text[0][0]
@@ -71,7 +73,7 @@ def test_tokens_are_no_markup(demo):
 
 
 def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
-    found = lsim.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1))
+    found = lsim.prompts.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1))
     ids = demo.tokenizer(PROMPT)["input_ids"]
     states = hidden_states(demo, torch.tensor([0, *ids]))[:, 1:]
     last = states[-1] - states[-1].mean(0)
@@ -87,32 +89,32 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
     assert len(paths) == len(found.tokens) == 15
     assert [path.name for path in paths[-2:]] == ["first token: 1 Once", "last token: 15 ·house"]
     assert worst(lsim.load(found.save(tmp_path / "pca.safetensors")), found) == 0
-    part = lsim.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1), sites=slice(5, None))
+    part = lsim.prompts.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1), sites=slice(5, None))
     assert part.layers == found.layers[5:]
     assert torch.equal(part.values, found.values[:, 5:])
     assert part.plot().data
-    whole = lsim.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1), fit="path")
+    whole = lsim.prompts.trajectory_pca(demo, lsim.Data(PROMPT, skip_first=1), fit="path")
     flat = states.reshape(-1, states.shape[-1])
     sigma, basis = np.linalg.svd(flat - flat.mean(0), full_matrices=False)[1:]
     expected = np.einsum("ltd,cd->tlc", states - flat.mean(0), basis[:2])
     np.testing.assert_allclose(np.abs(whole.values), np.abs(expected), atol=1e-3)
     np.testing.assert_allclose(whole.explained, sigma[:2] ** 2 / (sigma**2).sum(), rtol=1e-5)
     with pytest.raises(lsim.LayersimError, match=r"`sites`.*9"):
-        lsim.trajectory_pca(demo, PROMPT, sites=slice(9, None))
+        lsim.prompts.trajectory_pca(demo, PROMPT, sites=slice(9, None))
 
 
 def test_what_is_no_picture_is_refused():
     model = tiny_llama()
     with pytest.raises(lsim.LayersimError, match=r"\b6\b"):
-        lsim.trajectory_pca(model, torch.full((6,), 9))
+        lsim.prompts.trajectory_pca(model, torch.full((6,), 9))
     with pytest.raises(lsim.LayersimError, match=r"`prompt`.*\b2\b.*\b64\b"):
-        lsim.prediction_grid(model, random_tokens(2, 9))
+        lsim.prompts.prediction_grid(model, random_tokens(2, 9))
     with pytest.raises(lsim.LayersimError, match=r"`prompt`.*\b2\b.*\b3\b"):
-        lsim.trajectory_pca(model, random_tokens(1, 2)[0])
+        lsim.prompts.trajectory_pca(model, random_tokens(1, 2)[0])
     with pytest.raises(lsim.LayersimError, match=r"needs an unembedding"):
-        lsim.prediction_grid(model.model, random_tokens(1, 9)[0])
+        lsim.prompts.prediction_grid(model.model, random_tokens(1, 9)[0])
     with pytest.raises(lsim.LayersimError, match="no tokenizer"):
-        lsim.prediction_grid(model, PROMPT)
+        lsim.prompts.prediction_grid(model, PROMPT)
     model.tokenizer = tiny_tokenizer()
     with pytest.raises(lsim.LayersimError, match=r"`prompt`.*\b64\b"):
-        lsim.prediction_grid(model, " ".join(f"w{3 + i % 90}" for i in range(100)))
+        lsim.prompts.prediction_grid(model, " ".join(f"w{3 + i % 90}" for i in range(100)))

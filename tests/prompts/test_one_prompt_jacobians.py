@@ -17,17 +17,21 @@ from ..views import worst
 
 def test_positions_may_be_an_array():
     model, tokens = tiny_llama(), random_tokens(1, 5)[0]
-    listed = lsim.block_jacobians(model, tokens, layers=[0], positions=[0, -1])
-    pairs = lsim.block_jacobians(model, tokens, layers=[0], positions=[(0, 4)])
-    assert torch.equal(lsim.block_jacobians(model, tokens, layers=[0], positions=np.array([0, -1])).values, listed.values)
-    assert torch.equal(lsim.block_jacobians(model, tokens, layers=[0], positions=torch.tensor([[0, 4]])).values, pairs.values)
+    listed = lsim.prompts.block_jacobians(model, tokens, layers=[0], positions=[0, -1])
+    pairs = lsim.prompts.block_jacobians(model, tokens, layers=[0], positions=[(0, 4)])
+    assert torch.equal(
+        lsim.prompts.block_jacobians(model, tokens, layers=[0], positions=np.array([0, -1])).values, listed.values
+    )
+    assert torch.equal(
+        lsim.prompts.block_jacobians(model, tokens, layers=[0], positions=torch.tensor([[0, 4]])).values, pairs.values
+    )
 
 
 class TestPrompt:
     def test_jacobians_of_one_prompt(self):
         model, tokens = tiny_llama(), random_tokens(1, 9)
         call = calls_of(model, lambda: model(tokens, use_cache=False))[2]
-        found = lsim.block_jacobians(model, tokens[0], layers=[0, -1], positions=[(2, 6), (6, 2), 3, (0, -1)])
+        found = lsim.prompts.block_jacobians(model, tokens[0], layers=[0, -1], positions=[(2, 6), (6, 2), 3, (0, -1)])
         assert (found.blocks, found.pairs) == (
             ("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"),
             ("2 > 6", "6 > 2", "3 > 3", "0 > 8"),
@@ -41,7 +45,8 @@ class TestPrompt:
     def test_finite_differences_of_one_prompt(self):
         model, tokens = tiny_llama(), random_tokens(1, 9)
         exact, near = (
-            lsim.block_jacobians(model, tokens[0], positions=[(2, 6), -1], method=m) for m in ("dense", "finite-difference")
+            lsim.prompts.block_jacobians(model, tokens[0], positions=[(2, 6), -1], method=m)
+            for m in ("dense", "finite-difference")
         )
         off = (exact.values - near.values).flatten(1).norm(dim=1) / exact.values.flatten(1).norm(dim=1)
         assert float(off.max()) < 2e-3
@@ -58,7 +63,7 @@ class TestPrompt:
     )
     def test_coupling_matrices_are_those_of_the_formula(self, along, more, where):
         model, tokens = tiny_llama(dtype=torch.float64), random_tokens(1, 6)
-        found = called(lsim.coupling_matrices, model, tokens[0], along=along, k=4, **more)
+        found = called(lsim.prompts.coupling_matrices, model, tokens[0], along=along, k=4, **more)
         assert found.connections == tuple(f"{block}: {a} > {b}" for block, a, b in where)
         calls = calls_of(model, lambda: model(tokens, use_cache=False))
         js = [naive(calls[block], 0, a, b).numpy() for block, a, b in where]
@@ -77,26 +82,31 @@ class TestPrompt:
     def test_what_cannot_be_asked_is_refused(self):
         model, tokens = tiny_llama(), random_tokens(1, 9)[0]
         for match, call in {
-            "no effect on earlier": lambda: lsim.coupling_matrices(model, tokens, along="fixed-input", token=3, positions=[1]),
-            "Token 9": lambda: lsim.coupling_matrices(model, tokens, token=9),
-            "`layers`.*3": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
-            r"`layers` is \[0, -3\]": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
-            "`positions`.*'first'": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
-            "`k` is 33": lambda: lsim.coupling_matrices(model, tokens, k=33),
-            "`k`.*coupling_matrices is 1,": lambda: lsim.coupling_matrices(model, tokens, k=1),
-            "`token` is 1": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
-            r"`positions` is \[1\]": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
-            r"`positions`.*\(8, 8\)": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
-            "^`positions` ": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
-            r"`positions`.*\('a', 1\)": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
-            "`memory_mb`.*nan": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
+            "no effect on earlier": lambda: lsim.prompts.coupling_matrices(
+                model, tokens, along="fixed-input", token=3, positions=[1]
+            ),
+            "Token 9": lambda: lsim.prompts.coupling_matrices(model, tokens, token=9),
+            "`layers`.*3": lambda: lsim.prompts.block_jacobians(model, tokens, layers=[3]),
+            r"`layers` is \[0, -3\]": lambda: lsim.prompts.block_jacobians(model, tokens, layers=[0, -3]),
+            "`positions`.*'first'": lambda: lsim.prompts.block_jacobians(model, tokens, positions=["first"]),
+            "`k` is 33": lambda: lsim.prompts.coupling_matrices(model, tokens, k=33),
+            "`k`.*coupling_matrices is 1,": lambda: lsim.prompts.coupling_matrices(model, tokens, k=1),
+            "`token` is 1": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", token=1),
+            r"`positions` is \[1\]": lambda: lsim.prompts.coupling_matrices(model, tokens, positions=[1]),
+            r"`positions`.*\(8, 8\)": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
+            "^`positions` ": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", positions=[]),
+            r"`positions`.*\('a', 1\)": lambda: lsim.prompts.block_jacobians(model, tokens, positions=[("a", 1)]),
+            "`memory_mb`.*nan": lambda: lsim.prompts.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):
                 call()
 
     def test_they_survive_a_file_and_are_drawn(self, tmp_path):
         model, tokens = tiny_llama(), random_tokens(1, 5)[0]
-        for found in (lsim.block_jacobians(model, tokens, layers=[0]), lsim.coupling_matrices(model, tokens, k=3)):
+        for found in (
+            lsim.prompts.block_jacobians(model, tokens, layers=[0]),
+            lsim.prompts.coupling_matrices(model, tokens, k=3),
+        ):
             again_ = lsim.load(found.save(tmp_path / "one.safetensors"))
             assert worst(found, again_) == 0
             assert found.plot().data

@@ -71,7 +71,7 @@ def test_exits_of_a_real_model(stories15m, wikitext):
 
 
 def test_a_real_story_is_told_by_the_layers(stories15m):
-    grid = lsim.prediction_grid(stories15m, "Once upon a time, there was a little girl named")
+    grid = lsim.prompts.prediction_grid(stories15m, "Once upon a time, there was a little girl named")
     assert grid.words[-1][-1].strip() == "L" or grid.probability[-1, -1] > 0.3
     assert (grid.saturation_layer <= 5).all()
 

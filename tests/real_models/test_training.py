@@ -39,7 +39,7 @@ def test_the_aligned_loss_of_a_real_model_is_the_formula():
     folder = optional_real("models", "stories15M")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.randint(3, 32000, (2, 20), generator=torch.Generator().manual_seed(0))
-    loss = lsim.aligned_loss(model, tokens)
+    loss = lsim.training.aligned_loss(model, tokens)
     loss.backward()
     head = model.lm_head.weight.grad.double().clone()
     wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()

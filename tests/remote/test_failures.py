@@ -131,7 +131,7 @@ def test_versions_that_differ_are_named_when_a_request_fails(small):
         raise RuntimeError("nothing like this there")
 
     small.set(versions={"transformers": "4.0.0"})
-    found = lsim.capabilities(lsim.open_model(small.model(), remote=small.url))
+    found = lsim.costs.capabilities(lsim.open_model(small.model(), remote=small.url))
     assert any("transformers" in words and "4.0.0 there" in words for words in found.offer.differences)
     with pytest.raises(lsim.LayersimError, match=r"nothing like this there(.|\n)*transformers .* here, 4.0.0 there"):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), [broken])

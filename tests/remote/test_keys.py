@@ -46,7 +46,7 @@ def test_a_key_is_sent_and_turns_up_nowhere(small, key, tmp_path, capfd):
     report.save(tmp_path / "report.st")
     run = lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), QUICK, blocking=False)
     run.save(tmp_path / "run")
-    found = lsim.capabilities(lsim.open_model(small.model(), remote=small.url))
+    found = lsim.costs.capabilities(lsim.open_model(small.model(), remote=small.url))
     small.set(key=key, deny=f"something else, says {key}")
     with pytest.raises(lsim.LayersimError) as caught:
         lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(4, 20), QUICK)
@@ -86,7 +86,7 @@ def test_what_is_no_address_is_not_repeated(small, remote):
     for model in (small.model(), hugging_face):
         for call in (
             lambda model: lsim.analyze(lsim.open_model(model, remote=remote), rows(2, 8), QUICK),
-            lambda model: lsim.capabilities(lsim.open_model(model, remote=remote)),
+            lambda model: lsim.costs.capabilities(lsim.open_model(model, remote=remote)),
             lambda model: lsim.compare(
                 lsim.open_model(model, remote=remote), lsim.open_model(model, remote=remote), rows(2, 8), QUICK
             ),

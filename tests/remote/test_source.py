@@ -42,10 +42,12 @@ def test_blocks_are_skipped_and_sublayers_are_read_where_they_are(small):
 
 def test_pictures_of_blocks_come_back(small):
     tokens, here = random_tokens(1, 9)[0], small.model(dispatch=True, dtype=torch.float32)
-    far = lsim.block_jacobians(lsim.open_model(small.model(), remote=small.url), tokens, positions=[(2, 5), -1])
-    torch.testing.assert_close(far.values, lsim.block_jacobians(here, tokens, positions=[(2, 5), -1]).values, rtol=0, atol=1e-6)
-    far = lsim.coupling_matrices(lsim.open_model(small.model(), remote=small.url), tokens, along="fixed-output", k=4)
-    near = lsim.coupling_matrices(here, tokens, along="fixed-output", k=4)
+    far = lsim.prompts.block_jacobians(lsim.open_model(small.model(), remote=small.url), tokens, positions=[(2, 5), -1])
+    torch.testing.assert_close(
+        far.values, lsim.prompts.block_jacobians(here, tokens, positions=[(2, 5), -1]).values, rtol=0, atol=1e-6
+    )
+    far = lsim.prompts.coupling_matrices(lsim.open_model(small.model(), remote=small.url), tokens, along="fixed-output", k=4)
+    near = lsim.prompts.coupling_matrices(here, tokens, along="fixed-output", k=4)
     torch.testing.assert_close(far.values, near.values, rtol=0, atol=1e-6)
 
 

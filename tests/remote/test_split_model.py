@@ -37,7 +37,7 @@ def test_stitched_there_as_here(small, at, capfd):
 
 def test_an_adapter_is_trained_through_a_trusted_server(small):
     options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "batch_size": 8}
-    options |= {"training": lsim.StitchTraining(steps=6, warmup=2)}
+    options |= {"training": lsim.stitching.StitchTraining(steps=6, warmup=2)}
     data = rows(24, 20)
     expected = called(lsim.stitch, here(small, "llama"), here(small, "gpt2"), data, **options)
     small.set()

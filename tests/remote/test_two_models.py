@@ -75,10 +75,12 @@ def test_pictures_of_one_prompt_are_made_there(small):
     words = "w3 w4 w5 w6 w7"
     here = small.model(dispatch=True, dtype=torch.float32)
     assert torch.allclose(
-        lsim.prediction_grid(lsim.open_model(small.model(), remote=small.url), words).probability,
-        lsim.prediction_grid(here, words).probability,
+        lsim.prompts.prediction_grid(lsim.open_model(small.model(), remote=small.url), words).probability,
+        lsim.prompts.prediction_grid(here, words).probability,
     )
-    far, near = (lsim.trajectory_pca(model, words) for model in (lsim.open_model(small.model(), remote=small.url), here))
+    far, near = (
+        lsim.prompts.trajectory_pca(model, words) for model in (lsim.open_model(small.model(), remote=small.url), here)
+    )
     assert torch.allclose(far.values, near.values, atol=1e-5)
 
 

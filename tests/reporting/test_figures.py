@@ -22,14 +22,14 @@ from tl_layersim.reporting.style import BLUE, ORANGE, PAPER_SIZES
 from .. import html_pages
 from ..core.helpers import FILES, RESULTS, curve
 from ..options import called
+from ..public_names import public_names
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
 
 
 def result_classes() -> list[type[lsim.Result]]:
     """Every class of results of this package."""
-    for name in lsim.__all__:
-        getattr(lsim, name)
+    public_names()
     importlib.import_module("tl_layersim.training.layer_evaluation")
     found, waiting = [], [lsim.Result]
     while waiting:
@@ -187,7 +187,7 @@ def test_an_axis_from_a_bound_of_1_does_not_reach_below_0(high, start):
 
 def test_singular_values_have_a_colour_for_each_block_and_a_dash_for_each_pair():
     places = {"layers": [0, 2], "positions": [(1, 2), -1]}
-    found = called(lsim.block_jacobians, tiny_llama(), random_tokens(1, 5)[0], **places)
+    found = called(lsim.prompts.block_jacobians, tiny_llama(), random_tokens(1, 5)[0], **places)
     fig = found.plot()
     assert [trace.line.dash for trace in fig.data] == ["solid", "dash"] * 2
     assert [trace.line.color for trace in fig.data] == [BLUE, BLUE, ORANGE, ORANGE]
@@ -197,11 +197,11 @@ def test_singular_values_have_a_colour_for_each_block_and_a_dash_for_each_pair()
 
 def test_connections_are_labelled_by_what_differs():
     model, row = tiny_llama(layers=2).double(), random_tokens(1, 6)[0]
-    fig = lsim.coupling_matrices(model, row, k=3).plot()
+    fig = lsim.prompts.coupling_matrices(model, row, k=3).plot()
     assert list(fig.layout.xaxis.ticktext) == ["0", "1"]
     heat = np.array(fig.data[0].z)
     assert np.isnan(heat.diagonal()).all()
-    own = lsim.coupling_matrices(model, row, along="self", layers=[1], k=3)
+    own = lsim.prompts.coupling_matrices(model, row, along="self", layers=[1], k=3)
     shown = own.plot()
     assert [text.split(" ")[0] for text in shown.layout.xaxis.ticktext] == [str(n) for n in range(6)]
     assert shown.data[0].z[0][1] == float(own.coupling[0, 1])

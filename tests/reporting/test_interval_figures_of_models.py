@@ -39,7 +39,7 @@ def test_cells_of_a_grid_of_models_name_their_intervals_in_the_order_of_the_dend
 
 
 def test_a_comparison_of_groups_has_intervals(grid):
-    found = lsim.compare_groups(grid)
+    found = lsim.many.compare_groups(grid)
     inside, apart = [(0, 2), (1, 3)], [(0, 1), (0, 3), (1, 2), (2, 3)]
 
     def difference(one: Any) -> Tensor:
@@ -54,7 +54,7 @@ def test_a_comparison_of_groups_has_intervals(grid):
 
 
 def test_groups_by_site_have_intervals_beside_the_bands_of_the_spread(grid):
-    found = lsim.compare_groups(grid, field="by_site")
+    found = lsim.many.compare_groups(grid, field="by_site")
     expected = grid.interval(lambda one: torch.stack([one["a", "c"].values.diagonal()]).mean(0))
     np.testing.assert_allclose(found["mean_low"].sel(comparison="within x"), expected.low, rtol=1e-12)
     assert len(bands(lsim.plot(found))) == 3

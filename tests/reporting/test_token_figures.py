@@ -14,7 +14,9 @@ SITES = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in ran
 
 @pytest.fixture(scope="module")
 def grid():
-    return lsim.prediction_grid(lsim.demo_model(), "Once upon a time there was a little girl who loved <i> her cat and her dog")
+    return lsim.prompts.prediction_grid(
+        lsim.demo_model(), "Once upon a time there was a little girl who loved <i> her cat and her dog"
+    )
 
 
 @pytest.mark.parametrize(("width", "most"), [(None, 8), ("text", 8), ("column", 3)])
@@ -62,7 +64,7 @@ def test_paths_have_one_scale_for_both_components_and_bold_ends():
 
 
 def test_tokens_of_one_text_are_told_apart_by_position_and_colour():
-    path = lsim.trajectory_pca(lsim.demo_model(), lsim.Data("a man and a dog and a cat", skip_first=1))
+    path = lsim.prompts.trajectory_pca(lsim.demo_model(), lsim.Data("a man and a dog and a cat", skip_first=1))
     fig = path.plot()
     drawn = [trace for trace in fig.data if trace.mode == "lines+markers+text"]
     assert len(drawn) == len({trace.line.color for trace in drawn}) == len(path.tokens)
@@ -73,7 +75,7 @@ def test_tokens_of_one_text_are_told_apart_by_position_and_colour():
 
 
 def test_the_ranks_of_a_grid_are_those_of_the_lens(tmp_path):
-    grid = lsim.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
+    grid = lsim.prompts.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
     np.testing.assert_allclose(grid.top_probability[..., 0], grid.probability, rtol=1e-9)
     assert all(
         own[0] == word

@@ -57,7 +57,7 @@ def test_sites_inside_blocks(folder, family):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jacobians_of_offloaded_blocks_are_computed_in_float32(folder, method, dtype):
     model, plain = offloaded(folder, ALL, dtype), AutoModelForCausalLM.from_pretrained(folder / dtype, dtype=dtype).eval()
-    here, there = (lsim.block_jacobians(one, TOKENS[0], method=method) for one in (model, plain))
+    here, there = (lsim.prompts.block_jacobians(one, TOKENS[0], method=method) for one in (model, plain))
     assert worst(here, there) == 0
     assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".layers." in name)
     torch.testing.assert_close(model(TOKENS).logits, plain(TOKENS).logits, rtol=0, atol=0)
@@ -75,7 +75,7 @@ def test_a_block_is_loaded_once_for_all_products_with_its_jacobian(folder, monke
         return load(hook, module, *args, **kwargs)
 
     monkeypatch.setattr(AlignDevicesHook, "pre_forward", counted)
-    lsim.block_jacobians(model, TOKENS[0], layers=[1])
+    lsim.prompts.block_jacobians(model, TOKENS[0], layers=[1])
     # A forward pass of three blocks with seven matrices each and the head, one more check, and block 1 once.
     assert len(loads) <= 2 * (3 * 7 + 1) + 7
 
@@ -90,7 +90,7 @@ def test_attach_compare_stitch_and_figures(folder):
             lsim.stitch(one, plain, TOKENS, at=(1, 1), fit="lstsq"),
             lsim.stitch(plain, one, TOKENS, at=(1, 1), fit="lstsq"),
         )
-        found.append([*probe.results().values(), *stitched, lsim.prediction_grid(one, TOKENS[0])])
+        found.append([*probe.results().values(), *stitched, lsim.prompts.prediction_grid(one, TOKENS[0])])
         found[-1].append(lsim.compare(one, plain, TOKENS, lsim.CKA(minibatch=8)))
         found[-1] += lsim.evaluate_layers(one, plain, TOKENS).values()
     for here, there in zip(*found, strict=True):
@@ -108,7 +108,7 @@ def test_training_is_refused(folder):
     model = offloaded(folder, MIXED)
     calls = [
         lambda: lsim.finetune_aligned(model, TOKENS, lsim.AlignedTraining(steps=1)),
-        lambda: lsim.aligned_loss(model, TOKENS),
+        lambda: lsim.training.aligned_loss(model, TOKENS),
     ]
     for call in calls:
         with pytest.raises(lsim.LayersimError, match=r"`model`.* 9 .*device_map"):
@@ -121,6 +121,6 @@ def test_a_run_that_fails_unloads_the_weights(folder, monkeypatch):
     model = offloaded(folder, ALL)
     monkeypatch.setattr(jacobian, "lengthening", lambda _x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        lsim.block_jacobians(model, TOKENS[0], layers=[1])
+        lsim.prompts.block_jacobians(model, TOKENS[0], layers=[1])
     assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".layers." in name)
     torch.testing.assert_close(model(TOKENS).logits, tiny_llama()(TOKENS).logits, rtol=0, atol=0)

@@ -123,7 +123,7 @@ def test_similarities_and_predictions_are_those_of_the_dequantised_model(pair):
 @pytest.mark.parametrize("method", ["dense", "finite-difference"])
 def test_jacobians_are_those_of_the_dequantised_model(pair, method):
     options = {"layers": [1], "positions": [-1], "method": method}
-    found, expected = (called(lsim.block_jacobians, one, TOKENS[0], **options) for one in (pair.model, pair.plain))
+    found, expected = (called(lsim.prompts.block_jacobians, one, TOKENS[0], **options) for one in (pair.model, pair.plain))
     assert worst(found, expected) < (1e-4 if method == "dense" else 5e-3)
 
 

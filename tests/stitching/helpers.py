@@ -13,7 +13,7 @@ import tl_layersim as lsim
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 
-QUICK = lsim.StitchTraining(steps=30, warmup=5)
+QUICK = lsim.stitching.StitchTraining(steps=30, warmup=5)
 
 
 def rows(count: int = 24, length: int = 16) -> torch.Tensor:

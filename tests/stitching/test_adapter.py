@@ -39,7 +39,7 @@ class TestAdapter:
         fit = design @ coefficients
         centre = 0 if kind == "linear" else target.mean(0)
         r2 = 1 - ((target - fit) ** 2).sum() / ((target - centre) ** 2).sum()
-        adapter = lsim.Adapter(kind, weight, bias)
+        adapter = lsim.stitching.Adapter(kind, weight, bias)
         ours = adapter(torch.as_tensor(x)).numpy() - (y - target)
         np.testing.assert_allclose(ours, fit, atol=1e-9)
         assert explained == pytest.approx(r2, abs=1e-10)
@@ -55,7 +55,7 @@ class TestAdapter:
 
     def test_its_numbers_are_its_own(self):
         weight = torch.eye(2)
-        adapter = lsim.Adapter("linear", weight)
+        adapter = lsim.stitching.Adapter("linear", weight)
         weight.zero_()
         assert torch.equal(adapter(torch.ones(2)), torch.ones(2))
 
@@ -98,10 +98,10 @@ class TestAdapter:
     )
     def test_parts_that_do_not_belong_to_the_kind(self, given):
         with pytest.raises(lsim.LayersimError, match=f"kind.*{given[0]}"):
-            lsim.Adapter(*given)
+            lsim.stitching.Adapter(*given)
 
     def test_nothing_of_it_learns(self):
-        adapter = lsim.Adapter("affine", torch.eye(3, requires_grad=True), torch.zeros(3))
+        adapter = lsim.stitching.Adapter("affine", torch.eye(3, requires_grad=True), torch.zeros(3))
         assert not list(adapter.parameters())
         assert not adapter(torch.ones(3)).requires_grad
         x = torch.ones(3, requires_grad=True)

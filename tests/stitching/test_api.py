@@ -85,7 +85,7 @@ class TestNumbers:
     def test_training_is_torchs_sgd_on_the_whole_stitched_model(self, kind, relative):
         """The same steps by hand: whole models, plain autograd, torch's optimiser, in float64."""
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(12, 10)
-        settings = lsim.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative, seed=3)
+        settings = lsim.stitching.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative, seed=3)
         result = lsim.stitch(
             front,
             back,
@@ -228,11 +228,13 @@ class TestNumbers:
     def test_the_evaluated_adapter_is_the_one_returned(self):
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         front, back = tiny_gpt2(0), tiny_gpt2(1)
-        wide = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.Adapter("linear", weight))
-        narrow = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.Adapter("linear", weight.float()))
+        wide = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight))
+        narrow = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight.float()))
         assert wide.loss == narrow.loss
         assert torch.equal(wide.weight, weight.float().double())
-        double = lsim.stitch(front.double(), back.double(), rows(4), at=(0, 0), adapter=lsim.Adapter("linear", weight))
+        double = lsim.stitch(
+            front.double(), back.double(), rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight)
+        )
         assert torch.equal(double.adapter.weight, weight)
 
     def test_a_table_of_labels_is_of_one_data_set(self):
@@ -302,7 +304,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (1, 0), (5, 4), (40, None)])
     def test_rates_rise_and_fall(self, steps, warmup):
-        training = lsim.StitchTraining(steps=steps, warmup=warmup)
+        training = lsim.stitching.StitchTraining(steps=steps, warmup=warmup)
         rates = [training.rate(step) for step in range(steps)]
         assert all(rate > 0 for rate in rates)
         assert max(rates) == pytest.approx(0.1)

@@ -38,7 +38,7 @@ class TestRefusals:
         monkeypatch.setattr(training, "Trained", noted)
         options = {"at": (0, 0), "fit": "sgd", "adapter": "affine-norm"}
         self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
-        settings = lsim.StitchTraining(steps=80, warmup=10, relative=False)
+        settings = lsim.stitching.StitchTraining(steps=80, warmup=10, relative=False)
         kept = "the best one on the way" if good == 60 else "the one that it started from"
         with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*The adapter kept is {kept}"):
             result = lsim.stitch(
@@ -56,7 +56,7 @@ class TestRefusals:
         with torch.no_grad():
             labels = model(tokens).logits.argmax(-1)
         options = {"at": (0, 0), "labels": labels}
-        wild = lsim.StitchTraining(steps=steps, lr=1e5, warmup=0)
+        wild = lsim.stitching.StitchTraining(steps=steps, lr=1e5, warmup=0)
         with pytest.warns(lsim.LayersimWarning, match=r"higher loss.*StitchTraining\(lr=1\)"):
             result = lsim.stitch(model, model, tokens, fit="sgd", adapter="affine-norm", training=wild, **options)
         start = lsim.stitch(model, model, tokens, adapter="identity", **options)
@@ -200,7 +200,7 @@ class TestRefusals:
     @pytest.mark.parametrize("settings", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}, {"warmup": 2000}, {"clip": 0.0}])
     def test_settings_of_a_training(self, settings):
         with pytest.raises(lsim.LayersimError, match=f"`{next(iter(settings))}`"):
-            lsim.StitchTraining(**settings)
+            lsim.stitching.StitchTraining(**settings)
 
     @pytest.mark.parametrize("data", [[], torch.zeros(3, 1, dtype=torch.int64), [[5]]])
     def test_no_data(self, data):

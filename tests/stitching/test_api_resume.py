@@ -56,7 +56,7 @@ class TestInterrupts:
             {"ridge": 0.1},
             {"labels": random_tokens(80, 16, 9)},
             {"eval_data": random_tokens(4, 16, 9)},
-            {"training": lsim.StitchTraining(steps=31)},
+            {"training": lsim.stitching.StitchTraining(steps=31)},
             {"skip_first": 1},
         ],
         ids=str,
@@ -76,11 +76,13 @@ class TestInterrupts:
     def test_given_adapters_are_told_apart(self, tmp_path):
         front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
-        lsim.stitch(front, back, rows(), at=(0, 0), adapter=lsim.Adapter("affine", weight, torch.zeros(32)), checkpoint=path)
+        lsim.stitch(
+            front, back, rows(), at=(0, 0), adapter=lsim.stitching.Adapter("affine", weight, torch.zeros(32)), checkpoint=path
+        )
         for other in (
-            lsim.Adapter("affine", weight.T.contiguous(), torch.zeros(32)),
-            lsim.Adapter("affine", weight, torch.ones(32)),
-            lsim.Adapter("linear", weight),
+            lsim.stitching.Adapter("affine", weight.T.contiguous(), torch.zeros(32)),
+            lsim.stitching.Adapter("affine", weight, torch.ones(32)),
+            lsim.stitching.Adapter("linear", weight),
         ):
             with pytest.raises(lsim.LayersimError, match="belongs to another run"):
                 lsim.stitch(front, back, rows(), at=(0, 0), adapter=other, checkpoint=path)
@@ -154,7 +156,7 @@ class TestInterrupts:
         from tl_layersim.sources.split_model import LocalSplitModel
 
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-        options = {"layers": [0, 2], "fit": "sgd", "training": lsim.StitchTraining(steps=4, warmup=1)}
+        options = {"layers": [0, 2], "fit": "sgd", "training": lsim.stitching.StitchTraining(steps=4, warmup=1)}
         data = lsim.Data(rows(), batch_size=2)
         whole = lsim.stitch_grid(models, data, **options)
         plain, calls = LocalSplitModel.loss_and_gradient, []

@@ -68,7 +68,7 @@ class TestEveryKind:
     def test_in_nnsights_simulation_of_a_server(self, fit):
         options = {"at": (1, 0), "adapter": "affine", "fit": fit}
         data = lsim.Data(rows(), batch_size=6)
-        options |= {"training": lsim.StitchTraining(steps=3, warmup=1)} if fit == "sgd" else {}
+        options |= {"training": lsim.stitching.StitchTraining(steps=3, warmup=1)} if fit == "sgd" else {}
         there = [lsim.open_model(gpt2_of_kind("nnsight", seed), remote="local") for seed in (0, 1)]
         here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), data, **options)
         result = lsim.stitch(*there, data, **options)

@@ -45,7 +45,7 @@ class TestGroups:
         assert table["penalty"].attrs["units"] == "nats per token"
 
     def test_groups_are_told_apart(self, grid):
-        found = lsim.compare_groups(grid.to_xarray()["penalty"].mean("seam"), grid.groups)
+        found = lsim.many.compare_groups(grid.to_xarray()["penalty"].mean("seam"), grid.groups)
         names = ["within groups", "between groups", "within p", "within q", "p into q", "q into p"]
         assert list(found["comparison"].values) == names
         assert found["count"].values.tolist() == [4, 8, 2, 2, 4, 4]
@@ -53,14 +53,14 @@ class TestGroups:
         assert float(found["p_value"]) == float(found["smallest_p"]) == pytest.approx(1 / 3)
 
     def test_groups_by_stitch_point(self, grid):
-        found = lsim.compare_groups(grid)
+        found = lsim.many.compare_groups(grid)
         p, q, mean = [0, 2], [1, 3], found["mean"].sel
         np.testing.assert_allclose(mean(comparison="within p"), (grid.penalty[0, 2] + grid.penalty[2, 0]) / 2)
         np.testing.assert_allclose(mean(comparison="q into p"), grid.penalty[q][:, p].mean((0, 1)))
         deviation = found["sd"].sel(comparison="p into q")
         np.testing.assert_allclose(deviation, grid.penalty[p][:, q].flatten(0, 1).std(0))
         assert found["p_value"].dims == ("seam",)
-        accuracy = lsim.compare_groups(grid, ["a", "a", "a", "b"], field="accuracy_penalty")
+        accuracy = lsim.many.compare_groups(grid, ["a", "a", "a", "b"], field="accuracy_penalty")
         assert list(accuracy["comparison"].values[2:]) == ["within a", "a into b", "b into a"]
         np.testing.assert_allclose(accuracy["mean"][3], grid.accuracy_penalty[:3, 3].mean(0))
         lines = [trace for trace in lsim.plot(found).data if trace.name]
@@ -68,7 +68,7 @@ class TestGroups:
 
     def test_figures_and_files(self, grid, tmp_path):
         penalty = grid.to_xarray()["penalty"]
-        links = lsim.dendrogram(penalty.isel(seam=0), grid.groups).data
+        links = lsim.many.dendrogram(penalty.isel(seam=0), grid.groups).data
         assert len([link for link in links if link.mode == "lines"]) == 3
         np.testing.assert_allclose(lsim.plot(penalty.isel(seam=0), over=("back", "front")).data[0].z, grid.penalty[..., 0])
         colours = {trace.name: trace.line.color for trace in grid.plot().data}
@@ -105,7 +105,7 @@ def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
 def test_fits_read_the_same_activations(fit, monkeypatch):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
     data, options = lsim.Data(rows(80), batch_size=4), {"adapter": "affine", "fit": fit}
-    options |= {"training": lsim.StitchTraining(steps=3)} if fit == "sgd" else {}
+    options |= {"training": lsim.stitching.StitchTraining(steps=3)} if fit == "sgd" else {}
     grid = lsim.stitch_grid(made, data, layers=[1], **options)
     one = lsim.stitch(made["a"], made["b"], data, at=(1, 1), **options)
     assert float(grid.penalty[0, 1, 0]) == one.penalty

@@ -24,7 +24,7 @@ class TestResult:
             lsim.Data(rows(), batch_size=4),
             at=(1, 0),
             fit="lstsq+sgd",
-            training=lsim.StitchTraining(steps=60, warmup=5),
+            training=lsim.stitching.StitchTraining(steps=60, warmup=5),
         )
 
     def test_comes_back_from_a_file(self, result, tmp_path):

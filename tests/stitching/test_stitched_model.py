@@ -69,7 +69,9 @@ class TestStitchedModel:
 
     def test_one_model_twice_is_measured_above_the_stitch_point(self):
         model, tokens = tiny_llama(), rows(8)
-        turn = lsim.Adapter("linear", torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0])
+        turn = lsim.stitching.Adapter(
+            "linear", torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0]
+        )
         for at in ((2, 0), (1, 0), (0, 1), (0, "blocks.0.hook_resid_pre")):
             twice = lsim.stitch(model, model, tokens, at=at, adapter=turn).model
             apart = lsim.stitch(model, copy.deepcopy(model), tokens, at=at, adapter=turn).model
@@ -91,7 +93,7 @@ class TestStitchedModel:
         split_model = open_split_model(front)
         [batch] = lsim_batches(rows(4), 4)
         for at in ((0, "blocks.0.hook_resid_pre"), ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (1, 0)):
-            joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.Adapter("linear", torch.eye(32) * 2)).model
+            joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.stitching.Adapter("linear", torch.eye(32) * 2)).model
             seen = open_source(joined).collect(batch).activations[0]
             torch.testing.assert_close(
                 seen, 2 * split_model.hidden(batch, point_number(split_model.model, at[0], "at")).reshape(-1, 32)
@@ -100,7 +102,7 @@ class TestStitchedModel:
     def test_another_adapter_is_another_model(self, tmp_path):
         front, back = tiny_llama(), tiny_llama(seed=1)
         joined = [
-            lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.Adapter("linear", torch.eye(32) * size)).model
+            lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", torch.eye(32) * size)).model
             for size in (1, 2)
         ]
         lsim.analyze(joined[0], rows(4), [lsim.CKA(minibatch=32)], checkpoint=tmp_path / "f")

@@ -34,21 +34,21 @@ def test_a_label_beyond_the_vocabulary_is_refused(make, label):
     labels = torch.full((1, 6), -100)
     labels[0, 2:4] = torch.tensor([99, label])
     with pytest.raises(lsim.LayersimError, match="99"):
-        lsim.aligned_loss(make(), tokens, labels)
+        lsim.training.aligned_loss(make(), tokens, labels)
     labels[0, 2:4] = torch.tensor([0, 99])
-    assert lsim.aligned_loss(make(), tokens, labels).isfinite()
+    assert lsim.training.aligned_loss(make(), tokens, labels).isfinite()
 
 
 def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
     model, tokens = tiny_llama(), random_tokens(1, 6)
     labels = torch.full((1, 6), -100)
     labels[0, 1:3] = tokens[0, 1:3]
-    assert lsim.aligned_loss(model, tokens, labels).isfinite()
+    assert lsim.training.aligned_loss(model, tokens, labels).isfinite()
     labels[0, 3] = tokens[0, 3]
     with pytest.raises(lsim.LayersimError, match=r"^`labels` .*`labels`"):
-        lsim.aligned_loss(model, tokens, labels)
+        lsim.training.aligned_loss(model, tokens, labels)
     labels[0, 3] = tokens[0, 3] - 1
-    assert lsim.aligned_loss(model, tokens, labels).isfinite()
+    assert lsim.training.aligned_loss(model, tokens, labels).isfinite()
 
 
 @pytest.mark.parametrize("argument", ["data", "held out", "eval_data", "labels"])

@@ -57,7 +57,7 @@ class TestLoss:
     def test_value_and_gradients_are_the_formula(self, make, weights, norm):
         model = make().double()
         tokens = random_tokens(3, 11)
-        loss = lsim.aligned_loss(model, tokens, weights=weights, norm=norm)
+        loss = lsim.training.aligned_loss(model, tokens, weights=weights, norm=norm)
         loss.backward()
         ours = gradients(model)
         parts = layer_weights(weights, 3)
@@ -71,7 +71,7 @@ class TestLoss:
 
     def test_few_logits_are_held(self, monkeypatch):
         model, tokens = tiny_llama().double(), random_tokens(4, 20)
-        whole = lsim.aligned_loss(model, tokens)
+        whole = lsim.training.aligned_loss(model, tokens)
         whole.backward()
         expected = gradients(model)
         seen = []
@@ -84,7 +84,7 @@ class TestLoss:
             return plain(x, weight, bias)
 
         monkeypatch.setattr(torch.nn.functional, "linear", watched)
-        loss = lsim.aligned_loss(model, tokens)
+        loss = lsim.training.aligned_loss(model, tokens)
         loss.backward()
         assert max(seen) == 7
         assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=1e-12)
@@ -109,7 +109,7 @@ class TestLoss:
     def test_heads_that_are_more_than_a_product(self):
         """A classifier behind BERT's pooler goes another way, to the same numbers."""
         model, tokens, labels = bert().double(), random_tokens(5, 9), torch.tensor([0, 2, NO_LABEL, 1, 1])
-        loss = lsim.aligned_loss(model, tokens, labels)
+        loss = lsim.training.aligned_loss(model, tokens, labels)
         loss.backward()
         ours = gradients(model)
         hidden = model(tokens, output_hidden_states=True).hidden_states
@@ -123,7 +123,7 @@ class TestLoss:
 
     def test_vision(self):
         model, pixels, labels = vit().double(), torch.randn(4, 3, 8, 8).double(), torch.tensor([0, 3, 1, 1])
-        loss = lsim.aligned_loss(model, pixels, labels, weights="uniform")
+        loss = lsim.training.aligned_loss(model, pixels, labels, weights="uniform")
         loss.backward()
         ours = gradients(model)
         hidden = model(pixels, output_hidden_states=True).hidden_states
@@ -142,7 +142,7 @@ class TestLoss:
         tokens, mask = random_tokens(3, 8), torch.ones(3, 8, dtype=torch.long)
         tokens[1, 5:], mask[1, 5:] = 0, 0
         labels = torch.tensor([0, 1, 2])
-        loss = lsim.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0], attention_mask=mask)
+        loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0], attention_mask=mask)
         expected = model(tokens, attention_mask=mask, labels=labels).loss
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
 
@@ -150,24 +150,24 @@ class TestLoss:
         model, tokens = tiny_llama().double(), random_tokens(2, 10)
         mask = torch.ones(2, 10, dtype=torch.long)
         mask[1, 6:] = 0
-        found = lsim.aligned_loss(model, tokens, attention_mask=mask)
+        found = lsim.training.aligned_loss(model, tokens, attention_mask=mask)
         other = tokens.clone()
         other[1, 6:] = 7
         assert float(found.detach()) == pytest.approx(
-            float(lsim.aligned_loss(model, other, attention_mask=mask).detach()), rel=1e-12
+            float(lsim.training.aligned_loss(model, other, attention_mask=mask).detach()), rel=1e-12
         )
-        alone = [lsim.aligned_loss(model, part).detach() for part in (tokens[:1], tokens[1:, :6])]
+        alone = [lsim.training.aligned_loss(model, part).detach() for part in (tokens[:1], tokens[1:, :6])]
         assert float(found.detach()) == pytest.approx(float((9 * alone[0] + 5 * alone[1]) / 14), rel=1e-10)
 
     def test_the_last_layer_alone_is_the_models_own_loss(self):
         model, tokens = tiny_gpt2(), random_tokens(3, 12)
-        found = lsim.aligned_loss(model, tokens, weights=[0, 0, 1])
+        found = lsim.training.aligned_loss(model, tokens, weights=[0, 0, 1])
         assert float(found.detach()) == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
 
     def test_half_precision_is_summed_in_float32(self):
         model, tokens = tiny_llama(), random_tokens(3, 12)
-        wide = float(lsim.aligned_loss(model, tokens).detach())
-        loss = lsim.aligned_loss(model.bfloat16(), tokens)
+        wide = float(lsim.training.aligned_loss(model, tokens).detach())
+        loss = lsim.training.aligned_loss(model.bfloat16(), tokens)
         loss.backward()
         assert loss.dtype == torch.float32
         assert float(loss.detach()) == pytest.approx(wide, rel=0.03)
@@ -175,7 +175,7 @@ class TestLoss:
 
     def test_one_layer_one_row_two_tokens(self):
         model, tokens = tiny_llama(layers=1), random_tokens(1, 2)
-        assert float(lsim.aligned_loss(model, tokens).detach()) == pytest.approx(
+        assert float(lsim.training.aligned_loss(model, tokens).detach()) == pytest.approx(
             float(model(tokens, labels=tokens).loss.detach()), rel=1e-5
         )
 
@@ -183,7 +183,7 @@ class TestLoss:
         model, tokens = tiny_llama(), random_tokens(2, 8)
         with torch.no_grad():
             model.lm_head.weight.mul_(1000)
-        loss = lsim.aligned_loss(model, tokens)
+        loss = lsim.training.aligned_loss(model, tokens)
         loss.backward()
         assert bool(loss.isfinite())
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
@@ -193,7 +193,7 @@ class TestLoss:
     def test_no_hook_is_left_and_the_mode_is_kept(self):
         model = tiny_llama().train()
         before = [dict(vars(m)) for m in model.modules()]
-        lsim.aligned_loss(model, random_tokens(2, 6)).backward()
+        lsim.training.aligned_loss(model, random_tokens(2, 6)).backward()
         assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
         assert [set(vars(m)) for m in model.modules()] == [set(names) for names in before]
         assert model.training
@@ -211,13 +211,13 @@ class TestLoss:
     def test_labels_that_do_not_fit_are_refused(self, labels, match):
         tokens = random_tokens(2, 8)
         with pytest.raises(lsim.LayersimError, match=match):
-            lsim.aligned_loss(tiny_llama(), tokens, labels(tokens))
+            lsim.training.aligned_loss(tiny_llama(), tokens, labels(tokens))
 
     def test_a_classifier_needs_labels_and_a_model_needs_a_head(self):
         with pytest.raises(lsim.LayersimError, match="`labels` is None"):
-            lsim.aligned_loss(bert(), random_tokens(2, 8))
+            lsim.training.aligned_loss(bert(), random_tokens(2, 8))
         with pytest.raises(lsim.LayersimError, match="no known head"):
-            lsim.aligned_loss(tiny_llama().model, random_tokens(2, 8))
+            lsim.training.aligned_loss(tiny_llama().model, random_tokens(2, 8))
 
 
 def capped(model, tokens, weights, norm, cap):

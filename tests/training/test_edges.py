@@ -35,14 +35,16 @@ def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients
 
 
 def trained_stitch(model):
-    return lsim.stitch(model, model, lsim.Data(random_tokens(), batch_size=2), at=(0, 1), training=lsim.StitchTraining(steps=2))
+    return lsim.stitch(
+        model, model, lsim.Data(random_tokens(), batch_size=2), at=(0, 1), training=lsim.stitching.StitchTraining(steps=2)
+    )
 
 
 NEED_GRADIENTS = {
     "finetune_aligned": finetuned,
-    "aligned_loss": lambda model: lsim.aligned_loss(model, random_tokens()),
+    "aligned_loss": lambda model: lsim.training.aligned_loss(model, random_tokens()),
     "stitch": trained_stitch,
-    "block_jacobians": lambda model: lsim.block_jacobians(model, random_tokens()[0]),
+    "block_jacobians": lambda model: lsim.prompts.block_jacobians(model, random_tokens()[0]),
     "block_coupling": lambda model: lsim.analyze(model, random_tokens(), "block_coupling"),
     "train_adapters": lambda model: train_adapters(nnsight.NNsight(model), random_tokens(), steps=1),
 }
@@ -59,7 +61,7 @@ def test_weights_made_under_inference_mode_are_refused_by_name(name):
 def test_weights_made_under_inference_mode_are_enough_where_no_gradient_is_needed():
     with torch.inference_mode():
         model = tiny_llama()
-        assert float(lsim.aligned_loss(model, random_tokens())) > 0
+        assert float(lsim.training.aligned_loss(model, random_tokens())) > 0
     usual = tiny_llama()
     prompt = random_tokens(2)
     assert lsim.EarlyExit(model, 0.5).generate(prompt, max_new_tokens=3).tokens[0].tolist() == (
@@ -71,12 +73,12 @@ def test_weights_made_under_inference_mode_are_enough_where_no_gradient_is_neede
 
 def test_tokens_made_under_inference_mode_give_the_loss_and_its_gradient():
     model = tiny_llama()
-    expected = lsim.aligned_loss(model, random_tokens())
+    expected = lsim.training.aligned_loss(model, random_tokens())
     with torch.inference_mode():
         tokens = random_tokens()
-        inside = float(lsim.aligned_loss(model, tokens))
+        inside = float(lsim.training.aligned_loss(model, tokens))
         mask = torch.ones_like(tokens)
-    loss = lsim.aligned_loss(model, tokens, attention_mask=mask)
+    loss = lsim.training.aligned_loss(model, tokens, attention_mask=mask)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     assert inside == pytest.approx(expected.item(), abs=1e-6)
@@ -102,7 +104,7 @@ def test_truncate_works_inside_inference_mode():
 )
 def test_aligned_loss_without_a_target_is_refused_and_not_nan(llama, tokens, labels, mask, says):
     with pytest.raises(lsim.LayersimError, match=says):
-        lsim.aligned_loss(llama, tokens, labels, attention_mask=mask)
+        lsim.training.aligned_loss(llama, tokens, labels, attention_mask=mask)
 
 
 @pytest.mark.parametrize("objective", ["aligned", "cosine-reg"])
@@ -112,7 +114,7 @@ def test_a_batch_without_a_target_leaves_the_trainers_loss_and_weights_finite(ob
 
     losses = []
 
-    class Watched(lsim.AlignedTrainer):
+    class Watched(lsim.training.AlignedTrainer):
         def compute_loss(self, *args, **options):
             loss = super().compute_loss(*args, **options)
             losses.append(loss.item())

@@ -159,7 +159,7 @@ def test_a_multi_exit_model_beside_an_aligned_one():
         names=("own heads", "aligned"),
         heads=(heads, None),
         threshold=0.37,
-        continuations=lsim.Continuations(["w5 w6 w7"], new_tokens=6),
+        continuations=lsim.training.Continuations(["w5 w6 w7"], new_tokens=6),
     )
     found = report["layers"]
     own = lsim.analyze(

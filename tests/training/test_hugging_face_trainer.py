@@ -39,7 +39,7 @@ class TestTrainer:
     def test_losses_are_those_of_the_schedule(self, tmp_path):
         losses = []
 
-        class Watched(lsim.AlignedTrainer):
+        class Watched(lsim.training.AlignedTrainer):
             def compute_loss(self, model, inputs, *args, **options):
                 loss = super().compute_loss(model, inputs, *args, **options)
                 layers = [0, 0, 1] if self.state.global_step % 2 == 0 else layer_weights("linear", 3)
@@ -59,19 +59,21 @@ class TestTrainer:
         a, b = tiny_llama().double(), tiny_llama().double()
         Trainer(a, self.arguments(tmp_path), train_dataset=self.rows()).train()
         own = lsim.AlignedTraining(objective="standard")
-        lsim.AlignedTrainer(b, self.arguments(tmp_path), train_dataset=self.rows(), aligned=own).train()
+        lsim.training.AlignedTrainer(b, self.arguments(tmp_path), train_dataset=self.rows(), aligned=own).train()
         torch.testing.assert_close(weights_of(a), weights_of(b), rtol=1e-4, atol=1e-5)
 
     def test_evaluation_is_the_last_layers_loss(self, tmp_path):
         model, rows = tiny_llama(), self.rows(4)
-        trainer = lsim.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
+        trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
         tokens = torch.stack([row["input_ids"] for row in rows])
         found = trainer.evaluate()
         assert found["eval_loss"] == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
 
     def test_heads_of_their_own_are_refused(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="objective='multi-head'"):
-            lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(objective="multi-head"))
+            lsim.training.AlignedTrainer(
+                tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(objective="multi-head")
+            )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -94,7 +96,7 @@ class TestTrainersLabels(TestTrainer):
             model = cls(tiny_llama().config)
             model.load_state_dict(tiny_llama().state_dict())
             own = lsim.AlignedTraining(objective="standard")
-            trainer = lsim.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=self.rows(), aligned=own)
+            trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=self.rows(), aligned=own)
             found.append(trainer.train().training_loss)
         assert found[0] == pytest.approx(found[1], rel=1e-6)
 
@@ -113,7 +115,11 @@ class TestTrainersLabels(TestTrainer):
             {"input_ids": row, "labels": torch.where(torch.arange(7) % 3 == 1, row, NO_LABEL)} for row in random_tokens(24, 7)
         ]
         own = lsim.AlignedTraining(objective="standard")
-        ours = lsim.AlignedTrainer(make(), self.arguments(tmp_path), train_dataset=rows, aligned=own).train().training_loss
+        ours = (
+            lsim.training.AlignedTrainer(make(), self.arguments(tmp_path), train_dataset=rows, aligned=own)
+            .train()
+            .training_loss
+        )
         theirs = Trainer(make(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
         assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -123,7 +129,9 @@ class TestTrainersLabels(TestTrainer):
         torch.manual_seed(0)
         rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 4} for i in range(24)]
         own = lsim.AlignedTraining(objective="standard")
-        ours = lsim.AlignedTrainer(vit(), self.arguments(tmp_path), train_dataset=rows, aligned=own).train().training_loss
+        ours = (
+            lsim.training.AlignedTrainer(vit(), self.arguments(tmp_path), train_dataset=rows, aligned=own).train().training_loss
+        )
         theirs = Trainer(vit(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
         assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -139,10 +147,14 @@ class TestTrainersLabels(TestTrainer):
 
         model = Mine(tiny_llama().config)
         with pytest.raises(lsim.LayersimError, match=r"`model`.* 5\.\d+\b.* 4\.\d+.*unembed="):
-            lsim.AlignedTrainer(model, self.arguments(tmp_path, remove_unused_columns=False), train_dataset=self.rows()).train()
+            lsim.training.AlignedTrainer(
+                model, self.arguments(tmp_path, remove_unused_columns=False), train_dataset=self.rows()
+            ).train()
 
     def test_a_model_that_is_made_for_each_training(self, tmp_path):
-        trainer = lsim.AlignedTrainer(args=self.arguments(tmp_path), model_init=lambda: tiny_llama(), train_dataset=self.rows())
+        trainer = lsim.training.AlignedTrainer(
+            args=self.arguments(tmp_path), model_init=lambda: tiny_llama(), train_dataset=self.rows()
+        )
         assert trainer.train().global_step == 6
         assert trainer.train().global_step == 6
 
@@ -151,7 +163,7 @@ class TestTrainersLabels(TestTrainer):
         def trainer(*blocks):
             opened = lsim.open_model(tiny_llama(), layers=[f"model.layers.{i}" for i in blocks])
             given = {"model_init": lambda: opened} if initialised else {"model": opened}
-            return lsim.AlignedTrainer(**given, args=self.arguments(tmp_path), train_dataset=self.rows())
+            return lsim.training.AlignedTrainer(**given, args=self.arguments(tmp_path), train_dataset=self.rows())
 
         assert trainer(0, 1, 2).train().global_step == 6
         with pytest.raises(lsim.LayersimError, match="layers="):
@@ -159,6 +171,8 @@ class TestTrainersLabels(TestTrainer):
 
     def test_what_would_be_ignored_is_refused(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="label_smoothing_factor"):
-            lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path, label_smoothing_factor=0.1))
+            lsim.training.AlignedTrainer(tiny_llama(), self.arguments(tmp_path, label_smoothing_factor=0.1))
         with pytest.raises(lsim.LayersimError, match="save_to="):
-            lsim.AlignedTrainer(tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(save_to=tmp_path / "x"))
+            lsim.training.AlignedTrainer(
+                tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(save_to=tmp_path / "x")
+            )

@@ -53,7 +53,7 @@ def test_the_aligned_loss_and_its_gradient(name):
     case, data = CASES[name], CASES[name].data()
     model, own = case.build(), case.build()
     tokens = data.get("pixel_values", data.get("input_ids"))
-    loss = called(lsim.aligned_loss, model, tokens, LABELS, attention_mask=data.get("attention_mask"), **case.options)
+    loss = called(lsim.training.aligned_loss, model, tokens, LABELS, attention_mask=data.get("attention_mask"), **case.options)
     expected = naive_loss(case, own)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     loss.backward()

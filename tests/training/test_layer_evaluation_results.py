@@ -43,7 +43,7 @@ def test_texts_are_written_from_each_layer():
         return [[float(len(text)), 1.0] for text in texts]
 
     a, b = with_words(tiny_llama()), with_words(tiny_gpt2())
-    written = lsim.Continuations(["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4)
+    written = lsim.training.Continuations(["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4)
     report = lsim.evaluate_layers(a, b, lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), continuations=written)
     found = report["generation"]
     assert found.values.shape == (2, 3)

@@ -20,7 +20,7 @@ class TestWhatWasOnceWrong:
     def test_gradients_that_stand_there_are_no_part_of_the_first_step(self):
         tokens = random_tokens(10, 6)
         clean, dirty = tiny_llama().double(), tiny_llama().double()
-        (1000 * lsim.aligned_loss(dirty, tokens)).backward()
+        (1000 * lsim.training.aligned_loss(dirty, tokens)).backward()
         for model in (clean, dirty):
             lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(SHORT, steps=1, warmup=0))
         assert torch.equal(weights_of(clean), weights_of(dirty))
@@ -34,7 +34,7 @@ class TestWhatWasOnceWrong:
         config = ImageGPTConfig(vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=4, num_labels=3)
         model = ImageGPTForImageClassification(config).eval()
         with pytest.raises(lsim.LayersimError, match="own logits"):
-            lsim.aligned_loss(model, random_tokens(2, 6), torch.tensor([0, 1]))
+            lsim.training.aligned_loss(model, random_tokens(2, 6), torch.tensor([0, 1]))
 
     def test_own_heads_keep_the_bias_of_the_models_head(self):
         from transformers import PhiConfig, PhiForCausalLM
@@ -71,13 +71,13 @@ class TestWhatWasOnceWrong:
         tokens[:, -1] = 2
         tokens[1, -3:] = 2
         labels = torch.tensor([0, 1, 2, 1])
-        found = lsim.aligned_loss(model, tokens, labels, weights=[0, 1])
+        found = lsim.training.aligned_loss(model, tokens, labels, weights=[0, 1])
         assert float(found.detach()) == pytest.approx(float(model(tokens, labels=labels).loss.detach()), rel=1e-6)
         mask = torch.ones_like(tokens)
         mask[1, 5:] = 0
         other = tokens.clone()
         other[1, 5:] = 9
-        padded = lsim.aligned_loss(model, other, labels, weights=[0, 1], attention_mask=mask)
+        padded = lsim.training.aligned_loss(model, other, labels, weights=[0, 1], attention_mask=mask)
         assert float(padded.detach()) == pytest.approx(
             float(model(tokens, attention_mask=mask, labels=labels).loss.detach()), rel=1e-6
         )

@@ -83,7 +83,7 @@ def test_presets_have_the_values_of_the_papers():
     gpt2, bert, stitch = (
         lsim.AlignedTraining.paper_gpt2(),
         lsim.AlignedTraining.paper_bert(rows=2490),
-        lsim.StitchTraining.paper(),
+        lsim.stitching.StitchTraining.paper(),
     )
     aligned = ("objective", "schedule", "weights", "norm", "lr", "warmup", "weight_decay", "clip")
     for training, steps in ((gpt2, 40_000), (bert, 234)):

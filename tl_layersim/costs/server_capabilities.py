@@ -65,7 +65,7 @@ def capabilities(model: Any) -> Capabilities:
         LayersimError: the server cannot be reached, rejects the key, or does not run the model.
 
     Examples:
-        >>> print(lsim.capabilities(lsim.open_model(model, remote="http://127.0.0.1:8001")))  # doctest: +SKIP
+        >>> print(lsim.costs.capabilities(lsim.open_model(model, remote="http://127.0.0.1:8001")))  # doctest: +SKIP
     """
     opened = model if isinstance(model, OpenedModel) else OpenedModel(model, remote=True)
     source = on_server(open_source(opened, either_stack=True))

@@ -1,12 +1,5 @@
 """Early exit: each token leaves the model at the first layer whose exit rule it meets; the layers above it do not run."""
 
-from .arguments import frequent_tokens
-from .exit_plan import ExitPlan
-from .exit_results import ExitLogits, Generated
+import lazy_loader
 
-__all__ = [
-    "ExitLogits",
-    "ExitPlan",
-    "Generated",
-    "frequent_tokens",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

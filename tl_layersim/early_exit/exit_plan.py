@@ -47,7 +47,7 @@ class ExitCosts:
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> costs = lsim.ExitCosts.count(lsim.demo_model())
+        >>> costs = lsim.early_exit.ExitCosts.count(lsim.demo_model())
         >>> costs.check > costs.block
         True
     """

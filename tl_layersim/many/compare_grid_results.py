@@ -23,7 +23,7 @@ from ..core.wording import headed
 class ModelGrid(Result):
     """Distances between models, and for each pair the result of `compare`: `grid["a", "b"]`.
 
-    `tl_layersim.compare_groups` and `tl_layersim.dendrogram` take it.
+    `tl_layersim.many.compare_groups` and `tl_layersim.many.dendrogram` take it.
 
     Attributes:
         values: `row_model column_model`, float64; for CKA, `CKAResult.distance`. It may depend on the order of the two models.

@@ -75,10 +75,10 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
     Examples:
         >>> import tl_layersim as lsim
         >>> path = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.Trajectory())["trajectory"]
-        >>> fit = lsim.exponential_fit(path, "norm")
+        >>> fit = lsim.many.exponential_fit(path, "norm")
         >>> fit["rate"].item() > 0, fit["values"].dims
         (True, ('residual',))
-        >>> lsim.exponential_fit(path.to_xarray()["norm_quantiles"])["rate"].dims
+        >>> lsim.many.exponential_fit(path.to_xarray()["norm_quantiles"])["rate"].dims
         ('quantile',)
     """
     import xarray

@@ -76,7 +76,7 @@ def compare_groups(
         >>> import tl_layersim as lsim
         >>> points = pandas.Series([0.0, 1.0, 10.0, 11.0], index=[*"abcd"])
         >>> distances = pandas.DataFrame({name: (points - at).abs() for name, at in points.items()})
-        >>> found = lsim.compare_groups(distances, ["low", "low", "high", "high"])
+        >>> found = lsim.many.compare_groups(distances, ["low", "low", "high", "high"])
         >>> float(found["difference"]), round(float(found["p_value"]), 3), found.attrs["relabelings"]
         (9.0, 0.333, 3)
     """
@@ -141,7 +141,7 @@ def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
         >>> import pandas
         >>> import tl_layersim as lsim
         >>> distances = pandas.DataFrame([[0.0, 1.0, 4.0], [1.0, 0.0, 6.0], [4.0, 6.0, 0.0]], columns=[*"abc"], index=[*"abc"])
-        >>> sorted(float(max(link.y)) for link in lsim.dendrogram(distances).data)
+        >>> sorted(float(max(link.y)) for link in lsim.many.dendrogram(distances).data)
         [1.0, 5.0]
     """
     from ..reporting.many_runs import tree_of_models

@@ -136,12 +136,12 @@ def relate(
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> fit = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
+        >>> fit = lsim.many.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
         >>> fit.to_frame()[["coefficient", "spearman"]].round(2).values.tolist(), round(fit.r_squared, 3)
         ([[96.0, 1.0]], 0.985)
         >>> import pandas
         >>> both = pandas.DataFrame({"coupling": [0.1, 0.3, 0.2, 0.5, 0.4], "size": [1, 1, 2, 3, 5]})
-        >>> fit = lsim.relate(both, [1.2, 3.1, 2.3, 5.2, 4.5])
+        >>> fit = lsim.many.relate(both, [1.2, 3.1, 2.3, 5.2, 4.5])
         >>> fit.to_frame()["partial"].round(2).to_dict()
         {'coupling': 1.0, 'size': 0.99}
     """

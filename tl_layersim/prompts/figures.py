@@ -170,7 +170,7 @@ def prediction_grid(
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> grid = lsim.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
+        >>> grid = lsim.prompts.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
         >>> grid.words[-1][-1]
         ' girl'
     """
@@ -218,7 +218,8 @@ def trajectory_pca(
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> path = lsim.trajectory_pca(lsim.demo_model(), lsim.Data("Once upon a time there was a little girl", skip_first=1))
+        >>> girl = lsim.Data("Once upon a time there was a little girl", skip_first=1)
+        >>> path = lsim.prompts.trajectory_pca(lsim.demo_model(), girl)
         >>> path.values.shape[1:], bool(path.explained[0] > path.explained[1])
         (torch.Size([9, 2]), True)
     """

@@ -216,7 +216,7 @@ def block_jacobians(
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> found = lsim.block_jacobians(lsim.demo_model(), "Once upon a time", layers=[0, -1], positions=[(0, 2), -1])
+        >>> found = lsim.prompts.block_jacobians(lsim.demo_model(), "Once upon a time", layers=[0, -1], positions=[(0, 2), -1])
         >>> found.values.shape, found.pairs
         (torch.Size([2, 2, 128, 128]), ('0 > 2', '4 > 4'))
     """
@@ -297,7 +297,7 @@ def coupling_matrices(
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> found = lsim.coupling_matrices(lsim.demo_model(), "Once upon a time there was", along="fixed-output", k=4)
+        >>> found = lsim.prompts.coupling_matrices(lsim.demo_model(), "Once upon a time there was", along="fixed-output", k=4)
         >>> found.connections[:2], found.matrices.shape
         (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
     """

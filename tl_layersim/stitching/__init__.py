@@ -1,11 +1,5 @@
 """Stitching: an adapter joins the lower layers of one model to the upper layers of another."""
 
-from .stitch_results import Interval, StitchGrid, StitchResult
-from .stitched_model import StitchedModel
+import lazy_loader
 
-__all__ = [
-    "Interval",
-    "StitchGrid",
-    "StitchResult",
-    "StitchedModel",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

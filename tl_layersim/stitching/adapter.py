@@ -34,7 +34,7 @@ class Adapter(nn.Module):
 
     Examples:
         >>> import torch, tl_layersim as lsim
-        >>> turn = lsim.Adapter("linear", torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
+        >>> turn = lsim.stitching.Adapter("linear", torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
         >>> turn(torch.tensor([1.0, 2.0]))
         tensor([ 2., -1.])
     """

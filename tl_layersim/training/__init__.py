@@ -3,16 +3,6 @@
 Training objectives are in `objectives`, one class per file. No other package imports from here.
 """
 
-from .adapters import AlignedAdapters
-from .finetune_results import AlignedResult
-from .layer_evaluation import GenerationQuality, LayerChange, MetricChange
-from .train_adapters import train_adapters
+import lazy_loader
 
-__all__ = [
-    "AlignedAdapters",
-    "AlignedResult",
-    "GenerationQuality",
-    "LayerChange",
-    "MetricChange",
-    "train_adapters",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

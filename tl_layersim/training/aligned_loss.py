@@ -65,7 +65,7 @@ def aligned_loss(
     Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
-        >>> loss = lsim.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)
+        >>> loss = lsim.training.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)
         >>> loss.backward()
     """
     opened = replace(OpenedModel.of(model), verify=None)

@@ -49,7 +49,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         >>> rows = [{"input_ids": ids, "labels": ids} for ids in [[0, 5, 6, 7], [0, 8, 9, 10]]]
         >>> quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
         >>> arguments = TrainingArguments("unused", max_steps=1, **quiet)
-        >>> lsim.AlignedTrainer(model, arguments, train_dataset=rows).train().global_step  # doctest: +ELLIPSIS
+        >>> lsim.training.AlignedTrainer(model, arguments, train_dataset=rows).train().global_step  # doctest: +ELLIPSIS
         {...}
         1
     """

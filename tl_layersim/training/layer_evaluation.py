@@ -352,7 +352,7 @@ class Continuations:
     Examples:
         >>> import tl_layersim as lsim
         >>> pair, text = (lsim.demo_model(), lsim.demo_model(aligned=True)), lsim.demo_text()[:4]
-        >>> told = lsim.Continuations(["Once upon a time"], new_tokens=8)
+        >>> told = lsim.training.Continuations(["Once upon a time"], new_tokens=8)
         >>> lsim.evaluate_layers(*pair, text, continuations=told)["generation"].values.shape
         torch.Size([2, 8])
     """
