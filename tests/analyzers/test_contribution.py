@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations import View
-from tl_layersim.analyzers._contribution_kernel import sublayer_sites
+from tl_layersim.analyzers.contribution import sublayer_sites
 from tl_layersim.core import LayersimError, LayersimWarning
 
 from .. import oracles

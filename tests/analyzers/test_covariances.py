@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations.view import reduce
-from tl_layersim.analyzers._covariance_analyzer import Covariances, are_defined
+from tl_layersim.analyzers._moments import Covariances, are_defined
 from tl_layersim.core import Sums
 from tl_layersim.core.wording import duration_in_words
 
@@ -88,11 +88,11 @@ def test_training_and_held_out_samples_are_summed_apart():
 
 
 def test_analyzers_of_one_run_share_the_products_of_a_batch(monkeypatch):
-    from tl_layersim.analyzers import _covariance_sums
+    from tl_layersim.analyzers import _moments
 
     calls = []
-    plain = _covariance_sums._products
-    monkeypatch.setattr(_covariance_sums, "_products", lambda *args, **more: calls.append(1) or plain(*args, **more))
+    plain = _moments._products
+    monkeypatch.setattr(_moments, "_products", lambda *args, **more: calls.append(1) or plain(*args, **more))
     one = view(residuals(0))
     kernels = {"a": lsim.Procrustes().kernel(Sums()), "b": lsim.CCA().kernel(Sums())}
     reduce(kernels, one)

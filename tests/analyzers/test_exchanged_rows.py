@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.activations import View
 from tl_layersim.activations.row_pools import samples_of
-from tl_layersim.analyzers._minibatch_draws import draw_grid, draw_minibatches, draw_permutations, pool_key
+from tl_layersim.analyzers._samples import draw_grid, draw_minibatches, draw_permutations, pool_key
 from tl_layersim.core import Sums
 from tl_layersim.core.sums import POOL, with_pools
 

@@ -8,9 +8,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations import View
-from tl_layersim.analyzers._ridge import ridge_probe
-from tl_layersim.analyzers.linear_probe import LinearProbeResult
-from tl_layersim.analyzers.linear_probe_kernels import control_classes, control_part, held_out
+from tl_layersim.analyzers._moments import ridge_probe
+from tl_layersim.analyzers.linear_probe import LinearProbeResult, control_classes, control_part, held_out
 
 from .. import oracles
 from ..input_models import VectorModel

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations.view import reduce
-from tl_layersim.analyzers._pair_kernels import average_ranks, dissimilarities
+from tl_layersim.analyzers._pairwise import average_ranks, dissimilarities
 from tl_layersim.analyzers.rsa import centred_dissimilarities
 from tl_layersim.core import Sums
 

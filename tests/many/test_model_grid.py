@@ -82,7 +82,7 @@ class TestGrid:
         assert passes.counts == dict.fromkeys(models, 6 if cka.estimator == "exact" else 3)
 
     def test_statistics_are_computed_once_a_model_and_batch(self, models, monkeypatch):
-        from tl_layersim.analyzers import _pair_kernels as _minibatch_pairs
+        from tl_layersim.analyzers import _pairwise as _minibatch_pairs
 
         triangles, count = _minibatch_pairs.upper_triangles, []
         monkeypatch.setattr(_minibatch_pairs, "upper_triangles", lambda *args: count.append(1) or triangles(*args))

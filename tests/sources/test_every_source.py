@@ -147,7 +147,7 @@ def test_autocast_around_the_call_does_not_reach_the_sums(data):
 
 
 def test_sites_of_several_dtypes_and_widths_are_gathered():
-    from tl_layersim.activations.site_buffer import SiteBuffer
+    from tl_layersim.activations.view import SiteBuffer
 
     buffer = SiteBuffer(("a", "b", "c"), torch.tensor([0, 2]), (1, 3), pooled=False)
     first = torch.arange(12.0).view(1, 3, 4)
@@ -162,7 +162,7 @@ def test_sites_of_several_dtypes_and_widths_are_gathered():
 
 
 def test_means_of_rows_are_samples():
-    from tl_layersim.activations.site_buffer import SiteBuffer
+    from tl_layersim.activations.view import SiteBuffer
 
     # Row 0 counts positions 1 and 2, row 1 none, row 2 position 0.
     buffer = SiteBuffer(("a",), torch.tensor([1, 2, 6]), (3, 3), pooled=True)

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.arguments import typed
+from ..core import LayerMatrix, axes, typed
 from ..core.fields import JOINT
 from ..core.jackknife import QUANTILES
-from ..core.results import LayerMatrix, axes
 from ..sources.model import Model
 
 # Level of the test behind the threshold of a calibrated value.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..activations.view import View
-from ..core.errors import LayersimError
-from ..core.sums import Sums
+from ..core import LayersimError, Sums
 
 # Rows of the data that can be counted.
 COUNTED_ROWS = 2**19

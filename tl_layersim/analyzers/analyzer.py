@@ -22,12 +22,9 @@ from ..activations.view import Kernel
 from ..architectures.layouts import NO_HEAD
 from ..architectures.output_heads import classes_with_head
 from ..architectures.unembed import Head
-from ..core.arguments import typed
-from ..core.errors import LayersimError, LayersimWarning, warn
-from ..core.fields import Provenance
+from ..core import LayersimError, LayersimWarning, Provenance, Result, Sums, typed, warn
 from ..core.functions import Registry, digest_of_code
-from ..core.results import Result
-from ..core.sums import Sums, need_memory
+from ..core.sums import need_memory
 from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import as_labels, label_source
@@ -36,7 +33,7 @@ from ..lens.exit_heads import ExitHeads
 from ..lens.targets import check_batch_labels
 from ..sources.checks import need_equal_width, need_stream
 from ..sources.model import Model
-from ._minibatch_draws import samples
+from ._samples import samples
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 AUBRY = "(Aubry et al. 2025, {})."
@@ -115,6 +112,8 @@ class Analyzer(ABC):
         - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
         - `needs_rows`: whether the kernel reads the number of each row in the data, which `attach` does not know.
         - `prompts`: whether each row must be a text of its own, so that packed rows raise an error.
+        - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
+            dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
     """
 
     name: ClassVar[str]
@@ -131,6 +130,7 @@ class Analyzer(ABC):
     needs_calls: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
+    weighs: ClassVar[tuple[Weight, ...]] = ()
 
     @property
     def whole_rows(self) -> bool:
@@ -155,14 +155,6 @@ class Analyzer(ABC):
     def needs_positions(self) -> bool:
         """Whether samples must be single positions, because the mean of a row has no lens, next token or block call."""
         return self.needs_unembed or self.needs_calls
-
-    @property
-    def weighs(self) -> tuple[Weight, ...]:
-        """Whether larger samples or dimensions have more weight in the measure, so that the run warns if a few dominate.
-
-        "samples"; and dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
-        """
-        return ()
 
     @property
     def by_statistics(self) -> bool:

@@ -11,12 +11,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.arguments import Fraction, typed
-from ..core.errors import warn
-from ..core.results import axes
-from ..core.sums import Sums
-from ._covariance_analyzer import Covariances, CrossProductAnalyzer, are_defined
-from ._minibatch_analyzer import arccos_distance
+from ..core import Sums, axes, typed, warn
+from ..core.arguments import Fraction
+from ._moments import Covariances, CrossProductAnalyzer, are_defined
+from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, need_tokens
 
@@ -189,7 +187,15 @@ class CCA(CrossProductAnalyzer):
         known = self.defined_pairs(run, defined, count)
         rows, columns = self._whitened_sites(products)
         largest = max(site.whiten.shape[1] for site in (*rows, *columns))
-        _warn_of_few_per_dimension(count, self.samples_in_words, largest)
+        # Few samples for each dimension make values of unrelated sites large.
+        if count - 1 < FEW_SAMPLES_PER_DIMENSION * largest:
+            share = min(largest / (count - 1), 1)
+            trivial = " Every value is 1 by construction." if share == 1 else ""
+            warn(
+                f"CCA rests on {count} {self.samples_in_words} of up to {largest} dimensions: unrelated sites would have a "
+                f"mean squared correlation of about {share:.2f}.{trivial} Pass more data, or measure this with "
+                "permutations=200 at a few sites."
+            )
         fields: dict[str, Any] = {name: one.where(known, math.nan) for name, one in _summaries(products, rows, columns).items()}
         null: dict[str, Any] = {}
         if "null.samples" in sums.fields:
@@ -283,14 +289,3 @@ def _means(products: Covariances, rows: list[WhitenedSite], columns: list[Whiten
         if not products.two_models:
             out[column, row] = out[row, column]
     return out
-
-
-def _warn_of_few_per_dimension(count: int, unit: str, dimensions: int) -> None:
-    """Warn if there are so few samples per dimension that unrelated sites have large values."""
-    if count - 1 < FEW_SAMPLES_PER_DIMENSION * dimensions:
-        share = min(dimensions / (count - 1), 1)
-        trivial = " Every value is 1 by construction." if share == 1 else ""
-        warn(
-            f"CCA rests on {count} {unit} of up to {dimensions} dimensions: unrelated sites would have a mean squared "
-            f"correlation of about {share:.2f}.{trivial} Pass more data, or measure this with permutations=200 at a few sites."
-        )

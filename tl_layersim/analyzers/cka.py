@@ -13,10 +13,7 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel
-from ..core.arguments import typed
-from ..core.errors import LayersimError, warn
-from ..core.results import axes
-from ..core.sums import Sums
+from ..core import LayersimError, Sums, axes, typed, warn
 from ..sources.model import Model
 from ._hsic import (
     centred,
@@ -28,8 +25,7 @@ from ._hsic import (
     tuples_of_rows,
     without_rows,
 )
-from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix, arccos_distance
-from ._pair_kernels import Matrix, PairRelation, Relate, relation_of_pairs
+from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
 from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
 
 
@@ -174,6 +170,7 @@ class CKA(MinibatchAnalyzer):
     """
 
     name: ClassVar[str] = "cka"
+    weighs: ClassVar[tuple[Weight, ...]] = ("samples", "variance")
 
     one_pass: ClassVar[str] = 'CKA(estimator="minibatch")'
 
@@ -183,16 +180,8 @@ class CKA(MinibatchAnalyzer):
     average: Literal["hsic", "cka"] = "hsic"
 
     @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return ("samples", "variance")
-
-    @property
-    def matrix(self) -> Matrix:
-        return gram_matrices
-
-    @property
-    def relate(self) -> Relate:
-        return partial(centred_relations, biased=self.estimator == "biased", ratios=self.average == "cka")
+    def formula(self) -> tuple[Matrix, Relate]:
+        return gram_matrices, partial(centred_relations, biased=self.estimator == "biased", ratios=self.average == "cka")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -230,42 +219,33 @@ class CKA(MinibatchAnalyzer):
         return None if self.estimator == "exact" else super().exchange()
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
-        if self.estimator == "exact":
+        exact = self.estimator == "exact"
+        if exact:
             need_tokens(int(sums["samples"]), 4, "CKA", self.samples_in_words)
-            if tuples_of_rows(*sums["tuples"].tolist())[2] <= 0:
-                raise self.too_few_rows(run)
-            cross, own_x, own_y = exact_hsic(sums)
-            power = {z: (sums[f"xy.r_{z}"], sums[f"xy.r_{z}^2"]) for z in "xy"}
-        else:
-            self.need_minibatch(sums, run)
-            cross, own_x, own_y = sums["xy"], sums["xx"], sums["yy"]
-            power = {z: (sums[f"r_{z}"], sums[f"r_{z}^2"]) for z in "xy"}
+        self.need_rows(tuples_of_rows(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
+        cross, own_x, own_y = exact_hsic(sums) if exact else (sums["xy"], sums["xx"], sums["yy"])
         defined_x, defined_y = own_x > 0, own_y > 0
         count = int(sums["samples"])
         given = f"{count} {self.samples_in_words}"
         why = f"all of {given} are equal, as first tokens or [CLS] tokens are before the first attention"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
-        effective_x = (power["x"][0].square() / power["x"][1]).where(defined_x, math.nan)
-        effective_y = (power["y"][0].square() / power["y"][1]).where(defined_y, math.nan)
         if count < 100:
             warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
+        r = "xy.r" if exact else "r"
         values = sums["ratios"] / sums["minibatches"] if self.average == "cka" else cross / _scale(own_x, own_y)
         values = values.where(defined_x[:, None] & defined_y, math.nan)
-        if self.estimator == "exact":
-            about = self.common_fields(run, values, count, 1, float(run.provenance.sequences))
-        else:
-            scale = _scale(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
-            about = self.similarities(sums, run, values, scale, self._inputs(sums))
-        of_all = exact_biased_cka(sums) if self.estimator == "exact" else torch.full_like(values, math.nan)
-        about["biased"] = of_all.where(~values.isnan(), math.nan)
-        return CKAResult(effective_samples=effective_x, column_effective_samples=effective_y, **about)
-
-    def _inputs(self, sums: Sums) -> tuple[Tensor, Tensor] | None:
-        """CKA of each layer with its model's embedding; None if the embedding is not regressed out."""
-        if self.deconfound is None:
-            return None
-        x, y = (sums[f"{z}0"] / (sums[2 * z] * sums[2 * z][0]).sqrt() for z in "xy")
-        return x, y
+        null_scale = _scale(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
+        inputs = None
+        if self.deconfound is not None:
+            x0, y0 = (sums[f"{z}0"] / (sums[2 * z] * sums[2 * z][0]).sqrt() for z in "xy")
+            inputs = x0, y0
+        biased = exact_biased_cka(sums) if exact else torch.full_like(values, math.nan)
+        return CKAResult(
+            biased=biased.where(~values.isnan(), math.nan),
+            effective_samples=(sums[f"{r}_x"].square() / sums[f"{r}_x^2"]).where(defined_x, math.nan),
+            column_effective_samples=(sums[f"{r}_y"].square() / sums[f"{r}_y^2"]).where(defined_y, math.nan),
+            **self.similarities(sums, run, values, null_scale, inputs),
+        )
 
 
 def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:

@@ -12,16 +12,14 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core.arguments import Limit, PositiveInt, typed
-from ..core.errors import warn
+from ..core import Result, Sums, axes, typed, warn
+from ..core.arguments import Limit, PositiveInt
 from ..core.findings import site_in_words, with_margin
-from ..core.results import Result, axes
-from ..core.sums import Sums
 from ..core.wording import number_text
 from ..sources.model import Model
-from ._minibatch_draws import samples
-from ._ridge import samples_differ
-from .analyzer import Run, SampleAnalyzer, Weight, need_tokens, refuse_undefined
+from ._moments import samples_differ
+from ._samples import samples
+from .analyzer import Run, SampleAnalyzer, need_tokens, refuse_undefined
 
 
 @typed
@@ -157,9 +155,8 @@ class EffectiveRank(SampleAnalyzer):
         # The eigenvalues of one site of width 576 take about 0.03 seconds.
         return len(model.layers) * 0.03 * ((model.widest or 0) / 576) ** 3
 
-    @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return ("samples", "variance" if self.center == "dataset" else "power")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weighs", ("samples", "variance" if self.center == "dataset" else "power"))
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(second_moments_kernel, level=self.level, pool=self.pool)
@@ -169,7 +166,12 @@ class EffectiveRank(SampleAnalyzer):
         n, centred = int(sums["samples"]), self.center == "dataset"
         need_tokens(n, 2 if centred else 1, "EffectiveRank", unit)
         widths = tuple((sums["width"] // n).tolist())
-        self._warn_of_few(n, widths, unit)
+        most = n - centred
+        if most < max(widths):
+            warn(
+                f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
+                "all are biased downwards. Pass more data."
+            )
         top = min(self.top, sums["second"].shape[-1])
         by_site = []
         for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
@@ -178,14 +180,6 @@ class EffectiveRank(SampleAnalyzer):
         why = f"all of {n} {unit} are equal up to rounding, as first tokens or [CLS] tokens are before the first attention"
         refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
         return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)
-
-    def _warn_of_few(self, n: int, widths: tuple[int, ...], unit: str) -> None:
-        most = n - (self.center == "dataset")
-        if most < max(widths):
-            warn(
-                f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
-                "all are biased downwards. Pass more data."
-            )
 
 
 def spectrum_of(second: Tensor, mean: Tensor) -> Tensor | None:

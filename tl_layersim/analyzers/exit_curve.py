@@ -14,17 +14,15 @@ from torch import Tensor
 from ..activations.row_pools import samples_of
 from ..activations.view import Kernel, View, with_labels
 from ..architectures.unembed import LayerHeads
-from ..core.arguments import Probability, typed
-from ..core.errors import LayersimError
+from ..core import LayersimError, Picture, Result, Sums, axes, typed
+from ..core.arguments import Probability
 from ..core.findings import with_margin
-from ..core.results import Picture, Result, axes
-from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
-from ._lens_analyzer import LensAnalyzer
+from ._samples import held_out
 from .analyzer import JIANG, Run, SiteNeed
-from .linear_probe_kernels import held_out
+from .logit_lens import LensAnalyzer
 
 MOST_THRESHOLDS = 10_000
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)

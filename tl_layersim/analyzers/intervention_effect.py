@@ -13,12 +13,10 @@ from torch import Tensor
 
 from ..activations.norms import norms, unit_vectors
 from ..activations.view import Kernel, View
-from ..core.arguments import PositiveFloat, typed
+from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core.arguments import PositiveFloat
 from ..core.cross_entropy import on_float64_device
-from ..core.errors import LayersimError, warn
 from ..core.findings import site_in_words, with_margin
-from ..core.results import Result, axes
-from ..core.sums import Sums
 from ..lens.statistics import compare_lenses, first_final
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
@@ -160,6 +158,7 @@ class InterventionEffect(Analyzer):
     """
 
     name: ClassVar[str] = "intervention_effect"
+    weighs: ClassVar[tuple[Weight, ...]] = ("power",)
     compares: ClassVar[bool] = True
     needs_two_models: ClassVar[bool] = True
     needs_unembed: ClassVar[bool] = True
@@ -171,10 +170,6 @@ class InterventionEffect(Analyzer):
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs_unembed", self.lens)
         object.__setattr__(self, "needs_sites", "every_block" if self.lens else "any")
-
-    @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return ("power",)
 
     def check(self, *models: Model) -> None:
         clean, edited = models[0], models[-1]

@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.row_pools import Draws
-from ..activations.view import Kernel
-from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat, typed
-from ..core.errors import LayersimError
-from ..core.results import axes
-from ..core.sums import Sums
+from ..core import LayersimError, Sums, axes, typed
+from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
 from ..data.batches import Batch
 from ..sources.model import Model
-from ._covariance_analyzer import Covariances, CrossProductAnalyzer, are_defined
-from ._covariance_sums import draw_exchanged_split, split_cross_product_kernel
+from ._moments import (
+    Covariances,
+    CrossProductAnalyzer,
+    are_defined,
+    ridge_weights,
+    warn_of_few_rows,
+    warn_of_few_samples,
+)
 from ._permutation_null import CalibratedMatrix
-from ._ridge import ridge_weights, warn_of_few_rows, warn_of_few_samples
 from .analyzer import Run, Weight, need_whole_rows
 
 
@@ -125,6 +125,7 @@ class LinearPredictivity(CrossProductAnalyzer):
     """
 
     name: ClassVar[str] = "linear_predictivity"
+    weighs: ClassVar[tuple[Weight, ...]] = ("samples",)
     symmetric: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = True
     seconds_per_pair: ClassVar[float] = 0.1
@@ -139,18 +140,8 @@ class LinearPredictivity(CrossProductAnalyzer):
         need_whole_rows(batch, "LinearPredictivity")
 
     @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return ("samples",)
-
-    @property
-    def _split(self) -> tuple[float, int, int | None]:
+    def split(self) -> tuple[float, int, int | None]:
         return float(self.test_fraction), self.seed, self.first_test_row
-
-    def kernel(self, first: Sums) -> Kernel:
-        return partial(split_cross_product_kernel, rows=self.read, split=self._split)
-
-    def _draw(self) -> partial[Draws]:
-        return partial(draw_exchanged_split, seed=self.seed, by_row=self.unit == "row", split=self._split)
 
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
         train, test = Covariances(sums, "train."), Covariances(sums, "test.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
@@ -14,20 +15,78 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding, unit_vectors
 from ..activations.view import Kernel, View, with_labels
 from ..architectures.unembed import LayerHeads
-from ..core.arguments import Probability, typed
-from ..core.errors import LayersimError
+from ..core import LayersimError, Result, Sums, axes, typed
+from ..core.arguments import PositiveFloat, Probability
 from ..core.findings import site_in_words, with_margin
-from ..core.results import Result, axes
-from ..core.sums import Sums
 from ..core.wording import brief
-from ..data.labels import NO_LABEL, label_key
+from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
+from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
 from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
-from ._cosine_kernel import mean_kernel
-from ._lens_analyzer import LensAnalyzer
-from .analyzer import JIANG, Run, SiteNeed
+from ..sources.checks import refuse_bad_logits
+from ..sources.model import Model
+from .analyzer import JIANG, LabelledAnalyzer, Run, SiteNeed, need_head, need_tokens
+from .cosine import mean_kernel
 
 # Agreement from which on the prediction of a layer is mostly that of the last one.
 SETTLED = 0.5
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class LensAnalyzer(LabelledAnalyzer):
+    """Base class of analyzers that read the predictions of each layer, by the model's head or by heads of the layers.
+
+    Args:
+        norm: see `LogitLens`, as for all options.
+        lens_memory_mb: see `LogitLens`.
+        heads: see `LogitLens`.
+    """
+
+    needs_unembed: ClassVar[bool] = True
+    optional_labels: ClassVar[bool] = True
+
+    norm: Literal["final", "none"] = "final"
+    lens_memory_mb: PositiveFloat = 128
+    heads: ExitHeads | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
+
+    def check(self, *models: Model) -> None:
+        given = {"targets": not is_none(self.labels), "own_labels": bool(self.label_source)}
+        need_head(models[0], type(self).__name__, **given, heads=self.heads)
+
+    @property
+    def lens(self) -> dict[str, Any]:
+        """The options of the lens, in the form that kernels take."""
+        return {
+            "normed": self.norm == "final",
+            "memory_mb": float(self.lens_memory_mb),
+            "heads": plain_heads(self.heads),
+        }
+
+    def check_sums(self, sums: Sums, run: Run, count: int | Tensor, targets: int | Tensor = 1) -> None:
+        """Raise an error for too few positions or targets and for logits that are not finite; warn of rows without a label.
+
+        Args:
+            sums: sums over all batches.
+            run: the finished run.
+            count: number of positions.
+            targets: number of positions with a target.
+        """
+        warn_of_unused(self.labels, run.provenance)
+        need_tokens(int(count), 1, type(self).__name__, "positions that the head reads")
+        refuse_bad_logits(sums["bad"], run.layers)
+        if not is_none(self.labels):
+            need_tokens(int(targets), 1, type(self).__name__, "positions with a target")
+
+    def unembedding(self, run: Run) -> str:
+        """The map from the residual x to logits, as text; with `heads`, the map of the layers below the last."""
+        if run.head is None:
+            return ""
+        head = run.head if self.heads is None else replace(run.head, parts=(*run.head.parts[:-1], "heads[layer]"))
+        return head.written(self.norm == "final")
 
 
 @typed

@@ -10,11 +10,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.arguments import PositiveInt, typed
-from ..core.results import axes
-from ..core.sums import Sums
-from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._pair_kernels import Matrix, PairRelation, Relate, dissimilarities, relation_of_pairs
+from ..core import Sums, axes, typed
+from ..core.arguments import PositiveInt
+from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, dissimilarities, relation_of_pairs
 from .analyzer import Run, Weight
 
 
@@ -93,28 +91,21 @@ class MutualKNN(MinibatchAnalyzer):
     """
 
     name: ClassVar[str] = "mutual_knn"
+    weighs: ClassVar[tuple[Weight, ...]] = ("power",)
 
     k: PositiveInt = 10
     metric: Literal["cosine", "euclidean"] = "cosine"
 
     @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return ("power",)
-
-    @property
-    def matrix(self) -> Matrix:
-        return partial(dissimilarities, kind=self.metric)
-
-    @property
-    def relate(self) -> Relate:
-        return partial(nearest_neighbours, k=self.k)
+    def formula(self) -> tuple[Matrix, Relate]:
+        return partial(dissimilarities, kind=self.metric), partial(nearest_neighbours, k=self.k)
 
     @property
     def least(self) -> int:
         return max(4, self.k + 2)
 
     def compute(self, sums: Sums, run: Run) -> MutualKNNResult:
-        self.need_minibatch(sums, run)
+        self.need_rows("samples" in sums.fields, run)
         # The average of many terms of 1 may be above 1 by rounding.
         values = (sums["xy"] / (self.k * sums["samples"])).clamp(0, 1)
         null_scale = self.k * sums.fields.get("null samples", values)

@@ -12,16 +12,14 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View, row_ends, targets
-from ..core.arguments import Limit, typed
-from ..core.errors import LayersimError, warn
-from ..core.results import Result, axes
-from ..core.sums import Sums
+from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core.arguments import Limit
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
 from ..sources.checks import need_stream
 from ..sources.model import Model
-from ._minibatch_draws import samples
+from ._samples import samples
 from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.

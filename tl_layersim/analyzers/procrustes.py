@@ -10,12 +10,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.arguments import typed
-from ..core.errors import warn
-from ..core.results import axes
-from ..core.sums import Sums
-from ._covariance_analyzer import Covariances, CrossProductAnalyzer, are_defined
-from ._minibatch_analyzer import arccos_distance
+from ..core import Sums, axes, typed, warn
+from ._moments import Covariances, CrossProductAnalyzer, are_defined
+from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, Weight, need_tokens
 
@@ -119,11 +116,8 @@ class Procrustes(CrossProductAnalyzer):
     """
 
     name: ClassVar[str] = "procrustes"
+    weighs: ClassVar[tuple[Weight, ...]] = ("samples", "variance")
     seconds_per_pair: ClassVar[float] = 0.07
-
-    @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return ("samples", "variance")
 
     def compute(self, sums: Sums, run: Run) -> ProcrustesResult:
         count = int(sums["samples"])

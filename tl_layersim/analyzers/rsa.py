@@ -11,11 +11,17 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.arguments import typed
-from ..core.results import axes
-from ..core.sums import Sums
-from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._pair_kernels import Matrix, PairRelation, Relate, average_ranks, dissimilarities, relation_of_pairs
+from ..core import Sums, axes, typed
+from ._pairwise import (
+    Matrix,
+    MinibatchAnalyzer,
+    MinibatchMatrix,
+    PairRelation,
+    Relate,
+    average_ranks,
+    dissimilarities,
+    relation_of_pairs,
+)
 from .analyzer import Run, Weight, refuse_undefined
 
 
@@ -88,25 +94,19 @@ class RSA(MinibatchAnalyzer):
     """
 
     name: ClassVar[str] = "rsa"
+    weighs: ClassVar[tuple[Weight, ...]] = ("samples", "power")
 
     dissimilarity: Literal["correlation", "cosine", "euclidean"] = "correlation"
     compare: Literal["spearman", "pearson"] = "spearman"
     deconfound: Literal["input"] | None = None
 
     @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return ("samples", "power")
-
-    @property
-    def matrix(self) -> Matrix:
-        return partial(dissimilarities, kind=self.dissimilarity)
-
-    @property
-    def relate(self) -> Relate:
-        return partial(centred_dissimilarities, ranked=self.compare == "spearman")
+    def formula(self) -> tuple[Matrix, Relate]:
+        relate = partial(centred_dissimilarities, ranked=self.compare == "spearman")
+        return partial(dissimilarities, kind=self.dissimilarity), relate
 
     def compute(self, sums: Sums, run: Run) -> RSAResult:
-        self.need_minibatch(sums, run)
+        self.need_rows("samples" in sums.fields, run)
         why = f"all {self.samples_in_words} of a minibatch are equally dissimilar, as first tokens before the first attention"
         refuse_undefined("RSA", [(run.layers, sums["xx"] > 0), (run.column_layers, sums["yy"] > 0)], why)
         # Pairs of samples of the minibatches in which both layers have unequal dissimilarities. 0 / 0 is NaN.

@@ -14,15 +14,12 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding
 from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
-from ..core.arguments import typed
-from ..core.errors import warn
+from ..core import Result, Sums, axes, typed, warn
 from ..core.findings import with_margin
-from ..core.results import Result, axes
-from ..core.sums import Sums
 from ..lens.statistics import read_vectors, saturation_layers
-from ._cosine_kernel import mean_kernel
-from ._lens_analyzer import LensAnalyzer
 from .analyzer import Run, SiteNeed, omitted_at
+from .cosine import mean_kernel
+from .logit_lens import LensAnalyzer
 
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
 

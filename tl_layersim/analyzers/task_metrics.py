@@ -13,18 +13,18 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.view import Kernel
-from ..core.arguments import Limit, typed
-from ..core.errors import LayersimError, warn
-from ..core.results import Result, axes
-from ..core.sums import Sums
-from ..data.labels import number_tensor, warn_of_unused
+from ..activations.view import Kernel, View, with_labels
+from ..architectures.unembed import LayerHeads
+from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core.arguments import Limit
+from ..core.sums import need_memory
+from ..data.labels import NO_LABEL, label_key, number_tensor, warn_of_unused
+from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
 from ..lens.targets import gives_classes
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
-from ._lens_analyzer import LensAnalyzer
-from ._task_metric_kernels import confusion_kernel, need_memory_for_sums, scores_kernel
 from .analyzer import Run, SiteNeed, need_tokens
+from .logit_lens import LensAnalyzer
 
 
 @typed
@@ -198,13 +198,10 @@ class TaskMetrics(LensAnalyzer):
         """Whether the labels are scores of a regression head."""
         return isinstance(self.labels, Tensor) and self.labels.is_floating_point()
 
-    def check(self, *models: Model) -> None:
-        super().check(*models)
-        model = models[0]
+    def sum_numbers(self, *models: Model) -> float:
         # The number of classes of a classifier is known when it has run.
-        classes = 0 if gives_classes(model) else model.vocabulary or 0
-        size = len(self.labels) if self.is_regression else classes**2
-        need_memory_for_sums(len(model.layers) - 1, size, float(self.max_memory_gb))
+        classes = 0 if gives_classes(models[0]) else models[0].vocabulary or 0
+        return (len(models[0].layers) - 1) * (len(self.labels) if self.is_regression else classes**2)
 
     def kernel(self, first: Sums) -> Kernel:
         if self.is_regression:
@@ -311,3 +308,74 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
     if equal:
         warn(f"All predictions are equal at {', '.join(equal[:4])}: no correlation is defined there, and it is NaN.")
     return result
+
+
+def confusion_kernel(
+    view: View,
+    *,
+    labels: str | Tensor,
+    normed: bool,
+    memory_mb: float,
+    max_memory_gb: float,
+    heads: LayerHeads | None = None,
+) -> dict[str, Tensor]:
+    """Confusion matrices of a classifier's lens predictions, `layer class class`.
+
+    Args:
+        view: activations of one batch.
+        labels: the classes.
+        normed: whether the final norm is applied to every layer, not only to the last one.
+        memory_mb: limit for the logits, in MB.
+        max_memory_gb: limit for the sums, in GB.
+        heads: heads for the layers below the last; None to use the model's own head at every layer.
+
+    Raises:
+        LayersimError: the head has one output, or so many outputs that the sums exceed the limit.
+    """
+    assert view.unembed is not None
+    target = with_labels(view, labels, read_positions(view))
+    layers = len(view.activations) - 1
+    last, needs_norm = head_input(view, view.activations[-1:], True)
+    classes = view.unembed(last[:, :1], needs_norm).shape[-1]
+    if classes == 1:
+        raise LayersimError(
+            "`labels` are classes, but the head has one output. A regression head needs scores: labels.float()."
+        )
+    # The batch's table, the running sum, and the new sum while the two are added.
+    need_memory("The sums of TaskMetrics", 3 * 8 * layers * classes**2 / 1e9, max_memory_gb, "LogitLens takes less.")
+    lens = read_lens(view, target, normed, memory_mb, 1, label_key(labels), heads)
+    known = target != NO_LABEL
+    cells = target[known].to(last.device) * classes + lens["best"][:, known]
+    counts = [torch.bincount(row, minlength=classes**2).view(classes, classes) for row in cells]
+    return {"confusion": torch.stack(counts), "bad": bad_logits(lens)}
+
+
+def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads | None = None) -> dict[str, Tensor]:
+    """Lens predictions of a regression head, `layer row`; zero for rows of other batches.
+
+    Args:
+        view: activations of one batch.
+        rows: indices of all rows of the data.
+        normed: whether the final norm is applied to every layer; at the last layer it always is.
+        heads: heads for the layers below the last; None to use the model's own head at every layer.
+
+    Raises:
+        LayersimError: the head has several outputs.
+    """
+    assert view.unembed is not None
+    row = with_labels(view, rows, read_positions(view))
+    x, needs_norm = head_input(view, view.activations[1:], normed)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
+    z = logits_of_layers(view.unembed, x, needs_norm, normed, heads)
+    if z.shape[-1] != 1:
+        raise LayersimError(
+            f"`labels` are floats, but the head has {z.shape[-1]} outputs. A classifier needs classes: labels.long()."
+        )
+    z = z[..., 0].T.to(x.device).double()
+    scores = torch.zeros(len(x), len(rows), dtype=torch.float64, device=x.device)
+    scores.index_add_(1, row.to(x.device), z)
+    return {
+        "scores": scores,
+        "count": torch.bincount(row, minlength=len(rows)),
+        "bad": (~z.isfinite()).sum(1),
+    }

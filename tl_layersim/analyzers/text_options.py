@@ -60,12 +60,7 @@ def as_settings(analyzer: Analyzer) -> list[str]:
     """
     options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}  # type: ignore[arg-type]  # dataclasses
     texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
-    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if _is(_value(text), options[name])]
-
-
-def _is(parsed: Any, value: Any) -> bool:
-    """Whether a parsed value equals an option's value and has the same type."""
-    return type(parsed) is type(value) and bool(parsed == value)
+    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_value(text)) == repr(options[name])]
 
 
 def _value(text: str) -> Any:

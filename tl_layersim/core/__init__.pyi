@@ -1,7 +1,9 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
+from .arguments import typed as typed
 from .errors import LayersimError as LayersimError
 from .errors import LayersimWarning as LayersimWarning
+from .errors import warn as warn
 from .fields import Provenance as Provenance
 from .fields import axes as axes
 from .jackknife import quantiles_from_histogram as quantiles_from_histogram

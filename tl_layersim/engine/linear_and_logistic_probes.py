@@ -16,8 +16,15 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Run
-from ..analyzers.linear_probe import LinearProbe, LinearProbeResult, ProbeAnalyzer, ProbeWeights, warn_of_constant
-from ..analyzers.linear_probe_kernels import control_classes, control_part
+from ..analyzers.linear_probe import (
+    LinearProbe,
+    LinearProbeResult,
+    ProbeAnalyzer,
+    ProbeWeights,
+    control_classes,
+    control_part,
+    warn_of_constant,
+)
 from ..core.arguments import PositiveFloat, PositiveInt, typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, shown, warn

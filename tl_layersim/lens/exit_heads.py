@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..architectures.unembed import LayerHeads
-from ..core.arguments import typed
-from ..core.errors import LayersimError
+from ..core import LayersimError, typed
 from ..core.storage import checksum, reading
 from ..core.storage import read as read_file
 from ..core.storage import write as write_file

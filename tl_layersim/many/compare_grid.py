@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel, View
-from ..analyzers.analyzer import Analyzer, Exchange, Run, Weight, code_digest
+from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
 from ..core.arguments import typed
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.results import Report, Result
@@ -107,10 +107,6 @@ class AllPairs(Analyzer):
     @property
     def needs_positions(self) -> bool:
         return self.measure.needs_positions
-
-    @property
-    def weighs(self) -> tuple[Weight, ...]:
-        return self.measure.weighs
 
     @property
     def by_statistics(self) -> bool:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..activations.block_call import first_tensor
 from ..activations.row_pools import AnyKernel, mixed, plan_batch
-from ..activations.site_buffer import SiteBuffer
-from ..activations.view import View, reduce
+from ..activations.view import SiteBuffer, View, reduce
 from ..architectures.unembed import Unembed
 from ..core.errors import LayersimError
 from ..core.sums import fold

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..activations.block_call import first_tensor, gradients
 from ..activations.row_pools import AnyKernel, plan_batch
-from ..activations.site_buffer import SiteBuffer
-from ..activations.view import View, reduce
+from ..activations.view import SiteBuffer, View, reduce
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..core.sums import push

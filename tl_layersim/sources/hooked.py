@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call
-from ..activations.site_buffer import SiteBuffer
-from ..activations.view import Kernel, Reduced, View, tokens_alone
+from ..activations.view import Kernel, Reduced, SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.feature_maps import positions_of, to_positions
 from ..architectures.output_heads import open_head

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..activations.block_call import first_tensor, gradients, record_call, with_leaf
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
-from ..activations.site_buffer import SiteBuffer
-from ..activations.view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
+from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
 from ..architectures.feature_maps import positions_of, to_positions
 from ..architectures.output_heads import head_dtype, open_head

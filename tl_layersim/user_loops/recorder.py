@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import CACHES, first_tensor
-from ..activations.site_buffer import SiteBuffer
-from ..activations.view import View
+from ..activations.view import SiteBuffer, View
 from ..architectures.blocks import Side, encoder_and_decoder, encoder_or_decoder
 from ..architectures.feature_maps import to_positions
 from ..architectures.output_heads import open_head

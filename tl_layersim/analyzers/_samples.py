@@ -1,4 +1,4 @@
-"""Samples of a view, and random draws of samples from a pool of rows.
+"""Samples of a view: tokens or rows, held-out rows, and random draws from a pool of rows.
 
 Plain functions of torch: they run inside the kernels that call them, also on a server.
 """
@@ -12,6 +12,13 @@ from ..activations.row_pools import SAMPLES_OF_ROW, Samples, mixed
 from ..activations.view import View, row_ends
 from ..core.errors import LayersimError
 from ..lens.statistics import read_vectors
+
+# Multiples of the golden ratio, as fractions of 2^32: they are evenly spread over 0 to 1, and have no period.
+GOLDEN = 2654435769
+# The same for seeds: sqrt(2).
+SHIFT = 1779033703
+# Distinct rows of which HSIC without pairs of one row is defined.
+LEAST_ROWS = 4
 
 
 def samples(view: View, *, level: str, pool: str) -> Tensor:
@@ -43,8 +50,18 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
 
 
-# Distinct rows of which HSIC without pairs of one row is defined.
-LEAST_ROWS = 4
+def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> Tensor:
+    """Whether each sample belongs to a held-out row. The index of its row alone decides.
+
+    Args:
+        row: `sample`, index of the row in the data.
+        fraction: fraction of the rows to hold out.
+        seed: random seed of the choice.
+        first_row: index of the first held-out row, which replaces `fraction`; None to use `fraction`.
+    """
+    if first_row is not None:
+        return row >= first_row
+    return (row * GOLDEN + seed * SHIFT) % 2**32 < round(fraction * 2**32)
 
 
 def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row: bool) -> list[Tensor]:

@@ -1,0 +1,480 @@
+"""Second moments of sites: cross-products, covariances and ridge regression, for `Procrustes`, `CCA` and `LinearPredictivity`.
+
+The sums are uncentred float64. Activations of float32 lose the spread s about a mean m with an error of about 6e-8 m / s, and
+the sums with an error of about 1e-16 (m / s)^2, which is smaller wherever float32 represents the spread at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..activations.row_pools import SAMPLES_OF_ROW, Draws, PoolKernel, Samples, pool_rows
+from ..activations.view import Kernel, View, row_ends
+from ..core import LayersimError, Sums, typed, warn
+from ..core.arguments import Limit, PermutationCount, Seed
+from ..core.wording import amount, duration_in_words
+from ..sources.model import Model
+from ._permutation_null import is_one_model, null_fields
+from ._samples import draw_grid, draw_permutations, held_out, pool_key
+from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
+
+EPS = torch.finfo(torch.float64).eps
+# A spread below this multiple of the rounding error of its sums is none.
+ROUNDING = 1e4 * EPS
+# Below this number of held-out rows a warning is given: with 20 rows, the standard error of an accuracy of .7 is .10.
+FEW_HELD_OUT_ROWS = 20
+# Samples of a pool whose rows are exchanged: 16 rows of tokens, or 256 rows of one sample.
+EXCHANGED = 256
+
+
+def cross_product_kernel(
+    *views: View, rows: partial[Tensor], split: tuple[float, int, int | None] | None = None
+) -> dict[str, Tensor]:
+    """Cross-products of the sites of one model, or between the sites of two models, over the samples of one batch.
+
+    Analyzers of one run that read the same samples of one model share the products of a batch.
+
+    Args:
+        *views: the view of one model, or the views of two models on the same tokens.
+        rows: function that takes a view and returns its samples, `site sample width`.
+        split: the arguments of `held_out` after `row`, for products of training samples ("train.") and of held-out samples
+            ("test.") apart; None for products of all samples.
+
+    Returns:
+        See `cross_products`.
+    """
+    if split is not None:
+        return _split_cross_products(views, rows, split)
+    key = f"cross-products {sorted(rows.keywords.items())}"
+    if len(views) == 1:
+        memo, full = views[0].memo, f"{key} of one model"
+        if full not in memo:
+            memo[full] = cross_products([rows(views[0]).double()])
+        shared: dict[str, Tensor] = memo[full]
+        return shared
+    sides = [rows(view).double() for view in views]
+    for view, side in zip(views, sides, strict=True):
+        # A model that is compared with several others is multiplied with itself once.
+        if key not in view.memo:
+            view.memo[key] = side.mT @ side
+    return cross_products(sides, own=[view.memo[key] for view in views])
+
+
+def _split_cross_products(
+    views: Sequence[View], rows: partial[Tensor], split: tuple[float, int, int | None]
+) -> dict[str, Tensor]:
+    number = views[0].row
+    assert number is not None
+    if rows.keywords["level"] == "sequence":
+        number = number[row_ends(views[0]).to(number.device)]
+    test = held_out(number, *split)
+    sides = [rows(view).double() for view in views]
+    out: dict[str, Tensor] = {}
+    for name, chosen in (("train", ~test), ("test", test)):
+        # A batch may have held-out rows only, or none.
+        found = cross_products([side[:, chosen.to(side.device)] for side in sides])
+        out |= {f"{name}.{field}": value for field, value in found.items()}
+    return out | {"test.rows": torch.tensor(len(torch.unique(number[test])))}
+
+
+def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None] | None) -> Draws:
+    """Draw the samples that the null exchanges: rows with positions that all of them have, or single samples.
+
+    Args:
+        samples: the samples of a pool.
+        seed: random seed of the draw.
+        by_row: whether whole rows are exchanged, not single samples.
+        split: as for `cross_product_kernel`: training samples are exchanged with each other, and so are held-out samples.
+    """
+    test = torch.zeros_like(samples.row, dtype=torch.bool) if split is None else held_out(samples.origin, *split)
+    out = {}
+    for name, chosen in ({"": ~test} if split is None else {"train.": ~test, "test.": test}).items():
+        index = chosen.nonzero()[:, 0]
+        grid = torch.arange(len(index))[:, None]
+        if by_row:
+            grid = draw_grid(samples.some(index), len(index) * SAMPLES_OF_ROW, seed, least_rows=1)
+        out[name] = [index[grid]]
+    return out
+
+
+def exchanged_sums(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    samples: Samples,
+    draws: Draws,
+    *,
+    permutations: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Cross-products of a pool's samples, and again with the rows of the second site permuted.
+
+    Args:
+        sides: samples of one model or of two, `site sample width`.
+        widths: widths of the sites.
+        samples: rows and hashes of the samples.
+        draws: indices of the drawn samples, `row position`, by part of the data.
+        permutations: number of random pairings of rows.
+        seed: random seed of the pairings.
+
+    Returns:
+        See `cross_products`; names begin with "null." and the name of the part.
+    """
+    out: dict[str, Tensor] = {}
+    for name, [grid] in draws.items():
+        if not grid.numel():
+            continue
+        order = draw_permutations(permutations, len(grid), pool_key(samples, seed))
+        place = torch.arange(grid.numel()).view(grid.shape)
+        parts = [side[:, grid.flatten().to(side.device)].double() for side in sides]
+        found = cross_products(parts, place[order].flatten(1))
+        out |= {f"null.{name}{field}": value for field, value in found.items()}
+    return out
+
+
+def cross_products(
+    sides: Sequence[Tensor], permutations: Tensor | None = None, own: Sequence[Tensor] = ()
+) -> dict[str, Tensor]:
+    """Sums and cross-products of the sites of one model, or between the sites of two models.
+
+    Args:
+        sides: samples of each model, `site sample width`, float64.
+        permutations: `permutation sample`, indices of the permuted samples; None without a null.
+        own: for each of two models, cross-products of each site with itself, if they are known, `site width width`.
+
+    Returns:
+        `samples`, their number; `x`, sums of the samples, `site width`; `cross`, `pair width width`, for the pairs of sites (0,
+        0), (0, 1), ..., (1, 1), (1, 2), ... of one model (the other pairs are transposes), or for the first site of the first
+        model and all sites of the second, then its second site, and so on; for two models also `y`, and `xx` and `yy`, the
+        products in `own`; with permutations also `null`, `permutation pair width width`, as `cross` with permuted samples of
+        the second site.
+    """
+    x, y, later = sides[0], sides[-1].to(sides[0].device), len(sides) == 1
+    out = {"samples": torch.tensor(x.shape[1]), "x": x.sum(1), "cross": _products(x, y, later=later)}
+    if not later:
+        xx, yy = own or [side.mT @ side for side in sides]
+        out |= {"y": y.sum(1), "xx": xx, "yy": yy}
+    if permutations is not None:
+        out["null"] = torch.stack([_products(x, y[:, order], later=later) for order in permutations.to(x.device)])
+    return out
+
+
+def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
+    """Products x'y of all pairs of sites, `pair width_x width_y`; `later` leaves out pairs with an earlier second site."""
+    width = y.shape[-1]
+    flat = rearrange(y, "site sample d -> sample (site d)").contiguous()
+    counts = [len(y) - site * later for site in range(len(x))]
+    out, start = x.new_empty(sum(counts), x.shape[-1], width), 0
+    for samples, count in zip(x, counts, strict=True):
+        product = samples.T @ flat[:, (len(y) - count) * width :]
+        out[start : start + count] = rearrange(product, "d (other e) -> other d e", other=count)
+        start += count
+    return out
+
+
+def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> None:
+    """Warn of a fit to fewer samples than dimensions.
+
+    Args:
+        measure: name of the analyzer.
+        samples: number of samples that the fit uses.
+        width: width of the widest site.
+        unit: the word for samples, in the plural.
+    """
+    if samples < width:
+        warn(
+            f"{measure} is fitted on {samples:,} {unit} of {width:,} dimensions. With fewer samples than dimensions the result "
+            "depends on the number of samples: pass more data, or compare sites on equal numbers."
+        )
+
+
+def warn_of_few_rows(measure: str, rows: int) -> None:
+    """Warn if few held-out rows have samples.
+
+    Args:
+        measure: name of the analyzer.
+        rows: number of held-out rows with samples.
+    """
+    if rows < FEW_HELD_OUT_ROWS:
+        warn(
+            f"{measure} is evaluated on {amount(rows, 'held-out row')}. Below {FEW_HELD_OUT_ROWS} its values scatter by "
+            "tenths: pass more rows, or a larger test_fraction=."
+        )
+
+
+def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float) -> Tensor:
+    """Weights of a ridge regression that penalises the weights of standardised dimensions.
+
+    The covariance of standardised dimensions has a mean eigenvalue of 1, and one dimension of large variance does not raise the
+    penalty of the others.
+
+    Args:
+        covariance: `width width`, covariance of the predicting dimensions.
+        cross: `... width target`, covariances of the predicting dimensions with the targets.
+        mean: `width`, mean of the predicting dimensions.
+        ridge: penalty on the squared weights of standardised dimensions.
+
+    Returns:
+        Weights for the dimensions before standardisation, of the shape of `cross`; 0 for dimensions without spread, such as
+        padding.
+
+    Raises:
+        LayersimError: the penalty is within the rounding error of the sums.
+    """
+    variance = covariance.diagonal()
+    power = variance + mean.square()
+    spread = variance > ROUNDING * power
+    least = 100 * EPS * (power / variance).where(spread, 0).max()
+    if not ridge >= least:
+        raise LayersimError(
+            f"`ridge` is {ridge:g}, within the rounding error of the sums, because the mean of the activations is large; it "
+            f"must be at least {float(2 * least):.1g}."
+        )
+    scale = variance.where(spread, torch.inf).rsqrt()
+    penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)
+    return torch.cholesky_solve(cross * scale[:, None], torch.linalg.cholesky(penalised)) * scale[:, None]
+
+
+def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Weights `width class` and offsets `class` of a linear probe, by ridge regression of one-hot labels.
+
+    Args:
+        second: `width width`, sum of x x' over training samples.
+        total: `class width`, sum of x over the training samples of each class.
+        counts: `class`, number of training samples.
+        ridge: see `ridge_weights`.
+
+    Raises:
+        LayersimError: the penalty is within the rounding error of the sums.
+    """
+    # Whole numbers divide to float32.
+    n = counts.sum().double()
+    mean, share = total.sum(0) / n, counts / n
+    cross = (total / n - torch.outer(share, mean)).T
+    weight = ridge_weights(second / n - torch.outer(mean, mean), cross, mean, ridge)
+    # A class without training samples is never predicted.
+    offset = (share - mean @ weight).masked_fill(counts == 0, -torch.inf)
+    return weight, offset
+
+
+def samples_differ(second: Tensor, mean: Tensor) -> bool:
+    """Whether samples differ by more than rounding.
+
+    Args:
+        second: `width width`, mean of x x' over the samples.
+        mean: `width`, mean of the samples.
+    """
+    power = second.diagonal().sum()
+    return bool(power - mean @ mean > ROUNDING * power)
+
+
+class Covariances:
+    """Covariances (with 1 / n) within and between the sites of one model, or of two models.
+
+    Args:
+        sums: sums that `cross_products` returned, added over all batches.
+        prefix: prefix of the names of the sums, such as "null.".
+
+    Attributes:
+        samples: number of samples, n.
+        two_models: whether the columns are sites of a second model; if not, of the first model.
+        rows: number of sites of the (first) model.
+        columns: number of sites of the second model; within one model, the same as `rows`.
+        row_mean: `row width`, mean of the samples at each row site.
+        column_mean: `column width`, mean of the samples at each column site.
+        permutations: number of random pairings of samples.
+    """
+
+    def __init__(self, sums: Sums, prefix: str = "") -> None:
+        own = {name.removeprefix(prefix): value for name, value in sums.fields.items() if name.startswith(prefix)}
+        self.samples = int(own["samples"])
+        self.two_models = "yy" in own
+        n = max(self.samples, 1)
+        self.row_mean = own["x"] / n
+        self.column_mean = own["y"] / n if self.two_models else self.row_mean
+        self.rows, self.columns = len(self.row_mean), len(self.column_mean)
+        self._null = own.get("null", ())
+        self.permutations = len(self._null)
+        self._cross = self._by_pair(own["cross"])
+        if self.two_models:
+            self._own_row, self._own_column = own["xx"], own["yy"]
+        else:
+            self._own_row = self._own_column = torch.stack([self._product(site, site) for site in range(self.rows)])
+
+    def permuted(self, number: int) -> Covariances:
+        """These covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
+        other = copy(self)
+        other._cross = self._by_pair(self._null[number])
+        return other
+
+    def transposed(self) -> Covariances:
+        """These covariances with rows and columns exchanged."""
+        other = copy(self)
+        other.rows, other.columns = self.columns, self.rows
+        other.row_mean, other.column_mean = self.column_mean, self.row_mean
+        other._own_row, other._own_column = self._own_column, self._own_row
+        if self.two_models:
+            other._cross = self._cross.permute(1, 0, 3, 2)
+        return other
+
+    def pairs(self, *, itself: bool = False) -> list[tuple[int, list[int]]]:
+        """Each row site with its column sites; within one model, each pair of sites once.
+
+        Args:
+            itself: within one model, whether to include the pair of each site with itself.
+        """
+        start = [0 if self.two_models else row + (not itself) for row in range(self.rows)]
+        return [(row, list(range(first, self.columns))) for row, first in enumerate(start) if first < self.columns]
+
+    def between(self, row: int, columns: list[int]) -> Tensor:
+        """Covariances of a row site with column sites, `column row_width column_width`."""
+        products = torch.stack([self._product(row, column) for column in columns])
+        return products / self.samples - self.row_mean[row][:, None] * self.column_mean[columns][:, None]
+
+    def of_row(self, row: int) -> Tensor:
+        """Covariance of a row site with itself, `width width`."""
+        return self._own_row[row] / self.samples - torch.outer(self.row_mean[row], self.row_mean[row])
+
+    def of_column(self, column: int) -> Tensor:
+        """Covariance of a column site with itself, `width width`."""
+        return self._own_column[column] / self.samples - torch.outer(self.column_mean[column], self.column_mean[column])
+
+    def row_power(self) -> tuple[Tensor, Tensor]:
+        """For each row site, the mean squared norm and the mean squared distance from the mean, both `row`."""
+        return _power(self._own_row, self.row_mean, self.samples)
+
+    def column_power(self) -> tuple[Tensor, Tensor]:
+        """For each column site, the mean squared norm and the mean squared distance from the mean, both `column`."""
+        return _power(self._own_column, self.column_mean, self.samples)
+
+    def _by_pair(self, cross: Tensor) -> Tensor:
+        return cross.view(self.rows, self.columns, *cross.shape[1:]) if self.two_models else cross
+
+    def _product(self, row: int, column: int) -> Tensor:
+        if self.two_models:
+            return self._cross[row, column]
+        if row > column:
+            return self._product(column, row).T
+        # The rows before this one have `rows`, `rows` - 1, ... pairs.
+        return self._cross[row * self.rows - row * (row - 1) // 2 + column - row]
+
+
+def _power(own: Tensor, mean: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    square = own.diagonal(dim1=1, dim2=2).sum(1) / samples
+    return square, square - mean.square().sum(1)
+
+
+def are_defined(power: tuple[Tensor, Tensor]) -> Tensor:
+    """Whether the samples of each site differ by more than rounding, `site`.
+
+    Args:
+        power: output of `Covariances.row_power` or `column_power`.
+    """
+    square, variance = power
+    return variance > ROUNDING * square
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class CrossProductAnalyzer(SampleAnalyzer):
+    """Base class of analyzers that sum the cross-products between sites. Subclasses compute a result from the sums.
+
+    Args:
+        permutations: see `Procrustes`, as for all options.
+        unit: see `Procrustes`.
+        seed: see `Procrustes`.
+        max_memory_gb: see `Procrustes`.
+    """
+
+    compares: ClassVar[bool] = True
+    symmetric: ClassVar[bool] = True
+    # Seconds on one core that the decomposition of a pair of sites of width 576 takes; they grow as its third power.
+    seconds_per_pair: ClassVar[float]
+    # Groups of samples that are summed separately.
+    groups: ClassVar[int] = 1
+
+    permutations: PermutationCount = 0
+    unit: Literal["row", "token"] = "row"
+    seed: Seed = 0
+    max_memory_gb: Limit = 4.0
+
+    @property
+    def split(self) -> tuple[float, int, int | None] | None:
+        """The options that decide which rows are held out, in the form that `held_out` takes; None if none are."""
+        return None
+
+    def sum_numbers(self, *models: Model) -> float:
+        shapes = [(len(a.layers), a.widest or 0, len(b.layers), b.widest or 0) for a, b in compared(models, self.symmetric)]
+        if len(models) == 1:
+            [(sites, width, *_)] = shapes
+            cross, own = sites * (sites + 1) // 2 * width**2, 0
+        else:
+            cross = sum(a * b * d * e for a, d, b, e in shapes)
+            own = sum(a * d**2 + b * e**2 for a, d, b, e in shapes)
+        return self.groups * (own + cross * (1 + self.permutations))
+
+    def compute_seconds(self, model: Model) -> float:
+        pairs = len(model.layers) * (len(model.layers) + 1) // 2
+        return pairs * (1 + self.permutations) * self.seconds_per_pair * ((model.widest or 0) / 576) ** 3
+
+    def cost(self, model: Model) -> str:
+        if (seconds := self.compute_seconds(model)) < 10:
+            return ""
+        pairs = len(model.layers) * (len(model.layers) + 1) // 2
+        times = f", each with {self.permutations} permutations," if self.permutations else ""
+        return (
+            f"{type(self).__name__} decomposes the cross-products of {pairs} pairs of sites{times} after the data pass. It "
+            f"takes about {duration_in_words(seconds)} on one core. at=[...] selects fewer sites."
+        )
+
+    def pool_need(self, density: float) -> int:
+        return pool_rows(EXCHANGED, 1 if self.whole_rows else density) if self.permutations else 0
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(cross_product_kernel, rows=self.read, split=self.split)
+
+    def pool_kernel(self, first: Sums) -> PoolKernel | None:
+        if not self.permutations:
+            return None
+        sums = partial(exchanged_sums, permutations=self.permutations, seed=self.seed)
+        draw = partial(draw_exchanged, seed=self.seed, by_row=self.unit == "row", split=self.split)
+        return PoolKernel(self.read, self.whole_rows, EXCHANGED, draw, sums)
+
+    def defined_pairs(self, run: Run, sides: Sequence[Tensor], count: int) -> Tensor:
+        """Whether each pair of sites has a value, `row column`. Warns of sites whose samples are all equal.
+
+        Args:
+            run: the finished run.
+            sides: whether the samples of each row site differ, then of each column site; a single entry within one model.
+            count: number of samples.
+        """
+        why = (
+            f"either all of {count} {self.samples_in_words} are equal, as first tokens or [CLS] tokens are before the first "
+            "attention, or the mean is so large that rounding hides the spread "
+            '(CKA(estimator="minibatch") centres each minibatch)'
+        )
+        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=False), why)
+        return sides[0][:, None] & sides[-1]
+
+    def null(
+        self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
+    ) -> dict[str, Any]:
+        """The fields of the result that describe the null: its values come from samples that are paired at random.
+
+        Args:
+            run: the finished run.
+            known: whether each pair of sites has a value, `row column`.
+            parts: covariances of the samples that the null exchanges, by part of the data ("", "train" or "test").
+            values: function that takes covariances and whether they are permuted, and returns the value of each pair.
+        """
+        each = [values([part.permuted(i) for part in parts], True) for i in range(parts[0].permutations)]
+        observed = values(parts, False).where(known, math.nan)
+        return null_fields(observed, torch.stack(each), one_model=is_one_model(run.models), symmetric=self.symmetric)
