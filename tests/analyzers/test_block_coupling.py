@@ -11,12 +11,10 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.activations import View
 from tl_layersim.activations.block_call import BlockCall
-from tl_layersim.architectures import layer_names
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..views import from_views, residuals, view
-from .helpers import _described
 
 
 def linear_view(matrices: list[np.ndarray], tokens: int = 3) -> View:
@@ -198,15 +196,3 @@ def test_means_of_each_k():
     # A larger k adds to the draws of a smaller one.
     alone = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
     torch.testing.assert_close(found.null_by_k[1], alone.null)
-
-
-def test_what_is_expensive_is_said_first(capfd):
-    from dataclasses import replace
-
-    lsim.analyze(tiny_llama(), random_tokens(1, 5), lsim.BlockCoupling(k=4))
-    assert "BlockCoupling" not in capfd.readouterr().err
-    lsim.analyze(tiny_llama(), random_tokens(1, 5), lsim.BlockCoupling(k=4, method="finite-difference"))
-    assert "each prompt runs 64 times through every block" in capfd.readouterr().err
-    large = replace(_described(), d_model=4096, layers=layer_names(32))
-    assert "krylov: each prompt costs about a forward pass of 2,400 tokens." in lsim.BlockCoupling().cost(large)
-    assert "dense: each prompt costs about a forward pass of 4,900 tokens, and 32" in lsim.BlockCoupling(k=50).cost(large)

@@ -206,12 +206,6 @@ def test_a_classifier_is_compared_at_the_position_that_its_head_reads():
     torch.testing.assert_close(found.probability_change[1], torch.stack(change).mean(), rtol=1e-4, atol=1e-7)
 
 
-def test_the_cost_is_announced(capsys):
-    # 2 replays, and 3 block runs for each of two variants: 8 of 3 blocks, beside the pass itself.
-    lsim.analyze(tiny_llama(), rows_of(8), lsim.SkipEffect())
-    assert "SkipEffect: each batch costs about 3.67 forward passes, for 3 skipped blocks." in "".join(capsys.readouterr())
-
-
 def test_blocks_that_give_another_output_when_called_again_are_refused():
     x = residuals(0)
     calls = list(own_calls(torch.as_tensor(x)))

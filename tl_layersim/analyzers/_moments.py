@@ -21,7 +21,7 @@ from ..activations.row_pools import SAMPLES_OF_ROW, Draws, PoolKernel, Samples, 
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, typed, warn
 from ..core.arguments import Limit, PermutationCount, Seed
-from ..core.wording import amount, duration_in_words
+from ..core.wording import amount
 from ..sources.model import Model
 from ._permutation_null import is_one_model, null_fields
 from ._samples import draw_grid, draw_permutations, held_out, pool_key
@@ -424,16 +424,6 @@ class CrossProductAnalyzer(SampleAnalyzer):
     def compute_seconds(self, model: Model) -> float:
         pairs = len(model.layers) * (len(model.layers) + 1) // 2
         return pairs * (1 + self.permutations) * self.seconds_per_pair * ((model.widest or 0) / 576) ** 3
-
-    def cost(self, model: Model) -> str:
-        if (seconds := self.compute_seconds(model)) < 10:
-            return ""
-        pairs = len(model.layers) * (len(model.layers) + 1) // 2
-        times = f", each with {self.permutations} permutations," if self.permutations else ""
-        return (
-            f"{type(self).__name__} decomposes the cross-products of {pairs} pairs of sites{times} after the data pass. It "
-            f"takes about {duration_in_words(seconds)} on one core. at=[...] selects fewer sites."
-        )
 
     def pool_need(self, density: float) -> int:
         return pool_rows(EXCHANGED, 1 if self.whole_rows else density) if self.permutations else 0

@@ -254,14 +254,6 @@ class Analyzer(ABC):
             LayersimError: names the setting to change.
         """
 
-    def cost(self, model: Model) -> str:
-        """A sentence on the cost beyond forward passes, printed before a run; "" if that cost is small.
-
-        Args:
-            model: the model to be analyzed.
-        """
-        return ""
-
     def compute_seconds(self, model: Model) -> float:
         """Seconds on one core that a call of `compute` takes; 0 if few. With intervals, `compute` is called for each block.
 

@@ -16,7 +16,7 @@ from ..core import LayersimError, Result, Sums, axes, typed, warn
 from ..core.arguments import PositiveFloat, Seed
 from ..core.wording import brief
 from ..data.batches import Batch
-from ..jacobians.coupling import DRAWS, Connections, CouplingOptions, couple, miscoupling, pick_method
+from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model import Model
 from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
@@ -94,6 +94,8 @@ class BlockCouplingResult(Result):
     """
 
     file_kind: ClassVar[str] = "block_coupling"
+    # Labels of the `pair_kind` axis.
+    pair_kinds: ClassVar[tuple[str, ...]] = ("all pairs", "neighbours", "random vectors")
     values_name: ClassVar[str] = "miscoupling"
     values: Float64[Tensor, "layer layer"] = axes(
         "row_block", "column_block", label="Mis-coupling", title="Mis-coupling of blocks", within=(0, math.inf)
@@ -225,11 +227,6 @@ class BlockCouplingResult(Result):
     method: str
     normalize: bool = True
     prompts: int = 0
-
-    @property
-    def pair_kinds(self) -> tuple[str, ...]:
-        """Labels of the `pair_kind` axis."""
-        return ("all pairs", "neighbours", "random vectors")
 
     @property
     def null_coupling(self) -> Tensor:
@@ -376,19 +373,6 @@ class BlockCoupling(Analyzer):
         need_calls(model, "BlockCoupling", self.method == "finite-difference")
         if model.d_model is not None and max(self.ks) > model.d_model:
             raise LayersimError(f"`k` is {max(self.ks)}; it must be at most the d_model of {model.name}, {model.d_model}.")
-
-    def cost(self, model: Model) -> str:
-        d_model, blocks = model.d_model or 0, len(model.layers) - 1
-        if self.method == "finite-difference":
-            return f"BlockCoupling: each prompt runs {2 * d_model:,} times through every block, by finite differences."
-        # Small models take about a second.
-        if d_model < 1024:
-            return ""
-        picked = pick_method(d_model, blocks, max(self.ks)) if self.method == "auto" else self.method
-        # Products with J and with J' of a token cost two forward passes and one.
-        products = 1.2 * d_model if picked == "dense" else 0.4 * d_model + 2.0 * (blocks + DRAWS) * max(self.ks)
-        more = f", and {blocks} decompositions of {d_model} x {d_model}" if picked == "dense" else ""
-        return f"BlockCoupling, {picked}: each prompt costs about a forward pass of {round(products, -2):,.0f} tokens{more}."
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         needed = max(p + 1 if p >= 0 else -p for p in self.token_indices)

@@ -73,6 +73,8 @@ class ExitCurveResult(Result):
     """
 
     file_kind: ClassVar[str] = "exit_curve"
+    # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
+    parts: ClassVar[tuple[str, str]] = ("choice", "held-out")
     values_name: ClassVar[str] = "exits"
     values: Float64[Tensor, "threshold layer"] = axes(
         "threshold",
@@ -146,11 +148,6 @@ class ExitCurveResult(Result):
     def exits(self) -> Tensor:
         """Number of positions that exit after each block, `threshold layer`; the same as `values`."""
         return self.values
-
-    @property
-    def parts(self) -> tuple[str, str]:
-        """Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows."""
-        return "choice", "held-out"
 
     @typed
     def at(self, threshold: int | float, held_out: bool = False) -> ExitPoint:

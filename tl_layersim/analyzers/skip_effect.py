@@ -188,12 +188,6 @@ class SkipEffect(Analyzer):
         [model] = models
         need_calls(model, type(self).__name__, differences=True)
 
-    def cost(self, model: Model) -> str:
-        blocks = len(model.layers) - 1
-        # Each block once to check its replay, and the blocks above each skipped block.
-        passes = (blocks - 1) * (1 + (1 + self.splits) * blocks / 2) / max(blocks, 1)
-        return f"SkipEffect: each batch costs about {passes + 1:.3g} forward passes, for {blocks} skipped blocks."
-
     def kernel(self, first: Sums) -> Kernel:
         return partial(skip_effect_kernel, keep_first=self.keep_first, splits=self.splits, memory_mb=float(self.lens_memory_mb))
 

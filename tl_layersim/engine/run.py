@@ -133,7 +133,7 @@ class Analysis:
         }
 
     def check(self) -> None:
-        """Raise an error if an analyzer cannot use a model or the options, and print the cost of expensive analyzers."""
+        """Raise an error if an analyzer cannot use a model or the options, and print how long a result takes after the pass."""
         models = self.models
         for name, analyzer in self.analyzers.items():
             analyzer.check_sites(*models[name])
@@ -145,13 +145,11 @@ class Analysis:
                     f"`pack` is True; it must be False for {type(analyzer).__name__}, which takes each row for a prompt."
                 )
         for name, analyzer in self.analyzers.items():
-            if cost := analyzer.cost(models[name][0]):
-                tqdm.write(cost, file=sys.stderr)
-            # A call for all data and for the data without each block.
-            seconds = (1 + MOST_BLOCKS) * analyzer.compute_seconds(models[name][0])
-            if self.intervals and seconds >= 10:
-                words = f"it computes its result up to {1 + MOST_BLOCKS} times, about {duration_in_words(seconds)} on one core."
-                tqdm.write(f"With intervals, {type(analyzer).__name__} takes longer: {words}", file=sys.stderr)
+            # With intervals, a call for all data and for the data without each block.
+            times = 1 + MOST_BLOCKS * self.intervals
+            if (seconds := times * analyzer.compute_seconds(models[name][0])) >= 10:
+                took = f"{type(analyzer).__name__} takes about {duration_in_words(seconds)} on one core after the data pass."
+                tqdm.write(took, file=sys.stderr)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -131,9 +131,6 @@ class AllPairs(Analyzer):
     def check_batch(self, batch: Any, model: Model) -> None:
         self.measure.check_batch(batch, model)
 
-    def cost(self, model: Model) -> str:
-        return self.measure.cost(model)
-
     def compute_seconds(self, model: Model) -> float:
         models = len(self.models)
         return models * (models - 1) / 2 * self.measure.compute_seconds(model)
