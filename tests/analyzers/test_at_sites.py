@@ -18,7 +18,6 @@ from ..wrapped_models import LENSES, by_hand, lively, nnsight
 pytestmark = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 HEADS = {"at": "z", "per_head": True}
 PLACES = {"attn_out": {"at": "attn_out"}, "mlp_out": {"at": "mlp_out"}, "z per head": HEADS}
-each_place = pytest.mark.parametrize("place", PLACES)
 
 
 def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
@@ -28,8 +27,10 @@ def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": random_tokens(rows, length), "attention_mask": mask}
 
 
-@each_place
-@pytest.mark.parametrize("name", MODELS)
+# Where the tensors of each name lie is a law of tests/contract/test_sites.py.
+@pytest.mark.parametrize(
+    ("name", "place"), [*((name, "z per head") for name in MODELS), ("llama", "attn_out"), ("llama", "mlp_out")]
+)
 def test_cosine_and_cka_equal_their_oracles(name, place):
     model, data = MODELS[name](), padded()
     asked = [lsim.Cosine(), lsim.CKA()]
@@ -49,8 +50,10 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
 
-@pytest.mark.parametrize("estimator", ["minibatch", "exact", "biased"])
-@pytest.mark.parametrize("source", ["here", "NNsight", "remote=local"])
+@pytest.mark.parametrize(
+    ("source", "estimator"),
+    [("here", "minibatch"), ("here", "exact"), ("here", "biased"), ("NNsight", "exact"), ("remote=local", "minibatch")],
+)
 def test_sites_of_different_widths(estimator, source):
     model, data = tiny_llama(), padded()
     given, options = (model, {}) if source == "here" else (nnsight(tiny_llama()), {})

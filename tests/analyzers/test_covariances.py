@@ -246,17 +246,6 @@ def test_the_time_after_the_data_pass(cls):
 
 
 @pytest.mark.parametrize("cls", EACH)
-def test_wrong_options_are_refused(cls):
-    for options, text in (
-        ({"permutations": 5}, "`permutations`.* 5"),
-        ({"level": "word"}, "`level`.*word"),
-        ({"pool": "max"}, "`pool`.*max"),
-    ):
-        with pytest.raises(lsim.LayersimError, match=text):
-            cls(**options)
-
-
-@pytest.mark.parametrize("cls", EACH)
 def test_a_grid_of_models_runs_each_once_and_equals_compare(cls):
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     data = random_tokens(16, 20)

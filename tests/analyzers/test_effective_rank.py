@@ -192,13 +192,3 @@ def test_half_precision_is_summed_in_float64():
     expected = oracles.oracle_effective_rank([x.double().numpy()])
     np.testing.assert_allclose(found.values, expected["values"], rtol=1e-12)
     assert found.headline()
-
-
-def test_defaults():
-    assert lsim.EffectiveRank().options() == {
-        "center": "dataset",
-        "level": "token",
-        "pool": "mean",
-        "top": 64,
-        "max_memory_gb": 4.0,
-    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,11 @@ import tl_layersim as lsim
 from tl_layersim.activations import View
 from tl_layersim.activations.view import reduce
 from tl_layersim.architectures.unembed import Unembed
+from tl_layersim.data.labels import NO_LABEL
 
 from .. import oracles
+from ..options import called
+from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..views import from_views, residuals, view
 from ..wrapped_models import read_logits
 
@@ -122,3 +127,88 @@ def test_the_number_of_thresholds_has_a_limit():
     assert len(lsim.ExitCurve(thresholds=[0.5] * 10_000).thresholds) == 10_000
     with pytest.raises(lsim.LayersimError, match="of 10001"):
         lsim.ExitCurve(thresholds=[0.5] * 10_001)
+
+
+@pytest.mark.parametrize("analyzer", [lsim.ExitCurve, lsim.LogitLens])
+def test_nothing_is_said_where_no_position_has_a_target(analyzer):
+    x = residuals(0, tokens=10)
+    with pytest.raises(lsim.LayersimError, match="positions with a target"):
+        from_views(analyzer(labels="data"), [view(x, labels=torch.full((10,), NO_LABEL))])
+    one = torch.full((10,), NO_LABEL)
+    one[3] = 7
+    assert from_views(analyzer(labels="data"), [view(x, labels=one)]).targets == 1
+
+
+@pytest.mark.parametrize("analyzer", [lsim.ExitCurve, lsim.LogitLens])
+def test_a_classifier_has_no_next_token(analyzer):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=100, pad_token_id=2
+    )
+    model = LlamaForSequenceClassification(config).eval()
+    with pytest.raises(lsim.LayersimError, match="next token"):
+        lsim.analyze(model, list(random_tokens(2, 6)), analyzer())
+
+
+def test_an_agreement_of_exactly_95_percent_is_enough_for_the_headline():
+    found = from_views(lsim.ExitCurve(thresholds=(0.5,)), [view(residuals(0))])
+    exact = dataclasses.replace(found, agreement=torch.tensor([0.95], dtype=torch.float64))
+    assert exact.headline()["threshold with 95 % agreement"] == 0.5
+    below = dataclasses.replace(found, agreement=torch.tensor([0.9499], dtype=torch.float64))
+    assert below.headline() == {"agreement at threshold 0.5": 0.9499}
+
+
+def curve_of(rows: int = 24, **options):
+    return called(lsim.analyze, tiny_llama(), random_tokens(rows, 9), lsim.ExitCurve(), **options)["exit_curve"]
+
+
+def test_halves_are_rows_whatever_the_batch_size():
+    found = curve_of(batch_size=24)
+    out = sum(oracles.held_out_rows(24, 0.5))
+    assert found.part_exits[:, 0].sum(-1).tolist() == [9 * (24 - out), 9 * out]
+    assert torch.equal(found.part_exits.sum(0), found.exits)
+    for size in (1, 7):
+        assert torch.equal(curve_of(batch_size=size).part_exits, found.part_exits)
+
+
+def test_a_threshold_is_chosen_on_the_first_half():
+    found = curve_of()
+    for least in (0.3, 0.6, 0.9):
+        chosen = found.threshold_for(agreement=least)
+        place = found.thresholds.index(chosen)
+        assert found.part_agreement[0, place:].min() >= least
+        assert place == 0 or found.part_agreement[0, place - 1] < least
+        point = found.at(chosen, held_out=True)
+        assert point.agreement == float(found.part_agreement[1, place])
+        assert point.exits.tolist() == found.part_exits[1, place].tolist()
+        blocks = torch.arange(1, len(point.exits) + 1).double()
+        assert point.speedup == float(len(blocks) * point.exits.sum() / (point.exits * blocks).sum())
+
+
+def test_replicates_have_halves_of_their_own():
+    found = curve_of(rows=48, intervals=True)
+    out = np.array(oracles.held_out_rows(48, 0.5))
+    size = 48 // len(found.replicates)
+    for number, one in enumerate(found.replicates):
+        left = np.delete(out, np.s_[number * size : (number + 1) * size])
+        assert one.part_exits[:, 0].sum(-1).tolist() == [9 * (~left).sum(), 9 * left.sum()]
+    assert found.finding()
+
+
+def test_packed_rows_are_halved_by_their_tokens():
+    model, texts = tiny_llama(), [" ".join(f"w{t}" for t in row.tolist()) for row in random_tokens(40, 9)]
+    model.tokenizer = tiny_tokenizer()
+    found = [
+        lsim.analyze(model, lsim.Data(texts, pack=True, seq_len=12, batch_size=size), lsim.ExitCurve())["exit_curve"]
+        for size in (4, 9)
+    ]
+    assert torch.equal(found[0].part_exits, found[1].part_exits)
+    assert (found[0].part_exits[:, 0].sum(-1) > 0).all()
+
+
+def test_one_row_has_no_held_out_half():
+    found = curve_of(rows=1)
+    assert found.threshold_for(agreement=1.0) <= 1
+    assert np.isnan(found.at(1.0, held_out=True).agreement)
+    assert found.finding() == ""

@@ -15,7 +15,7 @@ from ..runs import without_mlp
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..user_loops.test_trace_probe import traced
 from ..views import worst
-from ..wrapped_models import bridge, nnsight
+from ..wrapped_models import bridge
 
 MASK = torch.ones(6, 12, dtype=torch.int64)
 MASK[1, 7:] = MASK[4, :3] = 0
@@ -81,8 +81,6 @@ def test_all_ways_to_edit_a_model_give_one_answer():
         "nnsight": (model, edited_in_nnsight(model)),
         "simulated": tuple(lsim.open_model(one, remote="local") for one in (model, edited_in_nnsight(model))),
     }
-    wrapped = nnsight(tiny_llama())
-    pairs["simulated NNsight"] = tuple(lsim.open_model(one, remote="local") for one in (wrapped, edited_in_nnsight(wrapped)))
     for name, pair in pairs.items():
         found = lsim.compare(*pair, DATA, lsim.InterventionEffect(), intervals=True)
         assert worst(found, expected) == 0, name

@@ -238,10 +238,3 @@ def test_few_samples_and_rows_are_warned_of(method, llama):
     assert warned(20) == [True, True]
     assert warned(60) == [False, True]
     assert warned(160) == [False, False]
-
-
-def test_a_result_of_logistic_regression_is_a_file_too(llama, tokens, classes, tmp_path):
-    found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), lsim.LogisticProbe(labels=classes))
-    again = lsim.load(found.save(tmp_path / "probe.safetensors"))
-    same(found, again)
-    assert again.method == "logistic"

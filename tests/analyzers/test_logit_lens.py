@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,8 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, own_head, residuals, view
-from ..wrapped_models import LENSES, by_hand, read_logits, tables
+from ..views import from_views, own_head, residuals, view, worst
+from ..wrapped_models import LENSES, by_hand, lively, read_logits, tables
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
@@ -155,3 +157,122 @@ def test_measures_that_need_no_target_are_the_same_without_targets(tmp_path):
     page = without.to_html(tmp_path / "page.html").read_text()
     assert "Agreement with the final prediction" in page
     assert "Probability of the target" not in page
+
+
+ANALYZERS = [lsim.LogitLens, lsim.ExitCurve, lsim.Saturation]
+
+
+class Watched:
+    """An unembedding that remembers how many bytes of logits it gave at once."""
+
+    def __init__(self, unembed) -> None:
+        self.unembed, self.sizes = unembed, []
+
+    def __getattr__(self, name):
+        return getattr(self.unembed, name)
+
+    def __call__(self, *arguments):
+        logits = self.unembed(*arguments)
+        self.sizes.append(logits.numel() * logits.element_size())
+        return logits
+
+
+@pytest.mark.parametrize("analyzer", ANALYZERS)
+def test_no_more_logits_are_made_at_once_than_memory_was_given_for(analyzer):
+    x = residuals(0, tokens=60)
+
+    def sizes(megabytes: float) -> list[int]:
+        watched = Watched(own_head())
+        from_views(analyzer(lens_memory_mb=megabytes), [view(x, unembed=watched)])
+        return watched.sizes
+
+    few, many = sizes(0.05), sizes(10)
+    assert max(few) <= 0.05 * 2**20
+    # Yet more than half of it: chunks are as large as they may be.
+    assert max(few) > 0.025 * 2**20
+    assert len(many) < len(few)
+    if analyzer is not lsim.Saturation:
+        assert sum(few) == sum(many) == 3 * 60 * 300 * 8
+
+
+@pytest.mark.parametrize("analyzer", ANALYZERS)
+def test_positions_with_infinite_logits_are_counted_over_all_chunks(analyzer):
+    x = residuals(0, tokens=40)
+    # Far apart, so that no chunk has both.
+    x[2, [3, 27]] = 1e300
+    head = own_head(np.full((300, 8), 1e20) * np.sign(np.random.default_rng(0).normal(size=(300, 8))))
+    with pytest.raises(lsim.LayersimError, match=r"\b2 .*hook_resid_post"):
+        from_views(analyzer(norm="none", lens_memory_mb=0.01), [view(x, unembed=head)])
+
+
+def test_results_do_not_depend_on_the_memory():
+    x = residuals(3, tokens=50)
+    for analyzer in ANALYZERS:
+        one, other = (from_views(analyzer(lens_memory_mb=mb), [view(x)]) for mb in (0.003, 50))
+        torch.testing.assert_close(one.values, other.values, rtol=1e-12, atol=0)
+
+
+def test_what_is_saved_can_be_resumed(tmp_path):
+    model, tokens = tiny_llama(), random_tokens(12, 9)
+    every = [lsim.LogitLens(), lsim.Saturation(center="dataset"), lsim.ExitCurve(), lsim.Trajectory(), lsim.NeuralCollapse()]
+    whole = lsim.analyze(model, lsim.Data(tokens, batch_size=3), every)
+
+    class Stop(Exception):
+        pass
+
+    class Cut(list):
+        def __iter__(self):
+            for i, row in enumerate(super().__iter__()):
+                if i == 7 and self.armed:
+                    raise Stop
+                yield row
+
+    rows = Cut(list(tokens))
+    rows.armed = True
+    path = tmp_path / "run.part"
+    with pytest.raises(Stop):
+        lsim.analyze(model, lsim.Data(rows, batch_size=3), every, checkpoint=path)
+    rows.armed = False
+    resumed = lsim.analyze(model, lsim.Data(rows, batch_size=3), every, checkpoint=path)
+    for name in whole:
+        assert worst(resumed[name], whole[name]) == 0
+
+
+def test_saturation_with_a_centre_and_without():
+    x = [residuals(i, tokens=25) for i in range(3)]
+    for center in ("none", "dataset"):
+        found = from_views(lsim.Saturation(center=center, norm="none"), [view(b) for b in x])
+        expected = oracles.oracle_saturation(x, norm=False, center=center == "dataset")
+        for name, value in expected.items():
+            np.testing.assert_allclose(getattr(found, name), value, atol=1e-9, err_msg=name)
+
+
+def test_a_layer_that_excludes_what_the_last_allows_is_infinitely_far():
+    logits = np.zeros((2, 3, 40))
+    logits[:, 0, 7] = -np.inf
+    assert read_logits(logits, torch.tensor([1, 1]))["kl"].tolist() == [[math.inf] * 2, [0.0] * 2, [0.0] * 2]
+
+
+def test_what_is_shared_is_what_each_would_find_alone():
+    """More ranks than another asked for, another norm, other labels: none of them is taken from what is not theirs."""
+    model, tokens = lively(tiny_llama()), random_tokens(4, 12)
+    every = [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20), norm="none"), lsim.Saturation(norm="none")]
+    together = lsim.analyze(model, tokens, every)
+    swapped = lsim.analyze(model, tokens, [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20)), lsim.Saturation()])
+    for analyzer in every:
+        alone = lsim.analyze(model, tokens, analyzer)[analyzer.name]
+        assert worst(together[analyzer.name], alone) < 1e-5
+    assert worst(swapped["logit_lens"], lsim.analyze(model, tokens, lsim.LogitLens(top_k=(1, 20)))["logit_lens"]) < 1e-5
+    mixed = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.Saturation(norm="none")])["saturation"]
+    assert torch.equal(mixed.counts, together["saturation"].counts)
+    assert not torch.equal(mixed.counts, swapped["saturation"].counts)
+
+
+def test_a_later_token_with_low_logits_is_read_as_well_as_the_first():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, 3, 200))
+    low = logits.copy()
+    low[1:] -= 101
+    exact, found = read_logits(logits, torch.arange(5)), read_logits(low.astype(np.float32), torch.arange(5))
+    for name in ("best_prob", "target_log_prob", "entropy", "kl"):
+        np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)

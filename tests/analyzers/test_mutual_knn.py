@@ -15,7 +15,6 @@ from tl_layersim.analyzers.mutual_knn import nearest_neighbours
 from tl_layersim.core import Sums
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, layer_run, residuals, samples
 
 
@@ -104,23 +103,6 @@ def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all(
     analyzer = lsim.MutualKNN(k=4)
     np.testing.assert_allclose(between(analyzer, x[:, order], x[:, order]), between(analyzer, x, x), atol=1e-12)
     assert float(between(analyzer, x, x[:, order]).max()) < 0.3
-
-
-def test_two_models_apart_and_in_a_grid():
-    models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(layers=2, seed=2)}
-    rows, analyzer = random_tokens(4, 16), lsim.MutualKNN(k=3, minibatch=16, permutations=20)
-    grid = lsim.compare_grid(
-        models, lsim.Data(rows, batch_size=2), analyzer, distance=lambda result: 1 - float(result.values[-1, -1])
-    )
-    alone = lsim.compare(models["a"], models["c"], lsim.Data(rows, batch_size=2), analyzer)
-    for name in alone.tensor_fields():
-        torch.testing.assert_close(getattr(grid["a", "c"], name), getattr(alone, name), rtol=1e-9, atol=1e-9, equal_nan=True)
-    assert alone.values.shape == (4, 3)
-    exchange = analyzer.exchange()
-    one = samples(residuals(0, tokens=30).astype(np.float32))
-    joined = exchange.join(*[exchange.prepare(exchange.kernel(one))] * 2)
-    for name, value in reduce({"k": analyzer.kernel(Sums())}, one)[1]["k"].items():
-        torch.testing.assert_close(joined[name], value, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

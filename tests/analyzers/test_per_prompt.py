@@ -20,7 +20,7 @@ def rows() -> list[torch.Tensor]:
     return [random_tokens(1, n, seed=n)[0] for n in LENGTHS]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", [2, 5])
 def test_values_are_those_of_each_row_alone(batch_size):
     model = tiny_llama()
     report = lsim.analyze(model, lsim.Data(rows(), batch_size=batch_size), BOTH)
@@ -95,13 +95,6 @@ def test_other_fields_do_not_change():
                 assert torch.equal(getattr(result, field).nan_to_num(-1), getattr(more[name], field).nan_to_num(-1)), field
         with pytest.raises(lsim.LayersimError, match="per_prompt=True"):
             result.by_prompt()
-
-
-def test_values_by_prompt_survive_a_file(tmp_path):
-    found = lsim.analyze(tiny_llama(), rows(), lsim.Trajectory(per_prompt=True))["trajectory"]
-    loaded = lsim.load(found.save(tmp_path / "x"))
-    assert loaded.prompt_rows == found.prompt_rows
-    assert torch.equal(loaded.prompt_lss, found.prompt_lss)
 
 
 def test_packed_rows_are_refused():

@@ -15,7 +15,6 @@ from tl_layersim.analyzers._permutation_null import (
     calibrated_values,
     is_one_model,
     null_fields,
-    null_threshold,
     p_values,
 )
 from tl_layersim.architectures.blocks import layer_names
@@ -99,7 +98,6 @@ def test_a_null_value_equal_to_the_observed_one_counts():
 def test_no_value_beats_a_null_that_reaches_one():
     assert calibrated_values(torch.tensor(1.0), torch.tensor(1.0)).item() == 0
     assert calibrated_values(torch.tensor(0.2), torch.tensor(-0.6)).item() == pytest.approx(0.5)
-    assert null_threshold(torch.tensor(0.0), torch.arange(1.0, 11.0), alpha=0.5).item() == 5
 
 
 def test_a_layer_that_is_not_defined_is_nan_and_no_part_of_the_maximum():

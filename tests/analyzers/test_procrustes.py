@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.spatial
-import torch
 
 import tl_layersim as lsim
 
@@ -118,8 +117,3 @@ def test_the_headline():
     assert alone.headline() == {}
     alone = dataclasses.replace(alone, provenance=two.provenance)
     assert list(alone.headline().values()) == [1.0]
-
-
-def test_tensors_are_float64():
-    found = from_views(lsim.Procrustes(), [view(residuals(0, tokens=40).astype(np.float16).astype(np.float32))])
-    assert {getattr(found, name).dtype for name in ("values", "angle", "squared_distance")} == {torch.float64}

@@ -167,14 +167,6 @@ def test_two_models_apart_and_in_a_grid():
     for name in alone.tensor_fields():
         torch.testing.assert_close(getattr(grid["a", "c"], name), getattr(alone, name), rtol=1e-4, atol=1e-4, equal_nan=True)
     assert alone.values.shape == (4, 3)
-    exchange = analyzer.exchange()
-    one = samples(residuals(0, tokens=16).astype(np.float32))
-    sent = exchange.kernel(one)
-    size = sum(part.numel() * part.element_size() for part in sent.values())
-    assert exchange.size(16, 1, 4) == pytest.approx(size, rel=0.05)
-    joined = exchange.join(*[exchange.prepare(sent)] * 2)
-    for name, value in reduce({"k": analyzer.kernel(Sums())}, one)[1]["k"].items():
-        torch.testing.assert_close(joined[name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_a_layer_of_equal_samples_is_nan_and_named():

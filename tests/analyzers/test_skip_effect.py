@@ -216,10 +216,6 @@ def test_blocks_that_give_another_output_when_called_again_are_refused():
 
 def test_what_is_refused():
     tokens = random_tokens(2, 10)
-    with pytest.raises(LayersimError, match="`keep_first`"):
-        lsim.SkipEffect(keep_first=-1)
-    with pytest.raises(LayersimError, match="`splits`"):
-        lsim.SkipEffect(splits=-1)
     with pytest.raises(LayersimError, match="no residual branch"):
         lsim.analyze(family("bert"), tokens, lsim.SkipEffect())
     with pytest.raises(LayersimError, match="every block"):

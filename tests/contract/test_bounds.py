@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
 
 import pytest
@@ -44,28 +43,3 @@ def test_bounds_are_pairs_in_ascending_order():
     assert len(bounds) > 100
     for cls, (low, high) in bounds:
         assert low < high, cls
-
-
-def test_bounds_of_ranks_and_angles():
-    from tl_layersim.analyzers._permutation_null import CalibratedMatrix
-    from tl_layersim.analyzers.cosine import CosineResult
-    from tl_layersim.analyzers.effective_rank import EffectiveRankResult
-    from tl_layersim.analyzers.trajectory import TrajectoryResult
-
-    def bounds(cls):
-        return {name: one.within for name, one in declarations(cls).items()}
-
-    ranks = bounds(EffectiveRankResult)
-    assert ranks.pop("spectrum") == (0, 1)
-    # A number of directions jumps.
-    assert ranks.pop("directions_90") is None
-    assert set(ranks.values()) == {(1, math.inf)}
-    assert (bounds(CosineResult)["angular"], bounds(CosineResult)["block_influence"]) == ((0, 1), (0, 2))
-    path = bounds(TrajectoryResult)
-    assert (path["curvature"], path["curvature_std"]) == ((0, math.pi), (0, math.pi / 2))
-    # Values of single prompts have no interval.
-    assert path["prompt_lss"] is None
-    null = bounds(CalibratedMatrix)
-    assert null["calibrated"] == (-math.inf, 1)
-    assert null["max_calibrated"] is None
-    assert null["null_mean"] == null["null_threshold"] == (-math.inf, 1)

@@ -11,8 +11,6 @@ from tl_layersim.core import storage
 from tl_layersim.lens import ExitHeads
 from tl_layersim.sources.model import Model
 
-from ..core.helpers import FILES
-
 
 def heads(**options) -> ExitHeads:
     torch.manual_seed(0)
@@ -96,9 +94,3 @@ def test_files_that_hold_no_heads_are_refused(tmp_path):
         ExitHeads.load(storage.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
     with pytest.raises(FileNotFoundError):
         ExitHeads.load(tmp_path / "nothing")
-
-
-@pytest.mark.filterwarnings("ignore:.*without a checksum")
-def test_a_file_of_version_0_1_does_not_say_how_its_heads_read():
-    with pytest.raises(lsim.LayersimError, match=r"heads\.safetensors .*norm"):
-        ExitHeads.load(FILES / "heads.safetensors")

@@ -518,7 +518,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
 
     def kernel(self, first: Sums) -> AnyKernel:
         matrix, relate = self.formula
-        options = {"by_row": self.unit == "row", "permutations": self.permutations, "seed": self.seed}
+        options: dict[str, Any] = {"by_row": self.unit == "row", "permutations": self.permutations, "seed": self.seed}
         return self._pools(partial(pool_sums, matrix=matrix, relate=relate, **options))
 
     def exchange(self) -> Exchange | None:

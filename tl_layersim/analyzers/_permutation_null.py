@@ -274,20 +274,19 @@ def p_values(values: Tensor, null: Tensor) -> Tensor:
     return ((1 + reached.sum(0).double()) / (1 + len(null))).masked_fill(values.isnan(), math.nan)
 
 
-def null_threshold(values: Tensor, null: Tensor, alpha: float = ALPHA) -> Tensor:
-    """Threshold of a permutation test: the (1 - alpha) quantile of the null values together with the observed value.
+def null_threshold(values: Tensor, null: Tensor) -> Tensor:
+    """Threshold of a permutation test at `ALPHA`: the 95 % quantile of the null values together with the observed value.
 
     Args:
         values: observed values, of any shape.
         null: `permutation` before the axes of `values`.
-        alpha: level of the test.
 
     Examples:
         >>> null_threshold(torch.tensor(9.0), torch.arange(19.0))
         tensor(17.)
     """
     pooled = torch.cat([values[None], null]).sort(0).values
-    return pooled[math.ceil((1 - alpha) * len(pooled)) - 1]
+    return pooled[math.ceil((1 - ALPHA) * len(pooled)) - 1]
 
 
 def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:

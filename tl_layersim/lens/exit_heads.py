@@ -137,15 +137,10 @@ class ExitHeads:
 
         Raises:
             FileNotFoundError: the file does not exist.
-            LayersimError: the file is malformed, of another kind, or does not record the norm of the heads.
+            LayersimError: the file is malformed or of another kind.
         """
         header, tensors = read_file(path, ("heads",))
         with reading(path, "a whole file of heads", "copy the file again, or train again"):
-            if "norm" not in header:
-                raise LayersimError(
-                    f"{path} does not record with which norm its heads were trained. Read its tensors with "
-                    "safetensors.torch.load_file, and build ExitHeads(weight, norm=...)."
-                )
             return ExitHeads(
                 tensors["weight"],
                 tensors.get("bias"),
