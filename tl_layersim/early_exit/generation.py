@@ -169,7 +169,7 @@ def generate_rows(
         if logits is None:
             return running
         gone = [row for row, flag in zip(running, flags.tolist(), strict=True) if flag]
-        chosen.update({row: (z, layer) for row, z in zip(gone, logits.split(1), strict=True)})
+        chosen.update({row: (logits[i : i + 1], layer) for i, row in enumerate(gone)})
         return [row for row in running if row not in chosen]
 
     state = Decoding(split_model, ends, tokens, attended, tokens.shape[1] + max_new_tokens, decide)
