@@ -23,10 +23,9 @@ from real_models import load
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.early_exit import frequent_tokens
+from tl_layersim.early_exit import Generated, frequent_tokens
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.exit_plan import ExitCosts, plan_for, seconds_of
-from tl_layersim.early_exit.exit_results import Generated
 
 THRESHOLDS = (0.5, 0.7, 0.9, 0.97)
 
@@ -121,7 +120,7 @@ def table(model: Any, curve: Any, text: str, batch: int, arguments: argparse.Nam
         kind = "full" if early.rule.gives_logits else "short" if early.rule.reads_logits else "cosine"
         by_curve = f"{early.plan.speedup:.2f}" if early.plan is not None else ""
         at = () if early.rule.never else early.at
-        by_exits = plan_for(costs[kind], gone(result), 0, at).speedup
+        by_exits = plan_for(costs[kind], gone(result), at).speedup
         asked = "all" if at == tuple(range(result.layers - 1)) else ", ".join(map(str, at)) or "none"
         lines.append(
             f"| {name} | {asked} | {rate:.1f} | {times_plain:.2f} | {times_whole:.2f} | {by_curve} | {by_exits:.2f} | "

@@ -31,7 +31,7 @@ from tl_layersim.data.batches import Batch, Batches
 from tl_layersim.remote.open import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
 from tl_layersim.stitching.adapters import ADAPTER_KINDS
-from tl_layersim.stitching.fitting import BackLoss, Progress, Trained, descend, least_squares, start_of
+from tl_layersim.stitching.fitting import Progress, StitchDescent, least_squares, start_of
 
 ROWS, LENGTH = 4, 128
 PATIENCE = 12
@@ -99,15 +99,20 @@ class Steps:
         self.acts[0]
 
     def ours(self) -> None:
-        """The second of two steps of `descend`, whose activations are at hand; what comes once at the end is left out."""
+        """The second of two steps of `StitchDescent`, whose activations are at hand; what comes once is left out."""
         front, back = self.models
         ends: list[float] = []
+
+        class Noted(StitchDescent):
+            def apply(self) -> None:
+                super().apply()
+                ends.append(time.perf_counter())
+
         with front.evaluating(), back.evaluating(), self.acts.keep(None):
             start = start_of(ADAPTER_KINDS.named("affine")(), *self.weight.shape).float()
             settings = lsim.stitching.StitchTraining(steps=2, relative=False)
-            loss = BackLoss(self.acts, back, self.layer, [self.acts.batches[0].next_tokens])
-            note = lambda _: ends.append(time.perf_counter())  # noqa: E731
-            descend(start, loss, settings, Trained(), note, Progress(None, {}))
+            targets = [self.acts.batches[0].next_tokens]
+            Noted(start, 0.0, self.acts, back, self.layer, targets, settings, Progress(None, {}), "").run()
         self.seconds = ends[1] - ends[0]
 
 
@@ -173,18 +178,20 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
         seen: list[float] = []
         start = time.perf_counter()
 
-        def watch(state: Trained) -> None:
-            seen[:] = state.curve
-            recent = sum(state.curve[-10:]) / 10 if len(state.curve) >= 10 else float("inf")
-            if recent <= goal + 0.005 or time.perf_counter() - start > PATIENCE * closed:
-                raise Reached
+        class Watched(StitchDescent):
+            def apply(self) -> None:
+                super().apply()
+                seen[:] = self.curve
+                recent = sum(seen[-10:]) / 10 if len(seen) >= 10 else float("inf")
+                if recent <= goal + 0.005 or time.perf_counter() - start > PATIENCE * closed:
+                    raise Reached
 
         with acts.keep(None):
             try:
-                loss = BackLoss(acts, models[1], layer, [b.next_tokens for b in batches])
+                targets = [b.next_tokens for b in batches]
                 settings = lsim.stitching.StitchTraining(steps=100_000, warmup=50)
                 identity = start_of(ADAPTER_KINDS.named("affine")(), d, d).float()
-                descend(identity, loss, settings, Trained(), watch, Progress(None, {}))
+                Watched(identity, 0.0, acts, models[1], layer, targets, settings, Progress(None, {}), "").run()
             except Reached:
                 pass
         trained = time.perf_counter() - start

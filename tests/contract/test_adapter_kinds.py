@@ -234,7 +234,7 @@ NEW_KIND = '''
 
 from torch import Tensor
 
-from .kind import AdapterKind
+from . import AdapterKind
 
 
 class LinearRMS(AdapterKind):

@@ -11,8 +11,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.early_exit import rules
-from tl_layersim.early_exit.rules import EXIT_RULES
-from tl_layersim.early_exit.rules.exit_rule import CheckedTokens
+from tl_layersim.early_exit.rules import EXIT_RULES, CheckedTokens
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -180,7 +179,7 @@ def test_an_unknown_rule_is_refused_with_the_names_of_all(model):
 NEW_RULE = '''
 from torch import Tensor
 
-from tl_layersim.early_exit.rules.exit_rule import CheckedTokens, ExitRule, RuleState
+from tl_layersim.early_exit.rules import CheckedTokens, ExitRule, RuleState
 
 
 class EntropyRule(ExitRule):

@@ -13,8 +13,8 @@ from tl_layersim.core import LayerCurve, storage
 from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.engine import submitted_runs as saved_runs
 from tl_layersim.engine.shards import tallies_of
-from tl_layersim.stitching.experiment import StitchRun, _read_training
 from tl_layersim.stitching.fitting import Progress
+from tl_layersim.stitching.stitch import StitchRun, read_start
 from tl_layersim.training.settings import curve_of, open_training_file
 
 from ..views import provenance
@@ -32,7 +32,7 @@ def read_checkpoint(path: Path) -> Any:
         return ResumableFile(path, kind, identity).read(tallies_of)
     if kind == "stitches":
         stitches = Progress(path, identity)
-        return [stitches.get(key, StitchRun.read if stitches.done(key) else _read_training) for key in stitches._notes]
+        return [stitches.get(key, StitchRun.read if stitches.done(key) else read_start) for key in stitches._notes]
     if kind == "training":
         return open_training_file(path, identity).read(curve_of)
     return ResumableFile(path, kind).read(saved_runs.parsed)

@@ -74,7 +74,7 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
 
     for name in (
         "engine.run.PassState.add",
-        "stitching.experiment.StitchExperiment._evaluate",
+        "stitching.stitch.StitchExperiment._evaluate",
         "training.fine_tuning_steps.FineTuning.loss_and_gradients",
         "training.adapter_steps.AdapterSteps.apply",
     ):

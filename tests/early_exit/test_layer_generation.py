@@ -9,9 +9,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.early_exit import layer_generation
-from tl_layersim.early_exit.early_exit import EarlyExit
-from tl_layersim.early_exit.layer_generation import generate_from_layers, layer_groups
+from tl_layersim.early_exit import early_exit
+from tl_layersim.early_exit.early_exit import EarlyExit, layer_groups
 from tl_layersim.early_exit.truncate import truncate
 
 from ..tiny_models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -33,7 +32,7 @@ def ids_of(prompt):
 
 def written(model, prompts=PROMPTS, top_p=0.95, heads=None, seed=3, new=NEW, **options):
     early = EarlyExit(model, 0.0, at="all", heads=heads)
-    return generate_from_layers(early, prompts, max_new_tokens=new, top_p=top_p, seed=seed, tokenizer=TOKENIZER, **options)
+    return early.generate_from_layers(prompts, max_new_tokens=new, top_p=top_p, seed=seed, tokenizer=TOKENIZER, **options)
 
 
 def one_layer(model, layer, prompts=PROMPTS, heads=None, seed=3):
@@ -48,10 +47,11 @@ def one_layer(model, layer, prompts=PROMPTS, heads=None, seed=3):
 def in_groups(monkeypatch, model, layers, prompts=PROMPTS):
     """Room for the keys and values of this many layers and no more; returns the number of runs that were made."""
     columns = len(prompts) * (max(len(ids_of(prompt)) for prompt in prompts) + NEW)
-    size = layer_generation._cache_bytes(EarlyExit(model, 0.0, at="all"), columns)
-    monkeypatch.setattr(layer_generation, "KEYS_AND_VALUES_BYTES", layers * size)
-    runs, made = [], layer_generation.GenerationLoop
-    monkeypatch.setattr(layer_generation, "GenerationLoop", lambda *args: runs.append(args[1]) or made(*args))
+    # Keys and values of all blocks, float32; the models are 32 wide.
+    size = 2 * model.config.num_hidden_layers * columns * 32 * 4
+    monkeypatch.setattr(early_exit, "KEYS_AND_VALUES_BYTES", layers * size)
+    runs, made = [], early_exit.generate_rows
+    monkeypatch.setattr(early_exit, "generate_rows", lambda *args: runs.append(args[1]) or made(*args))
     return runs
 
 
@@ -84,13 +84,13 @@ def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     assert [ends[-1] for ends in made] == runs
     assert len(found) == 6
     for rows, (tokens, texts) in zip(found, one_at_a_time(heads), strict=True):
-        assert [row.tokens.tolist() for row in rows] == tokens
-        assert tuple(row.text for row in rows) == texts
-        lengths |= {len(row.tokens) for row in rows}
-        assert all(int(row.tokens[-1]) in ENDS or len(row.tokens) == NEW for row in rows)
+        assert [row.tolist() for row, _ in rows] == tokens
+        assert tuple(text for _, text in rows) == texts
+        lengths |= {len(row) for row, _ in rows}
+        assert all(int(row[-1]) in ENDS or len(row) == NEW for row, _ in rows)
     assert NEW in lengths
     assert len(lengths) > 3
-    assert len({tuple(rows[0].tokens.tolist()) for rows in found}) > 3
+    assert len({tuple(rows[0][0].tolist()) for rows in found}) > 3
 
 
 def test_sampled_as_a_truncated_model(monkeypatch):
@@ -98,7 +98,7 @@ def test_sampled_as_a_truncated_model(monkeypatch):
     in_groups(monkeypatch, model, 2)
     for layer, rows in list(enumerate(written(model), 1))[::2]:
         alone = one_layer(truncate(model, layer), layer)
-        assert [row.tokens.tolist() for row in rows] == [row.tolist() for row in alone.tokens]
+        assert [tokens.tolist() for tokens, _ in rows] == [row.tolist() for row in alone.tokens]
 
 
 @pytest.mark.parametrize("heads", [None, "final", "none"])
@@ -108,13 +108,13 @@ def test_greedy_the_naive_way(monkeypatch, heads):
     naive = () if own is None else naive_heads(model, own)
     in_groups(monkeypatch, model, 4)
     for layer, rows in enumerate(written(model, top_p=GREEDY, heads=own), 1):
-        for prompt, row in list(zip(PROMPTS, rows, strict=True))[1:3]:
+        for prompt, (row, text) in list(zip(PROMPTS, rows, strict=True))[1:3]:
             ids = torch.tensor(ids_of(prompt))
             # No probability is above 1, so the last layer is reached.
             at, threshold = ((0,), 1.0) if layer == 6 else ((layer - 1,), 0.0)
             said, _ = naive_generate(model, ids, NEW, at, "max-prob", threshold, eos=EOS, heads=naive)
-            assert row.tokens.tolist() == said
-            assert row.text == TOKENIZER.decode(said, skip_special_tokens=True)
+            assert row.tolist() == said
+            assert text == TOKENIZER.decode(said, skip_special_tokens=True)
 
 
 def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
@@ -126,22 +126,22 @@ def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
     assert [ends[-1] for ends in made] == [2, 3]
     for layer, rows in enumerate(found, 1):
         short = truncate(model, layer)
-        for prompt, row in zip(PROMPTS, rows, strict=True):
+        for prompt, (row, _) in zip(PROMPTS, rows, strict=True):
             ids = torch.tensor([ids_of(prompt)])
             said = short.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-            assert row.tokens.tolist() == said.tolist()
+            assert row.tolist() == said.tolist()
 
 
 def test_the_demo_model():
     model, prompts = lsim.demo_model(), ["Once upon a time", "The dog"]
     early, counted = EarlyExit(model, 0.0, at="all"), []
-    found = generate_from_layers(early, prompts, max_new_tokens=8, top_p=0.9, seed=0, on_tokens=counted.append)
+    found = early.generate_from_layers(prompts, max_new_tokens=8, top_p=0.9, seed=0, on_tokens=counted.append)
     for layer in (1, 3, 8):
         alone = EarlyExit(model, 0.0, at=(layer - 1,)) if layer < 8 else EarlyExit(model, 1.0)
         said = alone.generate(prompts, max_new_tokens=8, do_sample=True, top_p=0.9, seed=0)
-        assert [row.tokens.tolist() for row in found[layer - 1]] == [row.tolist() for row in said.tokens]
-        assert tuple(row.text for row in found[layer - 1]) == said.texts
-    assert sum(counted) == sum(len(row.tokens) for rows in found for row in rows)
+        assert [tokens.tolist() for tokens, _ in found[layer - 1]] == [row.tolist() for row in said.tokens]
+        assert tuple(text for _, text in found[layer - 1]) == said.texts
+    assert sum(counted) == sum(len(row) for rows in found for row, _ in rows)
 
 
 class TestEdges:
@@ -149,24 +149,24 @@ class TestEdges:
         model = deep()
         alone = written(model, PROMPTS[:1])
         assert [len(rows) for rows in alone] == [1] * 6
-        assert [rows[0].tokens.tolist() for rows in alone] == [rows[0].tokens.tolist() for rows in written(model)]
+        assert [rows[0][0].tolist() for rows in alone] == [rows[0][0].tolist() for rows in written(model)]
 
     def test_one_block_and_one_token(self):
         model = ending(tiny_llama(1), ENDS)
         (rows,) = written(model)
-        assert [row.tokens.tolist() for row in rows] == [row.tolist() for row in one_layer(model, 1).tokens]
-        assert [[len(row.tokens) for row in rows] for rows in written(deep(), new=1)] == [[1] * len(PROMPTS)] * 6
+        assert [tokens.tolist() for tokens, _ in rows] == [row.tolist() for row in one_layer(model, 1).tokens]
+        assert [[len(row) for row, _ in rows] for rows in written(deep(), new=1)] == [[1] * len(PROMPTS)] * 6
 
     def test_rows_that_all_end_at_once(self):
         found = written(ending(deep(), range(VOCABULARY)))
-        assert [[len(row.tokens) for row in rows] for rows in found] == [[1] * len(PROMPTS)] * 6
+        assert [[len(row) for row, _ in rows] for rows in found] == [[1] * len(PROMPTS)] * 6
 
     def test_nothing_stays_behind(self):
         model = deep().train()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         state = torch.get_rng_state()
         first, other = written(model), written(model, seed=4)
-        assert [row.text for rows in first for row in rows] != [row.text for rows in other for row in rows]
+        assert [text for rows in first for _, text in rows] != [text for rows in other for _, text in rows]
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -181,11 +181,6 @@ class TestEdges:
         # Keys and values that exceed the memory of their own are generated from one layer at a time.
         assert layer_groups(3, 2**40) == [range(1, 2), range(2, 3), range(3, 4)]
         assert layer_groups(3, 0) == [range(1, 4)]
-
-    def test_bytes_of_keys_and_values(self):
-        early = EarlyExit(deep(), 0.0, at="all")
-        # Keys and values of six blocks, 10 columns, 32 features, float32.
-        assert layer_generation._cache_bytes(early, 10) == 2 * 6 * 10 * 32 * 4
 
 
 class TestRefusals:
@@ -206,4 +201,4 @@ class TestRefusals:
     def test_no_tokenizer(self):
         early = EarlyExit(deep(), 0.0, at="all")
         with pytest.raises(LayersimError, match="tokenizer"):
-            generate_from_layers(early, PROMPTS, max_new_tokens=2, top_p=0.9, seed=0)
+            early.generate_from_layers(PROMPTS, max_new_tokens=2, top_p=0.9, seed=0)

@@ -96,8 +96,7 @@ def test_generation_exits_where_float64_exits(sharp):
 @pytest.mark.parametrize("rule", ["max-prob", "margin"])
 def test_a_probability_a_hair_below_the_threshold_does_not_exit(top, rule):
     """Two logits, a known distance apart: both rules decide as exact arithmetic does, 1e-9 of 1 - p from the threshold."""
-    from tl_layersim.early_exit.rules import EXIT_RULES
-    from tl_layersim.early_exit.rules.exit_rule import CheckedTokens
+    from tl_layersim.early_exit.rules import EXIT_RULES, CheckedTokens
 
     gap = np.float64(np.float32(top + 11.5)) - np.float64(np.float32(top))
     p = 1 / (1 + np.exp(-gap))

@@ -94,7 +94,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             *("test_bounds_of_measures.py", *EVERY),
         ),
     ),
-    (("adapter.py", "stitching/fitting.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
+    (("stitching/fitting.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
     (
         ("losses.py", "objectives/*.py"),
         (

@@ -116,7 +116,7 @@ class TestInterrupts:
             assert torch.equal(kept.values, plain.values)
 
     def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
-        from tl_layersim.stitching.experiment import StitchExperiment
+        from tl_layersim.stitching.stitch import StitchExperiment
 
         front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
         whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
@@ -129,10 +129,9 @@ class TestInterrupts:
             with pytest.raises(KeyboardInterrupt):
                 lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
         from tl_layersim.sources.split_model import LocalSplitModel
-        from tl_layersim.stitching import experiment
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
-        monkeypatch.setattr(experiment, "least_squares", interrupted)
+        monkeypatch.setattr("tl_layersim.stitching.stitch.least_squares", interrupted)
         assert lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
 
     def test_unusable_held_out_data_is_refused_before_the_work(self, tmp_path, monkeypatch):

@@ -87,7 +87,7 @@ class TestStitchedModel:
 
     def test_its_first_layer_is_what_the_adapter_gives(self):
         from tl_layersim.remote.open import open_source
-        from tl_layersim.stitching.spec import point_number
+        from tl_layersim.stitching.stitch import point_number
 
         front, back = tiny_llama(), tiny_llama(seed=1)
         split_model = open_split_model(front)

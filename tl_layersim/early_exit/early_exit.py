@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,23 +13,70 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.chosen_hook_points import block_number
+from ..architectures.chosen_hook_points import block_numbers
 from ..core.arguments import Fraction, PositiveFloat, PositiveInt, typed
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
+from ..core.wording import brief
+from ..data.batches import Batches
+from ..data.data import Data
+from ..data.padding import as_mask
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..sources.inputs import no_cache, refusing_failed_forward
 from ..sources.open import OpenedModel
-from .arguments import check_curve, check_layers, prompt_rows, sequence_rows, shortlist_ids
-from .exit_checks import ExitLens, RuleCheck
-from .exit_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
-from .exit_results import ExitLogits, Generated
-from .full_model_check import check_decoding, check_full_sequence, is_causal, refusing_crashes
-from .full_sequence import FullSequence
-from .generation import GenerationLoop, StopCriteria, TokenSampler, end_ids
+from .exit_checks import ExitCheck, ExitLens, shortlist_ids
+from .exit_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
+from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows
 from .rules import EXIT_RULES
-from .supported_models import open_for_early_exit, reads_pixels, synthetic_inputs, takes_cache
+from .rules.built_in import MaxProbRule
+from .segments import FullSequence
+from .supported_models import (
+    check_decoding,
+    check_full_sequence,
+    is_causal,
+    open_for_early_exit,
+    positions_read,
+    reads_pixels,
+    refusing_crashes,
+    synthetic_inputs,
+)
+
+# Most bytes of keys and values of the layers that are generated from together. Those of a single layer may take more.
+KEYS_AND_VALUES_BYTES = 2**28
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ExitLogits:
+    """The logits that `EarlyExit.logits` computed, the exit of each position, and the work that was done.
+
+    Attributes:
+        logits: `batch pos vocabulary`, or `batch classes` of a classifier; each of the layer at which it exited. 0 at padding.
+        exits: `batch pos` or `batch`, the number of blocks that had run. 0 at padding.
+        layers: number of blocks of the model.
+        block_tokens: positions run through blocks, summed over blocks.
+        full_block_tokens: the same for the full model.
+        checks: positions evaluated at checks, summed over checks.
+    """
+
+    logits: Tensor
+    exits: Tensor
+    layers: int
+    block_tokens: int
+    full_block_tokens: int
+    checks: int
+
+    @property
+    def share_of_block_tokens(self) -> float:
+        """Positions run through blocks as a fraction of those of the full model."""
+        return self.block_tokens / max(1, self.full_block_tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"ExitLogits: {tuple(self.logits.shape)}, exits after {float(self.exits[self.exits > 0].float().mean()):.2f} of "
+            f"{self.layers} blocks on average, {100 * self.share_of_block_tokens:.0f} % of the full model's tokens through "
+            "blocks"
+        )
 
 
 class EarlyExit:
@@ -44,7 +93,6 @@ class EarlyExit:
         at: blocks after which a check is made: numbers from 0, negative from the end, names such as `blocks.3.hook_resid_post`,
             or `"all"`. There is no check after the last block. Default: the cheapest set by `costs` on `curve`; without a curve
             at most four evenly spread blocks, whose checks cost at most a sixth of the model (but at least one block).
-        min_layer: lowest block after which a check is made, by number or name.
         rule: name of the exit rule. `"max-prob"`: the largest probability at the layer, through the model's own final norm and
             head; `"margin"`: the largest minus the second largest; `"patience"`: the prediction is the same at `threshold`
             checks in a row; `"cosine"`: the cosine similarity of the residuals that enter and leave the block, without
@@ -85,7 +133,6 @@ class EarlyExit:
         threshold: int | float = 0.9,
         *,
         at: int | str | Sequence[int | str] | None = None,
-        min_layer: int | str = 0,
         rule: str = "max-prob",
         curve: ExitCurveResult | None = None,
         costs: ExitCosts | None = None,
@@ -96,41 +143,73 @@ class EarlyExit:
         self.split_model, self.unembed = open_for_early_exit(model)
         self.model = OpenedModel.of(model).model
         self._head = self._head_weights()
-        ids = None if shortlist is None else shortlist_ids(shortlist, rule_class, self.split_model, self.unembed)
+        ids = shortlist_ids(shortlist, rule_class, self.split_model, self.unembed)
         self.rule = rule_class(float(threshold), ids)
         blocks = len(self.split_model.blocks)
         self.heads = as_heads(heads)
-        self.lens = self._open_lens(self.heads, blocks)
-        if curve is not None:
-            check_curve(curve, rule_class, self.heads)
+        self.lens = ExitLens(self.unembed, blocks)
+        if self.heads is not None:
+            self.heads.check(self.split_model.model, self.unembed.linear)
+            own = self.heads.plain.on(self.split_model.device)
+            self.lens = ExitLens(self.unembed, blocks, own, self.heads.norm == "final")
         costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids)
-        names = self.split_model.model.layers[1:]
-        lowest = block_number(min_layer, names, "min_layer")
-        given = check_layers(at, lowest, names)
-        self.plan: ExitPlan | None = None
-        if curve is not None:
-            self.plan = plan_for(costs, exited_fractions(curve, float(threshold), blocks), lowest, given)
-            self._warn_of_other_weights(curve)
-            warn_if_slower(self.plan)
+        given = self._given_blocks(at)
+        self.plan = None if curve is None else self._plan(curve, costs, given)
+        if self.plan is not None:
             self.at = self.plan.at
         else:
-            self.at = evenly_spread(costs, lowest) if given is None else given
+            self.at = evenly_spread(costs) if given is None else given
         # Numbers of blocks after which tokens may exit.
-        self.ends = (blocks,) if self.rule.never else self._ends()
-        self._verify()
+        ends = (*(block + 1 for block in self.at), blocks)
+        self.ends = (blocks,) if self.rule.never else ends
+        self._verify(ends)
 
-    def _ends(self) -> tuple[int, ...]:
-        """The number of blocks that have run at each check, and at the end."""
-        return (*(block + 1 for block in self.at), len(self.split_model.blocks))
+    def _given_blocks(self, at: int | str | Sequence[int | str] | None) -> tuple[int, ...] | None:
+        """The numbers of the blocks after which `at` asks for a check, ascending; None if `at` is None.
 
-    def _open_lens(self, heads: ExitHeads | None, blocks: int) -> ExitLens:
-        """The predictions of each layer."""
-        if heads is None:
-            return ExitLens(self.unembed, blocks)
-        heads.check(self.split_model.model, self.unembed.linear)
-        return ExitLens(self.unembed, blocks, heads.plain.on(self.split_model.device), heads.norm == "final")
+        Raises:
+            LayersimError: `at` names the last block, no block, or one twice.
+        """
+        names = self.split_model.model.layers[1:]
+        last = len(names) - 1
+        if at is None:
+            return None
+        if at == "all":
+            return tuple(range(last))
+        layers = [at] if isinstance(at, int | str) else list(at)
+        blocks = tuple(sorted(block_numbers(layers, names, "at"))) if layers else ()
+        if last in blocks:
+            raise LayersimError(f"`at` is {brief(at)}; a check can be made after blocks 0 to {last - 1}.")
+        return blocks
 
-    def _verify(self) -> None:
+    def _plan(self, curve: ExitCurveResult, costs: ExitCosts, given: tuple[int, ...] | None) -> ExitPlan:
+        """The plan by an exit curve, with warnings if its weights are others or its checks do not pay.
+
+        Raises:
+            LayersimError: the curve measures other rules or thresholds, or was measured with other heads.
+        """
+        if not isinstance(self.rule, MaxProbRule):
+            raise LayersimError(
+                f"`curve` cannot be used with rule={self.rule.name!r}: an exit curve measures exits of {MaxProbRule.name!r}."
+            )
+        model, run = self.split_model.model, curve.provenance
+        measured_with, own = run.options.get("heads"), None if self.heads is None else str(self.heads)
+        if measured_with != own:
+            raise LayersimError(
+                f"`curve` was measured with {measured_with or 'the head of the model'}, and `heads` is {own}; they must be "
+                "the same."
+            )
+        plan = plan_for(costs, exited_fractions(curve, self.rule.threshold, len(self.split_model.blocks)), given)
+        if model.weights_hash and run.weights_hash and model.weights_hash != run.weights_hash:
+            warn(f"The exit curve was measured on {run.model}, whose weights differ from those that {model.name} has now.")
+        if plan.speedup < 1 and plan.at:
+            warn(
+                f"Checks after blocks {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a "
+                "check costs an unembedding. Pass curve= without at= to have the blocks chosen."
+            )
+        return plan
+
+    def _verify(self, ends: tuple[int, ...]) -> None:
         """Determine what the model supports, and check that early exit reproduces its logits.
 
         Raises:
@@ -142,8 +221,7 @@ class EarlyExit:
             split_model.tuples(lambda: split_model.module(**options))
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)
             self.causal = is_token_model and is_causal(split_model)
-            self.generates = self.causal and takes_cache(split_model)
-            ends = self._ends()
+            self.generates = self.causal and "past_key_values" in inspect.signature(type(split_model.module).forward).parameters
             with refusing_crashes(split_model):
                 outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
                 if self.rule.reads_logits:
@@ -156,15 +234,6 @@ class EarlyExit:
         expected = "" if self.plan is None else f"; {self.plan.speedup:.2f} times as fast is expected"
         rule = f"{self.rule.name} > {self.rule.threshold:g}"
         return f"EarlyExit({self.split_model.model.name}, {rule} after blocks: {layers}{expected})"
-
-    def _warn_of_other_weights(self, curve: ExitCurveResult) -> None:
-        """Warn if an exit curve was measured with other weights."""
-        ours, theirs = self.split_model.model.weights_hash, curve.provenance.weights_hash
-        if ours and theirs and ours != theirs:
-            warn(
-                f"The exit curve was measured on {curve.provenance.model}, whose weights differ from those that "
-                f"{self.split_model.model.name} has now."
-            )
 
     def _head_weights(self) -> list[Any]:
         """Identity, dtype and device of each parameter of the final norm and the head."""
@@ -180,23 +249,6 @@ class EarlyExit:
                 "The model's final norm or head was replaced after this EarlyExit was built; build another one."
             )
 
-    def refuse_no_generation(self) -> None:
-        """Raise an error if the model is no causal language model with a cache.
-
-        Raises:
-            LayersimError: the model cannot generate.
-        """
-        if self.generates:
-            return
-        head = self.split_model.source.model.head
-        if head is not None and head.classifies:
-            reason = "it is a classifier"
-        elif self.causal:
-            reason = "its forward takes no past_key_values (adapters of peft are merged first: model.merge_and_unload())"
-        else:
-            reason = "it is no causal language model"
-        raise LayersimError(f"{self.split_model.model.name} cannot generate: {reason}. Use EarlyExit.logits.")
-
     @typed
     def generate(
         self,
@@ -209,7 +261,6 @@ class EarlyExit:
         top_p: Fraction = 1.0,
         seed: int | None = None,
         eos_token_id: int | list[int] | tuple[int, ...] | None = None,
-        stop: str | list[str] | None = None,
         tokenizer: Any = None,
     ) -> Generated:
         """Continue texts or rows of tokens, with the most probable token at each step or with a sampled one.
@@ -223,7 +274,6 @@ class EarlyExit:
             top_p: probability of the smallest set of tokens from which one is sampled.
             seed: seed of the sampling; the tokens of the i-th row do not depend on the other rows.
             eos_token_id: tokens that end a row. Default: the model's own; `()` for none.
-            stop: a row ends when its new text contains one of these.
             tokenizer: used in place of the model's own.
 
         Returns:
@@ -232,25 +282,76 @@ class EarlyExit:
         Raises:
             LayersimError: the model cannot generate, or the rows would exceed its context.
         """
-        self.refuse_no_generation()
-        model = self.split_model.model
         self._refuse_changed_head()
+        tokenizer, prompts = self._prompts(prompt, attention_mask, tokenizer, max_new_tokens)
+        sampler = TokenSampler(do_sample, temperature, top_p, seed, len(prompts[0]))
+        check, stop = ExitCheck(self.lens, self.rule), end_ids(self.model, eos_token_id)
+        return generate_rows(self.split_model, self.ends, check, prompts, sampler, stop, max_new_tokens, tokenizer)
+
+    def _prompts(
+        self, prompt: Any, attention_mask: Tensor | None, tokenizer: Any, max_new_tokens: int
+    ) -> tuple[Any, tuple[Tensor, Tensor | None]]:
+        """The tokenizer, and the prompts as in `prompt_rows`.
+
+        Raises:
+            LayersimError: the model cannot generate, or the rows would exceed its context.
+        """
+        model = self.split_model.model
+        if not self.generates:
+            if model.head is not None and model.head.classifies:
+                reason = "it is a classifier"
+            elif self.causal:
+                reason = "its forward takes no past_key_values (adapters of peft are merged first: model.merge_and_unload())"
+            else:
+                reason = "it is no causal language model"
+            raise LayersimError(f"{model.name} cannot generate: {reason}. Use EarlyExit.logits.")
         tokenizer = with_tokenizer(model, tokenizer).tokenizer
-        tokens, attended = prompt_rows(prompt, attention_mask, model, tokenizer, max_new_tokens)
-        stop_criteria = StopCriteria(end_ids(self.model, eos_token_id), stop, tokenizer)
-        sampler = TokenSampler(do_sample, temperature, top_p, seed, len(tokens))
-        loop = GenerationLoop(
-            self.split_model,
-            self.ends,
-            RuleCheck(self.lens, self.rule),
-            tokens,
-            attended,
-            sampler,
-            stop_criteria,
-            max_new_tokens,
-        )
-        loop.run()
-        return loop.result(tokenizer)
+        return tokenizer, prompt_rows(prompt, attention_mask, model, tokenizer, max_new_tokens)
+
+    def generate_from_layers(
+        self,
+        prompts: list[str],
+        *,
+        max_new_tokens: int,
+        top_p: float,
+        seed: int,
+        tokenizer: Any = None,
+        on_tokens: Callable[[int], object] = lambda _count: None,
+    ) -> list[list[tuple[Tensor, str]]]:
+        """Sampled continuations of prompts from every layer, in as few decoding steps as the cache's memory allows.
+
+        Each continuation is read at one layer, and no block above it runs. Every layer draws the same random numbers, as if it
+        ran alone.
+
+        Args:
+            prompts: the texts.
+            max_new_tokens: maximum number of new tokens in each row.
+            top_p: see `generate`.
+            seed: seed of the sampling.
+            tokenizer: used in place of the model's own.
+            on_tokens: called at each step with the number of its tokens.
+
+        Returns:
+            For each layer and prompt, the new token ids and their text without special tokens.
+
+        Raises:
+            LayersimError: the model cannot generate, or the rows would exceed its context.
+        """
+        tokenizer, (tokens, attended) = self._prompts(prompts, None, tokenizer, max_new_tokens)
+        split_model, count, stop = self.split_model, len(tokens), end_ids(self.model)
+        # Keys and values of the rows of one layer in all blocks, where neither is wider than the residual.
+        width, size = split_model.model.d_model or 4096, next(split_model.module.parameters()).element_size()
+        room = 2 * len(split_model.blocks) * count * (tokens.shape[1] + max_new_tokens) * width * size
+        out = []
+        for group in layer_groups(len(split_model.blocks), room):
+            copies = len(group)
+            check = ExitCheck(self.lens, torch.tensor(group).repeat_interleave(count))
+            sampler = TokenSampler(True, 1.0, top_p, seed, count, copies)
+            rows = tokens.repeat(copies, 1), None if attended is None else attended.repeat(copies, 1)
+            written = generate_rows(split_model, tuple(group), check, rows, sampler, stop, max_new_tokens, tokenizer, on_tokens)
+            pairs = list(zip(written.tokens, written.texts, strict=True))
+            out += [pairs[i : i + count] for i in range(0, len(pairs), count)]
+        return out
 
     @typed
     def logits(
@@ -273,13 +374,71 @@ class EarlyExit:
             LayersimError: the model does not take these inputs.
         """
         self._refuse_changed_head()
-        rows = sequence_rows(tokens, attention_mask, self.split_model, self.unembed.reads, self.causal)
-        inputs = refusing_failed_forward(self.split_model.module, rows.inputs)
-        with self.split_model.evaluating(), torch.no_grad(), inputs:
-            check = RuleCheck(self.lens, self.rule)
-            passes = FullSequence(self.split_model, self.ends, check, rows)
+        split_model, model, reads = self.split_model, self.split_model.model, self.unembed.reads
+        pixels, mask = reads_pixels(split_model), None if attention_mask is None else as_mask(attention_mask)
+        if pixels and mask is not None:
+            raise LayersimError("`attention_mask` cannot be given for a model of images.")
+        if tokens.is_floating_point() != pixels or not tokens.numel():
+            takes = "images `batch channel height width`" if pixels else "token ids `batch pos`"
+            raise LayersimError(f"`tokens` is {brief(tokens)}; {model.name} takes one or more {takes}.")
+        longest = tokens.shape[1] if mask is None else int(mask.sum(1).max())
+        if not pixels and model.context and longest > model.context:
+            raise LayersimError(f"`tokens` has {tokens.shape[1]} positions; the context of {model.name} has {model.context}.")
+        if mask is not None and not bool(mask.any(1).all()):
+            raise LayersimError("`attention_mask` has a row without a token.")
+        inputs = {"pixel_values" if pixels else "input_ids": tokens.to(split_model.device)}
+        attended = None if mask is None else mask.to(split_model.device)
+        if attended is not None:
+            inputs["attention_mask"] = attended.long()
+        positions, kept = positions_read(split_model, reads, inputs, attended), attended if reads == "rows" else None
+        check = ExitCheck(self.lens, self.rule)
+        passes = FullSequence(split_model, self.ends, check, inputs, positions, self.causal, kept)
+        with split_model.evaluating(), torch.no_grad(), refusing_failed_forward(split_model.module, inputs):
             passes.run()
-        blocks, logits, exits = len(self.split_model.blocks), passes.logits, passes.exits
-        if self.unembed.reads != "every":
-            logits, exits = logits[rows.positions], exits[rows.positions.cpu()]
+        blocks, logits, exits = len(split_model.blocks), passes.logits, passes.exits
+        if reads != "every":
+            logits, exits = logits[positions], exits[positions.cpu()]
         return ExitLogits(logits, exits, blocks, passes.block_tokens, passes.tokens * blocks, check.checked)
+
+
+def layer_groups(blocks: int, cache_bytes: int) -> list[range]:
+    """The layers, counted from 1, in groups that are generated from together.
+
+    Args:
+        blocks: number of blocks.
+        cache_bytes: keys and values of the rows of one layer.
+
+    Examples:
+        >>> layer_groups(5, KEYS_AND_VALUES_BYTES // 2)
+        [range(1, 3), range(3, 5), range(5, 6)]
+    """
+    size = min(blocks, max(1, KEYS_AND_VALUES_BYTES // max(1, cache_bytes)))
+    return [range(start, min(start + size, blocks + 1)) for start in range(1, blocks + 1, size)]
+
+
+@typed
+def frequent_tokens(model: Any, data: Any, size: PositiveInt) -> Any:
+    """The most frequent token ids of a data set, as a shortlist for the checks of `EarlyExit`.
+
+    Args:
+        model: as in `EarlyExit`; its vocabulary applies, and its tokenizer unless `data` has one.
+        data: a `Data`; or raw data, of which the first 100,000 tokens are read.
+        size: maximum number of ids.
+
+    Returns:
+        Ids, the most frequent first.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> from tl_layersim.early_exit import frequent_tokens
+        >>> len(frequent_tokens(lsim.demo_model(), lsim.demo_text(), 200))
+        200
+    """
+    split_model, _ = open_for_early_exit(model)
+    data = Data.of(data, max_tokens=100_000)
+    batches = Batches(data, with_tokenizer(split_model.model, data.tokenizer))
+    tokens = [batch.tokens[batch.attention] for batch in batches]
+    if not tokens:
+        raise LayersimError("`data` is empty.")
+    counts = torch.cat(tokens).bincount()
+    return counts.topk(min(size, int((counts > 0).sum()))).indices

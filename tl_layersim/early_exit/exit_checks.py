@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..architectures.unembed import LayerHeads, Unembed
-from .rules.exit_rule import CheckedTokens, ExitRule
+from ..core.errors import LayersimError
+from ..core.wording import brief
+from ..sources.split_model import LocalSplitModel
+from .rules import CheckedTokens, ExitRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,41 +60,35 @@ class ExitLens:
         ids = ids.to(linear.weight.device)
         return linear.weight.detach()[ids], None if linear.bias is None else linear.bias.detach()[ids]
 
-    def logits_of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, needs_norm: bool) -> Tensor:
-        """Logits `token candidate` of rows of a head; `x` and `needs_norm` as in a call."""
-        read = self.unembed.features(x, needs_norm and (self.heads is None or self.normed)).to(weight.dtype)
-        return self.unembed.finish(torch.nn.functional.linear(read, weight, bias))
 
-
-# What the head is applied to, `token width`, and whether the final norm is still to be applied to it.
-HeadInput = Callable[[], tuple[Tensor, bool]]
-
-
-class ExitCheck(ABC):
+class ExitCheck:
     """Decides layer by layer which of many tokens exit, and gives the logits of those that do.
 
     Args:
         lens: the predictions of each layer.
+        rule: an exit rule; or `row`, the number of blocks after which the tokens of each row exit.
 
     Attributes:
         checked: tokens evaluated so far, summed over layers.
     """
 
-    def __init__(self, lens: ExitLens) -> None:
-        self.lens, self.checked = lens, 0
+    def __init__(self, lens: ExitLens, rule: ExitRule | Tensor) -> None:
+        self.lens, self.rule, self.checked = lens, rule, 0
+        # Rows of the head for the ids of a shortlist, by layer if layers have heads of their own.
+        self._shortlist_rows: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    @abstractmethod
     def restart(self, rows: list[int]) -> None:
         """Begin with new tokens, those of some rows; forget all others."""
-
-    @abstractmethod
-    def evaluate(
-        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: HeadInput
-    ) -> tuple[Tensor, Tensor | None]:
-        """Which tokens exit, `token`, and logits `token vocabulary` of all tokens, None if they were not computed."""
+        self._state = {"exit": self.rule[rows]} if isinstance(self.rule, Tensor) else self.rule.new_state(len(rows))
 
     def __call__(
-        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, last: bool, read: HeadInput | None = None
+        self,
+        leaving: Tensor,
+        entering: Tensor,
+        index: Tensor,
+        layer: int,
+        last: bool,
+        read: tuple[Tensor, bool] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Which tokens exit at a layer.
 
@@ -102,76 +98,64 @@ class ExitCheck(ABC):
             index: `token`, the position of each token among those of `restart`.
             layer: number of blocks that have run.
             last: whether no block runs after these, so that all tokens exit.
-            read: gives the input of the head; None for `leaving`.
+            read: input of the head, `token width`, and whether the final norm is still to be applied; None for `leaving`.
 
         Returns:
             `token`, bool; and logits `token vocabulary` of the tokens that exit, None if there is none.
         """
-        read = read or (lambda: (leaving, True))
+        x, needs_norm = read or (leaving, True)
         if last:
-            x, needs_norm = read()
             return leaving.new_ones(len(leaving), dtype=torch.bool), self.lens(x, layer, needs_norm)
         self.checked += len(leaving)
-        exits, logits = self.evaluate(leaving, entering, index, layer, read)
+        logits = None
+        if isinstance(self.rule, Tensor):
+            exits = self._state["exit"][index.cpu()] == layer
+        else:
+            logits = self._logits(self.rule, layer, x, needs_norm)
+            exits = self.rule.exits(CheckedTokens(logits, entering, leaving, index), self._state)
+            logits = logits if self.rule.gives_logits else None
         exits = exits.to(leaving.device)
         if not bool(exits.any()):
             return exits, None
-        if logits is not None:
-            return exits, logits[exits]
-        x, needs_norm = read()
-        return exits, self.lens(x[exits], layer, needs_norm)
+        return exits, self.lens(x[exits], layer, needs_norm) if logits is None else logits[exits]
 
-
-class FixedCheck(ExitCheck):
-    """Tokens exit at given layers.
-
-    Args:
-        lens: the predictions of each layer.
-        layers: `row`, the number of blocks after which the tokens of each row exit.
-    """
-
-    def __init__(self, lens: ExitLens, layers: Tensor) -> None:
-        super().__init__(lens)
-        self.layers = self.current = layers
-
-    def restart(self, rows: list[int]) -> None:
-        self.current = self.layers[rows]
-
-    def evaluate(
-        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: HeadInput
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.current[index.cpu()] == layer, None
-
-
-class RuleCheck(ExitCheck):
-    """Tokens exit by an exit rule.
-
-    Args:
-        lens: the predictions of each layer.
-        rule: the rule.
-    """
-
-    def __init__(self, lens: ExitLens, rule: ExitRule) -> None:
-        super().__init__(lens)
-        self.rule, self.state = rule, rule.new_state(0)
-        # By layer, where layers have heads of their own; else one entry.
-        self._shortlist_rows: dict[int, tuple[Tensor, Tensor | None]] = {}
-
-    def restart(self, rows: list[int]) -> None:
-        self.state = self.rule.new_state(len(rows))
-
-    def evaluate(
-        self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int, read: HeadInput
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = self._logits(layer, *read()) if self.rule.reads_logits else leaving.new_zeros(len(leaving), 0)
-        exits = self.rule.exits(CheckedTokens(logits, entering, leaving, index), self.state)
-        return exits, logits if self.rule.gives_logits else None
-
-    def _logits(self, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
-        """Logits `token vocabulary`, or `token candidate` of a shortlist."""
-        if self.rule.shortlist is None:
+    def _logits(self, rule: ExitRule, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
+        """The logits that a rule reads: `token vocabulary`, `token candidate` of a shortlist, or `token 0`."""
+        if not rule.reads_logits:
+            return x.new_zeros(len(x), 0)
+        if rule.shortlist is None:
             return self.lens(x, layer, needs_norm)
-        key = 0 if self.lens.heads is None else layer
+        lens, key = self.lens, 0 if self.lens.heads is None else layer
         if key not in self._shortlist_rows:
-            self._shortlist_rows[key] = self.lens.rows(layer, self.rule.shortlist)
-        return self.lens.logits_of_rows(x, *self._shortlist_rows[key], needs_norm)
+            self._shortlist_rows[key] = lens.rows(layer, rule.shortlist)
+        weight, bias = self._shortlist_rows[key]
+        read = lens.unembed.features(x, needs_norm and (lens.heads is None or lens.normed)).to(weight.dtype)
+        return lens.unembed.finish(torch.nn.functional.linear(read, weight, bias))
+
+
+def shortlist_ids(shortlist: Any, rule: type[ExitRule], split_model: LocalSplitModel, unembed: Unembed) -> Tensor | None:
+    """The token ids of a shortlist; None without one.
+
+    Raises:
+        LayersimError: these are not distinct token ids, or the rule or the head cannot use a shortlist.
+    """
+    if shortlist is None:
+        return None
+    if not rule.reads_logits or unembed.linear is None or len(unembed.parts) > 1:
+        raise LayersimError(
+            f"`shortlist` cannot be used with rule={rule.name!r} and the head {split_model.source.model.head}: it needs a rule "
+            "that reads logits, and a head that is one linear layer."
+        )
+    try:
+        ids = torch.as_tensor(shortlist).detach().cpu()
+    except (RuntimeError, TypeError, ValueError):
+        ids = torch.zeros(0)
+    vocabulary = unembed.linear.out_features
+    valid = (
+        ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and len(set(ids.tolist())) == len(ids) >= 2
+    )
+    if not valid or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise LayersimError(
+            f"`shortlist` is {brief(shortlist)}; it must be two or more distinct token ids from 0 to {vocabulary - 1}."
+        )
+    return ids

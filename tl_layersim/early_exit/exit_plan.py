@@ -13,15 +13,14 @@ from torch import Tensor
 from ..analyzers.exit_curve import ExitCurveResult
 from ..architectures.unembed import Unembed
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
-from ..core.errors import LayersimError, warn
+from ..core.errors import LayersimError
 from ..sources.split_model import LocalSplitModel
-from .arguments import shortlist_ids
-from .decoding import Decoding
-from .exit_checks import ExitLens, RuleCheck
-from .rules import EXIT_RULES
-from .rules.exit_rule import ExitRule
+from .exit_checks import ExitCheck, ExitLens, shortlist_ids
+from .rules import EXIT_RULES, ExitRule
+from .segments import Decoding
 from .supported_models import open_for_early_exit, synthetic_inputs
 
+# The fastest of fewer runs may be slow.
 FEWEST_REPEATS = 3
 
 
@@ -125,11 +124,12 @@ class ExitCosts:
                 f"least 2 blocks, {FEWEST_REPEATS} repeats and a context of `repeats` + 3 are needed. Use "
                 "ExitCosts.count(model)."
             )
-        check = RuleCheck(ExitLens(lens, blocks), rule_class(rule_class.unreachable, ids))
+        rule_at = rule_class(rule_class.unreachable, ids)
+        check = ExitCheck(ExitLens(lens, blocks), rule_at)
         with split_model.evaluating(), torch.no_grad():
             prompt = synthetic_inputs(split_model, batch, min(context, limit))["input_ids"]
             times = _times(split_model, check, prompt, repeats, clock)
-        return ExitCosts(**times, blocks=blocks, batch=batch, full_check=check.rule.gives_logits)
+        return ExitCosts(**times, blocks=blocks, batch=batch, full_check=rule_at.gives_logits)
 
     def full(self) -> float:
         """The cost of a step of the full model."""
@@ -157,11 +157,11 @@ def _opened(model: Any, rule: str, shortlist: Any) -> tuple[type[ExitRule], Loca
     """The rule, the blocks of the model, its norm and head, and the ids of the shortlist."""
     rule_class = EXIT_RULES.named(rule)
     split_model, lens = open_for_early_exit(model)
-    return rule_class, split_model, lens, None if shortlist is None else shortlist_ids(shortlist, rule_class, split_model, lens)
+    return rule_class, split_model, lens, shortlist_ids(shortlist, rule_class, split_model, lens)
 
 
 def _times(
-    split_model: LocalSplitModel, check: RuleCheck, prompt: Tensor, repeats: int, clock: Callable[[], float]
+    split_model: LocalSplitModel, check: ExitCheck, prompt: Tensor, repeats: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """The costs of a block, a check, the head and the rest of a decoding step, in seconds.
 
@@ -246,7 +246,7 @@ class ExitPlan:
         return f"checks after blocks {self.at}: {self.speedup:.2f} times as fast is expected; exits {exits}"
 
 
-def plan_for(costs: ExitCosts, exited: list[float], lowest: int = 0, at: tuple[int, ...] | None = None) -> ExitPlan:
+def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None = None) -> ExitPlan:
     """The cheapest set of blocks for checks, or the plan for given blocks.
 
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
@@ -255,14 +255,13 @@ def plan_for(costs: ExitCosts, exited: list[float], lowest: int = 0, at: tuple[i
         costs: costs of the parts of a step.
         exited: for each block, the fraction of tokens whose rule is met after it or after a block below. A token whose rule is
             met is assumed to meet it at all layers above, and exits at the next check.
-        lowest: number of the lowest block after which a check is made.
         at: the numbers of the blocks; None for the cheapest.
     """
     # -1 is the input of block 0, where no token has exited.
     fractions, last = {-1: 0.0} | dict(enumerate(exited)), costs.blocks - 1
     # For each block, the lowest cost up to the check after it, and the blocks with checks so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (costs.start, ())}
-    for block in (*(range(lowest, last) if at is None else at), last):
+    for block in (*(range(last) if at is None else at), last):
         # Given checks follow one another; else any block may be the one below.
         below = best if at is None else {max(best): best[max(best)]}
         best[block] = min(
@@ -287,23 +286,11 @@ def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> l
     return [*fractions[:-1], 0.0]
 
 
-def evenly_spread(costs: ExitCosts, lowest: int) -> tuple[int, ...]:
+def evenly_spread(costs: ExitCosts) -> tuple[int, ...]:
     """Evenly spread blocks for checks: at most four, whose checks cost at most a sixth of the model, and at least one."""
-    span = costs.blocks - 1 - lowest
-    if span <= 0:
-        return ()
     full = costs.blocks * costs.block + costs.head
     count = 4 if costs.check == 0 else int(full / 6 / costs.check)
-    count = max(1, min(4, count, span))
+    count = min(max(1, min(4, count)), costs.blocks - 1)
     # From numbers of blocks that have run to the number of the block after which a check is made.
     blocks = [round(costs.blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
-    return tuple(sorted({min(costs.blocks - 2, max(lowest, block)) for block in blocks}))
-
-
-def warn_if_slower(plan: ExitPlan) -> None:
-    """Warn if checks are expected to cost more time than they save."""
-    if plan.speedup < 1 and plan.at:
-        warn(
-            f"Checks after blocks {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check "
-            "costs an unembedding. Pass curve= without at= to have the blocks chosen."
-        )
+    return tuple(sorted({min(costs.blocks - 2, max(0, block)) for block in blocks}))

@@ -1,19 +1,74 @@
-"""The loop of decoding steps of `EarlyExit.generate`, and the next token of each row."""
+"""Generation with early exit: prompts as rows, the loop of decoding steps, and the next token of each row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
-from ..core.wording import brief
+from ..core.errors import LayersimError, warn
+from ..data.batches import Batches, refuse_other_ids
+from ..data.data import Data
+from ..data.padding import RunsAtEnds, as_mask, mask_of, masked_warning
+from ..sources.model import Model
 from ..sources.split_model import LocalSplitModel
-from .decoding import Decoding
 from .exit_checks import ExitCheck
-from .exit_results import Generated
+from .segments import Decoding
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Generated:
+    """The text that `EarlyExit.generate` wrote, the exit of each token, and the work that was done.
+
+    Attributes:
+        tokens: for each row, its new token ids, `token`.
+        texts: for each row, its new text; empty if there is no tokenizer.
+        exits: for each row and new token, the number of blocks that had run when the token was chosen, `token`.
+        layers: number of blocks of the model.
+        steps: number of decoding steps; each gives every unfinished row one token.
+        block_calls: number of block calls, each of which reads the weights of a block. The full model makes `layers * steps`.
+        block_tokens: tokens run through blocks, summed over blocks, prompts and padding included.
+        full_block_tokens: the same for the full model.
+        passes: forward passes started, complete or partial.
+        checks: tokens evaluated at checks, summed over checks.
+    """
+
+    tokens: tuple[Tensor, ...]
+    texts: tuple[str, ...]
+    exits: tuple[Tensor, ...]
+    layers: int
+    steps: int
+    block_calls: int
+    block_tokens: int
+    full_block_tokens: int
+    passes: int
+    checks: int
+
+    @property
+    def mean_exit(self) -> float:
+        """Mean over new tokens of the number of blocks that had run when the token was chosen."""
+        return float(torch.cat(self.exits).double().mean())
+
+    @property
+    def share_of_blocks(self) -> float:
+        """Block calls relative to the full model's; also the relative time if reading weights is the bottleneck."""
+        return self.block_calls / max(1, self.layers * self.steps)
+
+    @property
+    def share_of_block_tokens(self) -> float:
+        """Tokens run through blocks relative to the full model's; also the relative time if arithmetic is the bottleneck."""
+        return self.block_tokens / max(1, self.full_block_tokens)
+
+    def __repr__(self) -> str:
+        new = sum(len(row) for row in self.tokens)
+        return (
+            f"Generated: {len(self.tokens)} {'row' if len(self.tokens) == 1 else 'rows'}, {new} new tokens, exits after "
+            f"{self.mean_exit:.2f} of {self.layers} blocks on average, {100 * self.share_of_blocks:.0f} % of the full model's "
+            f"block calls, {self.checks} checks"
+        )
 
 
 class TokenSampler:
@@ -25,9 +80,10 @@ class TokenSampler:
         top_p: see `EarlyExit.generate`.
         seed: seed of the sampling; each row has a generator of its own, so that its tokens do not depend on the other rows.
         rows: number of rows.
+        copies: number of copies of these rows, one after the other; each draws what a single copy would draw.
     """
 
-    def __init__(self, sample: bool, temperature: float, top_p: float, seed: int | None, rows: int) -> None:
+    def __init__(self, sample: bool, temperature: float, top_p: float, seed: int | None, rows: int, copies: int = 1) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
         if not sample and (temperature != 1 or top_p != 1 or seed is not None):
@@ -45,7 +101,7 @@ class TokenSampler:
         start = int(torch.randint(1 << 62, ())) if sample and seed is None else seed or 0
         seeds = torch.Generator().manual_seed(start)
         row_seeds = [int(torch.randint(1 << 62, (), generator=seeds)) for _ in range(rows if sample else 0)]
-        self.generators = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds]
+        self.generators = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds * copies]
 
     def __call__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
         """Choose the next token of each row.
@@ -65,7 +121,7 @@ class TokenSampler:
         return torch.cat(new).to(logits.device)
 
 
-def end_ids(module: Any, eos_token_id: Any) -> frozenset[int]:
+def end_ids(module: Any, eos_token_id: Any = None) -> frozenset[int]:
     """Token ids that end a row: the given ones, else those of the model's configuration."""
     if eos_token_id is None:
         eos_token_id = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
@@ -75,126 +131,139 @@ def end_ids(module: Any, eos_token_id: Any) -> frozenset[int]:
     return frozenset(int(i) for i in eos_token_id) if isinstance(eos_token_id, Iterable) else frozenset({int(eos_token_id)})
 
 
-class StopCriteria:
-    """Decides whether a row of new tokens is complete.
-
-    Args:
-        ids: tokens that end a row.
-        stop: texts that end a row.
-        tokenizer: decodes rows if `stop` is given.
-    """
-
-    def __init__(self, ids: frozenset[int], stop: str | list[str] | None, tokenizer: Any) -> None:
-        self.ids, self.tokenizer = ids, tokenizer
-        self.stop = [stop] if isinstance(stop, str) else stop or []
-        if self.stop and (tokenizer is None or not all(self.stop)):
-            raise LayersimError(
-                f"`stop` is {brief(stop)}; it must be texts that are not empty."
-                if tokenizer is not None
-                else f"`stop` is {brief(stop)}, which needs a tokenizer."
-            )
-
-    def __call__(self, tokens: list[int]) -> bool:
-        """Whether a row of new tokens is complete."""
-        if tokens[-1] in self.ids:
-            return True
-        if not self.stop:
-            return False
-        text = self.tokenizer.decode(tokens)
-        return any(stop in text for stop in self.stop)
-
-
-class GenerationLoop:
-    """Generates tokens for the rows of a batch until every row is complete.
+def generate_rows(
+    split_model: LocalSplitModel,
+    ends: tuple[int, ...],
+    check: ExitCheck,
+    prompts: tuple[Tensor, Tensor | None],
+    sampler: TokenSampler,
+    stop: frozenset[int],
+    max_new_tokens: int,
+    tokenizer: Any,
+    on_tokens: Callable[[int], object] = lambda _count: None,
+) -> Generated:
+    """Generate tokens for the rows of a batch until every row is complete.
 
     Args:
         split_model: the model.
         ends: as in `Segments`.
         check: decides after each segment which tokens exit.
-        tokens: `row column`, the prompts.
-        attended: `row column`, False at padding; None if no row is padded.
+        prompts: see `prompt_rows`.
         sampler: chooses the next tokens.
-        stop: decides whether a row is complete.
+        stop: token ids that end a row.
         max_new_tokens: maximum number of new tokens in a row.
+        tokenizer: decodes the new tokens; texts are empty if there is none.
+        on_tokens: called at each step with the number of its tokens.
     """
+    tokens, attended = (None if x is None else x.to(split_model.device) for x in prompts)
+    assert tokens is not None
+    # Indices, in the original batch, of the rows that are not complete.
+    rows = list(range(len(tokens)))
+    new_tokens, exits = ([list[int]() for _ in rows] for _ in range(2))
+    # Of the current step: logits and exit of each row that is not complete.
+    chosen: dict[int, tuple[Tensor, int]] = {}
+    steps = full_block_tokens = 0
 
-    def __init__(
-        self,
-        split_model: LocalSplitModel,
-        ends: tuple[int, ...],
-        check: ExitCheck,
-        tokens: Tensor,
-        attended: Tensor | None,
-        sampler: TokenSampler,
-        stop: StopCriteria,
-        max_new_tokens: int,
-    ) -> None:
-        self.check, self.sampler, self.stop, self.max_new_tokens = check, sampler, stop, max_new_tokens
-        device = split_model.device
-        tokens, attended = tokens.to(device), None if attended is None else attended.to(device)
-        self.state = Decoding(split_model, ends, tokens, attended, tokens.shape[1] + max_new_tokens, self.decide)
-        # Indices, in the original batch, of the rows that are not complete.
-        self.rows = list(range(len(tokens)))
-        self.tokens: list[list[int]] = [[] for _ in self.rows]
-        self.exits: list[list[int]] = [[] for _ in self.rows]
-        # Of the current step, for each row that is not complete.
-        self.step_logits: list[Tensor] = []
-        self.step_exits: list[int] = []
-        self.steps = self.full_block_tokens = 0
-
-    def run(self) -> None:
-        """Run all decoding steps."""
-        state, blocks = self.state, self.state.ends[-1]
-        with self.state.split_model.evaluating(), torch.no_grad(), state.hooked():
-            while True:
-                self.step_logits, self.step_exits = [torch.empty(0)] * len(self.rows), [0] * len(self.rows)
-                self.check.restart(self.rows)
-                self.full_block_tokens += blocks * len(self.rows) * (state.tokens.shape[1] if self.steps == 0 else 1)
-                state.run()
-                self.steps += 1
-                logits = self.step_logits[0] if len(self.rows) == 1 else torch.cat(self.step_logits)
-                new = self.sampler(logits, self.rows, state.tokens)
-                kept = self._append(new.tolist())
-                if not kept:
-                    return
-                state.append(new)
-                if len(kept) < len(self.rows):
-                    state.keep(kept)
-                    self.rows = [self.rows[i] for i in kept]
-
-    def _append(self, new: list[int]) -> list[int]:
-        """Append a token to each row; return the indices, within `self.rows`, of the rows that are not complete."""
-        kept = []
-        for i, (row, token) in enumerate(zip(self.rows, new, strict=True)):
-            self.tokens[row].append(token)
-            self.exits[row].append(self.step_exits[i])
-            if len(self.tokens[row]) < self.max_new_tokens and not self.stop(self.tokens[row]):
-                kept.append(i)
-        return kept
-
-    def decide(self, layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
-        """Return the rows that continue after a segment, and store the logits of those that exit."""
-        exits, logits = self.check(x, entering, torch.tensor(rows), layer, layer == self.state.ends[-1])
+    def decide(layer: int, running: list[int], x: Tensor, entering: Tensor) -> list[int]:
+        flags, logits = check(x, entering, torch.tensor(running), layer, layer == ends[-1])
         if logits is None:
-            return rows
-        flags = exits.tolist()
-        for i, row in enumerate(row for row, flag in zip(rows, flags, strict=True) if flag):
-            self.step_logits[row], self.step_exits[row] = logits[i : i + 1], layer
-        return [row for row, flag in zip(rows, flags, strict=True) if not flag]
+            return running
+        gone = [row for row, flag in zip(running, flags.tolist(), strict=True) if flag]
+        chosen.update({row: (logits[i : i + 1], layer) for i, row in enumerate(gone)})
+        return [row for row in running if row not in chosen]
 
-    def result(self, tokenizer: Any) -> Generated:
-        """The result; texts are empty if there is no tokenizer."""
-        texts = [tokenizer.decode(row, skip_special_tokens=True) if tokenizer is not None else "" for row in self.tokens]
-        state = self.state
-        return Generated(
-            tokens=tuple(torch.tensor(row) for row in self.tokens),
-            texts=tuple(texts),
-            exits=tuple(torch.tensor(row) for row in self.exits),
-            layers=state.ends[-1],
-            steps=self.steps,
-            block_calls=state.block_calls,
-            block_tokens=state.block_tokens,
-            full_block_tokens=self.full_block_tokens,
-            passes=state.passes,
-            checks=self.check.checked,
+    state = Decoding(split_model, ends, tokens, attended, tokens.shape[1] + max_new_tokens, decide)
+    with split_model.evaluating(), torch.no_grad(), state.hooked():
+        while rows:
+            chosen.clear()
+            check.restart(rows)
+            full_block_tokens += ends[-1] * len(rows) * (state.tokens.shape[1] if steps == 0 else 1)
+            state.run()
+            steps += 1
+            on_tokens(len(rows))
+            new = sampler(torch.cat([chosen[i][0] for i in range(len(rows))]), rows, state.tokens)
+            kept = []
+            for i, (row, token) in enumerate(zip(rows, new.tolist(), strict=True)):
+                new_tokens[row].append(token)
+                exits[row].append(chosen[i][1])
+                if len(new_tokens[row]) < max_new_tokens and token not in stop:
+                    kept.append(i)
+            if kept:
+                state.append(new)
+            if 0 < len(kept) < len(rows):
+                state.keep(kept)
+            rows = [rows[i] for i in kept]
+    return Generated(
+        tokens=tuple(map(torch.tensor, new_tokens)),
+        texts=tuple("" if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True) for row in new_tokens),
+        exits=tuple(map(torch.tensor, exits)),
+        layers=ends[-1],
+        steps=steps,
+        block_calls=state.block_calls,
+        block_tokens=state.block_tokens,
+        full_block_tokens=full_block_tokens,
+        passes=state.passes,
+        checks=check.checked,
+    )
+
+
+def prompt_rows(
+    prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, max_new_tokens: int
+) -> tuple[Tensor, Tensor | None]:
+    """Token ids `row column` padded on the left, and their mask, False at padding; the mask is None if no row is padded.
+
+    Raises:
+        LayersimError: `prompt` is neither text nor token ids, or leaves no room for `max_new_tokens`.
+    """
+    if isinstance(prompt, Tensor):
+        tokens, attention = _rows_of_ids(prompt, attention_mask, replace(model, tokenizer=tokenizer))
+    else:
+        tokens, attention = _rows_of_texts(prompt, attention_mask, model, tokenizer)
+    lengths = attention.sum(1)
+    if not len(lengths) or int(lengths.min()) == 0:
+        raise LayersimError("`prompt` has a row without a token.")
+    refuse_other_ids(tokens[attention], model, "prompt")
+    longest = int(lengths.max())
+    # The model does not run on the last new token.
+    if model.context and longest + max_new_tokens - 1 > model.context:
+        raise LayersimError(
+            f"`prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}; the context of {model.name} has room for "
+            f"{model.context + 1} in all."
         )
+    if int(lengths.min()) == tokens.shape[1]:
+        return tokens, None
+    left = torch.zeros(len(tokens), longest, dtype=torch.int64, device=tokens.device)
+    attended = torch.arange(longest, device=tokens.device) >= (longest - lengths)[:, None]
+    left[attended] = tokens[attention]
+    return left, None if bool(attended.all()) else attended
+
+
+def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of a tensor prompt; without a given mask, padding ids at the ends of rows are padding."""
+    tokens = tokens[None] if tokens.dim() == 1 else tokens
+    if mask is None:
+        runs = RunsAtEnds()
+        runs.add(tokens, model)
+        if warning := runs.warning(model):
+            warn(warning)
+        if (mask := mask_of(tokens, model)) is not None:
+            warn(masked_warning(tokens[~mask].tolist()))
+    return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else as_mask(mask).to(tokens.device)
+
+
+def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and attention of texts, tokenised as in `analyze`."""
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if mask is not None:
+        raise LayersimError("`attention_mask` cannot be given for texts.")
+    # Without its head the texts are not cut: one that exceeds the context is refused below.
+    described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
+    length = model.context or 1 << 20
+    batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=length), described)
+    rows = list(batches.rows())
+    if not rows or len(rows) != len(texts):
+        raise LayersimError(
+            f"`prompt` has {len(texts)} texts, of which {len(texts) - len(rows)} are empty or have more than {length} tokens."
+        )
+    batch = batches.batch(rows, 0)
+    return batch.tokens, batch.attention

@@ -1,24 +1,39 @@
-"""Segments: forward passes from one check to the next, each of which starts where the one before it stopped.
+"""Forward passes in segments, from one check to the next; each segment starts where the one before it stopped.
 
-A segment is a run of consecutive blocks between two checks. Cached decoding and full-sequence forward passes are both runs of
-segments; they differ in what stops, and in what enters the next segment.
+A segment is a run of consecutive blocks between two checks. Cached decoding (`Decoding`) and full-sequence forward passes
+(`FullSequence`) are both runs of segments; they differ in what stops, and in what enters the next segment.
+
+In decoding, a token that exits early has no keys and values in the blocks above its exit. They are not approximated: the
+residual that would enter the next block is kept as pending, and the upper blocks run on it in the same forward pass as the
+first later token of its row that runs deeper. The cache therefore holds what the full model would have put there.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..activations.block_call import first_tensor
+from ..core.errors import LayersimError
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
+from ..sources.inputs import no_cache
 from ..sources.split_model import LocalSplitModel
-from .supported_models import not_reached
+from .cache import ColumnCache, Columns, grown
+from .exit_checks import ExitCheck
+
+# Called at the end of a segment with the number of blocks that have run, the rows that ran them, and `row d_model` of their
+# newest tokens (leaving and entering the last of these blocks). Returns the rows that continue.
+Decide = Callable[[int, list[int], Tensor, Tensor], list[int]]
+# Columns that a cache has room for beyond the prompt at first.
+ROOM = 256
 
 
 @contextmanager
@@ -89,7 +104,11 @@ class Segments(ABC):
                 stack.enter_context(self._forward)
                 self.split_model.module(**options)
             if not self._stopped:
-                raise not_reached(self.split_model, self.ends[self.segment])
+                raise LayersimError(
+                    f"The forward pass of {self.split_model.model.name} did not reach block {self.ends[self.segment] - 1}: "
+                    "each block must run once, in order, as a module that is not compiled. open_model(model, layers=[...]) "
+                    "names the blocks."
+                )
 
     def _reached(self, number: int, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The forward hook of the last block of a segment."""
@@ -104,3 +123,202 @@ class Segments(ABC):
         if not self.leave(number, entering, hidden):
             self._stopped = True
             self._forward.stop()
+
+
+class Decoding(Segments):
+    """Decoding steps of a batch: `run` runs the newest token of all rows, and the pending tokens of those that run deeper.
+
+    Args:
+        split_model: the model.
+        ends: as in `Segments`.
+        tokens: `row column`, padded on the left.
+        attended: `row column`, False at padding; None if no row is padded.
+        room: expected number of columns.
+        decide: chooses the rows that continue.
+    """
+
+    def __init__(
+        self,
+        split_model: LocalSplitModel,
+        ends: tuple[int, ...],
+        tokens: Tensor,
+        attended: Tensor | None,
+        room: int,
+        decide: Decide,
+    ) -> None:
+        super().__init__(split_model, ends)
+        self.tokens, self.attended, self.decide = tokens, attended, decide
+        self.pads = None if attended is None else (~attended).sum(1)
+        # For each segment and row, the number of columns that have run through it.
+        self.columns_run = [[0] * len(tokens) for _ in ends]
+        self.cache = ColumnCache(len(split_model.blocks), len(tokens), min(room, tokens.shape[1] + ROOM))
+        # For each segment, the residuals `row column d_model` that enter it.
+        self.pending: list[Tensor | None] = [None for _ in ends]
+        parameters = inspect.signature(type(split_model.module).forward).parameters
+        self.positions = "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        # Of the current forward pass: its rows, the first column of each, and its part of the tables.
+        self.rows: list[int] = []
+        self.first_columns: list[int] = []
+        self.columns = Columns(None, 0, 0)
+
+    def run(self) -> None:
+        self.rows = list(range(len(self.tokens)))
+        super().run()
+
+    def append(self, new: Tensor) -> None:
+        """Append one token to each row; `new` is `row`."""
+        self.tokens = torch.cat([self.tokens, new[:, None]], 1)
+        if self.attended is not None:
+            self.attended = torch.cat([self.attended, torch.ones_like(new[:, None], dtype=torch.bool)], 1)
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep these rows and drop all others."""
+        index = torch.tensor(rows, device=self.tokens.device)
+        self.tokens = self.tokens[index]
+        if self.attended is not None and self.pads is not None:
+            self.attended, self.pads = self.attended[index], self.pads[index]
+        self.columns_run = [[columns[row] for row in rows] for columns in self.columns_run]
+        self.cache.keep(index)
+        self.pending = [None if x is None else x.index_select(0, index) for x in self.pending]
+
+    def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
+        if not self.rows:
+            return None
+        end = self.tokens.shape[1]
+        self.first_columns = [self.columns_run[self.segment][row] for row in self.rows]
+        start = min(self.first_columns)
+        all_rows = len(self.rows) == len(self.tokens)
+        ragged = self.first_columns if max(self.first_columns) > start else None
+        self.columns = columns = Columns(None if all_rows else self.rows, start, end, ragged, self.tokens.device)
+        self.cache.columns = columns
+        options: dict[str, Any] = {
+            "input_ids": columns.take(self.tokens, start),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+        if self.attended is not None and self.pads is not None:
+            options["attention_mask"] = columns.take(self.attended).long()
+            if self.positions:
+                pads = self.pads if all_rows else self.pads[self.rows]
+                numbers = torch.arange(start, end, device=pads.device)
+                options["position_ids"] = (numbers - pads[:, None]).clamp(min=0)
+        pending = self.pending[self.segment]
+        return options, None if pending is None else columns.take(pending, start)
+
+    def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
+        columns = self.columns
+        for row in self.rows:
+            self.columns_run[number][row] = columns.end
+        continuing = self.decide(self.ends[number], self.rows, hidden[:, -1], entering[:, -1])
+        if number + 1 == len(self.ends):
+            self.rows = []
+            return False
+        above = self.columns_run[number + 1]
+        none_pending = all(above[row] == first for row, first in zip(self.rows, self.first_columns, strict=True))
+        if len(continuing) == len(self.rows) and none_pending:
+            # All rows continue with the tokens of this pass, so the pass itself goes on.
+            return True
+        pending = self.pending[number + 1]
+        pending = self.cache.room_for(hidden) if pending is None else pending
+        self.pending[number + 1] = pending = grown(pending, columns.end)
+        columns.put(pending, hidden)
+        self.rows = continuing
+        return False
+
+
+class FullSequence(Segments):
+    """A forward pass in which positions exit at checks, and rows are dropped or shortened when their positions have exited.
+
+    Args:
+        split_model: the model.
+        ends: as in `Segments`.
+        check: decides which positions exit.
+        inputs: arguments of the model's forward by name, each with one entry per row.
+        positions: `row pos`, True where logits are computed; one position per row for a classifier of rows.
+        causal: whether a position does not depend on later ones, so that rows may be shortened at the end.
+        attended: `row pos`, False at padding, for heads that read rows; None without padding.
+
+    Attributes:
+        logits: `row pos vocabulary`, 0 where `positions` is False.
+        exits: `row pos`, the number of blocks that had run at each exit, or 0.
+        tokens: positions in a forward pass of the full model.
+    """
+
+    def __init__(
+        self,
+        split_model: LocalSplitModel,
+        ends: tuple[int, ...],
+        check: ExitCheck,
+        inputs: dict[str, Tensor],
+        positions: Tensor,
+        causal: bool = False,
+        attended: Tensor | None = None,
+    ) -> None:
+        super().__init__(split_model, ends)
+        self.check, self.inputs, self.causal, self.attended, self.tokens = check, inputs, causal, attended, 0
+        self.running = positions.clone()
+        self.exits = torch.zeros(positions.shape, dtype=torch.int64)
+        self.logits = torch.empty(0)
+        # The rows and the positions of the current forward pass, and the residuals that enter it.
+        self.rows, self.length = torch.arange(len(positions), device=positions.device), positions.shape[1]
+        self.hidden: Tensor | None = None
+
+    def run(self) -> None:
+        self.check.restart(list(range(self.running.numel())))
+        with self.hooked():
+            super().run()
+
+    def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
+        if not len(self.rows):
+            return None
+        cut = self.causal and self.length < self.running.shape[1]
+        part = {name: x[self.rows, : self.length] if cut else x[self.rows] for name, x in self.inputs.items()}
+        return part | no_cache(self.split_model.module), self.hidden
+
+    def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
+        self.tokens = self.tokens or hidden.shape[0] * hidden.shape[1]
+        layer, last = self.ends[number], number + 1 == len(self.ends)
+        running = self.running[self.rows, : self.length]
+        index = torch.arange(self.running.numel(), device=self.running.device).reshape(self.running.shape)
+        index = index[self.rows, : self.length][running]
+        lens = self.check.lens
+        if lens.unembed.pool is None:
+            # Vision models run more positions than the one that is classified.
+            x, before = (states[:, : self.length][running] for states in (hidden, entering))
+            read = x, True
+        else:
+            kept = torch.ones_like(hidden[..., 0], dtype=torch.bool) if self.attended is None else self.attended[self.rows]
+            x, before = (lens.unembed.pool(states, kept) for states in (hidden, entering))
+            read = lens.unembed.pooled(hidden, kept, lens.norms(layer)), False
+        exits, logits = self.check(x, before, index, layer, last, read)
+        if logits is not None:
+            self._exit(layer, index[exits], logits)
+        if last:
+            self.rows = self.rows[:0]
+            return False
+        return self._continue(hidden)
+
+    def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
+        """Store the logits and the exit of the positions that exit."""
+        if not self.logits.numel():
+            self.logits = logits.new_zeros(*self.running.shape, logits.shape[-1])
+        self.logits.view(-1, logits.shape[-1])[index] = logits
+        self.running.view(-1)[index] = False
+        self.exits.view(-1)[index.cpu()] = layer
+
+    def _continue(self, hidden: Tensor) -> bool:
+        """Drop rows in which every position has exited and, in a causal model, the positions after the last running one.
+
+        Returns:
+            Whether there are none of these.
+        """
+        running = self.running[self.rows, : self.length]
+        continuing = running.any(1)
+        length = self.length
+        if self.causal and bool(continuing.any()):
+            length = int(running.any(0).nonzero().max()) + 1
+        if bool(continuing.all()) and length == self.length:
+            return True
+        self.hidden = hidden[continuing, :length] if self.causal else hidden[continuing]
+        self.rows, self.length = self.rows[continuing], length
+        return False

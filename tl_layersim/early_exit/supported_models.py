@@ -1,8 +1,13 @@
-"""The models that early exit supports: Hugging Face language models and classifiers in this process, on one device."""
+"""The models that early exit supports, and checks that forward passes with early exit reproduce their logits.
+
+Supported are Hugging Face language models and classifiers in this process, on one device. The checks run a few synthetic
+tokens.
+"""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,14 +16,19 @@ from torch import Tensor
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.output_heads import classes_with_head
 from ..architectures.transformer_lens import is_transformer_lens
-from ..architectures.unembed import Unembed
+from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..remote.open import open_source
 from ..sources.checks import need_stream
 from ..sources.hooked import HookedSource
 from ..sources.inputs import no_cache
 from ..sources.open import OpenedModel, is_nnsight
-from ..sources.split_model import LocalSplitModel
+from ..sources.split_model import LocalSplitModel, logits_of
+from .exit_checks import ExitCheck, ExitLens
+from .segments import Decoding, FullSequence
+
+# Of the synthetic batch: tokens of the prompt, padding of its second row, and new tokens.
+PROMPT, PAD, NEW = 5, 2, 6
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
@@ -67,19 +77,6 @@ def not_hugging_face(model: Any) -> LayersimError:
     )
 
 
-def not_reached(split_model: LocalSplitModel, block: int) -> LayersimError:
-    """The error for a forward pass that ended before a block, counted from 1."""
-    return LayersimError(
-        f"The forward pass of {split_model.model.name} did not reach block {block - 1}: each block must run once, in order, as "
-        "a module that is not compiled. open_model(model, layers=[...]) names the blocks."
-    )
-
-
-def takes_cache(split_model: LocalSplitModel) -> bool:
-    """Whether the model's forward takes keys and values of earlier tokens."""
-    return "past_key_values" in inspect.signature(type(split_model.module).forward).parameters
-
-
 def reads_pixels(split_model: LocalSplitModel) -> bool:
     """Whether the model reads images."""
     return getattr(split_model.module, "main_input_name", "input_ids") == "pixel_values"
@@ -111,3 +108,130 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(rows, channels, height, width, generator=generator)
     return {"pixel_values": pixels.to(device=split_model.device, dtype=next(split_model.module.parameters()).dtype)}
+
+
+def is_causal(split_model: LocalSplitModel) -> bool:
+    """Whether the residual at a position does not depend on later tokens."""
+    given = synthetic_inputs(split_model, 1, 6)["input_ids"]
+    other = given.clone()
+    other[0, -1] = (other[0, -1] + 1) % max(2, split_model.model.vocabulary or 2)
+
+    def last_residual(ids: Tensor) -> Tensor:
+        module = split_model.module
+        return split_model.read(len(split_model.blocks), lambda: module(input_ids=ids, **no_cache(split_model.module)))
+
+    with torch.no_grad():
+        a, b = last_residual(given), last_residual(other)
+    return relative_gap(a[0, :-1], b[0, :-1]) < 1e-3
+
+
+@contextmanager
+def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
+    """A context that turns an exception of the model, run segment by segment, into a `LayersimError`.
+
+    Raises:
+        LayersimError: the model raised an exception.
+    """
+    try:
+        yield
+    except LayersimError:
+        raise
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise LayersimError(
+            f"{split_model.model.name} cannot run segment by segment: {type(error).__name__}: {error}"[:300]
+            + ". Early exit needs blocks that pass on one residual stream, and attention that reads the cache it is given."
+        ) from error
+
+
+def check_decoding(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...]) -> None:
+    """Compare cached decoding of two padded rows, with exits at all depths and pending tokens, to the model's own forward pass.
+
+    Raises:
+        LayersimError: the logits differ by more than rounding.
+    """
+    ids = synthetic_inputs(split_model, 2, PROMPT + NEW)["input_ids"]
+    attended = torch.ones_like(ids, dtype=torch.bool)
+    attended[1, :PAD] = False
+    logits: dict[int, Tensor] = {}
+
+    def decide(layer: int, rows: list[int], x: Tensor, _entering: Tensor) -> list[int]:
+        if layer == ends[-1]:
+            logits.update(zip(rows, unembed(x), strict=True))
+            return []
+        # Another depth at each step and in each row; all blocks at the last step.
+        return [row for row in rows if step == NEW or ends[(step + 2 * row) % len(ends)] > layer]
+
+    state = Decoding(split_model, ends, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW, decide)
+    with state.hooked():
+        for step in range(NEW + 1):
+            if step:
+                state.append(ids[:, PROMPT + step - 1])
+            state.run()
+    for row in range(2):
+        own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model.module)))[0, -1]
+        _refuse_different(split_model, logits[row], own, "when tokens exit early and run through the upper blocks later")
+
+
+def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> int:
+    """Compare a full-sequence pass, in which one row and most positions exit early, to the model's own forward pass.
+
+    Returns:
+        The number of outputs of the head.
+
+    Raises:
+        LayersimError: the logits differ by more than rounding.
+    """
+    inputs, unembed = synthetic_inputs(split_model, 2, 6), lens.unembed
+    positions, every = positions_read(split_model, unembed.reads, inputs), unembed.reads == "every"
+    layers = torch.full(positions.shape, ends[0])
+    # The second row runs through all blocks, or its fourth position does.
+    layers[1, 3 if every else slice(None)] = ends[-1]
+    passes = FullSequence(split_model, ends, ExitCheck(lens, layers.flatten()), inputs, positions, causal)
+    passes.run()
+    own = logits_of(split_model.module(**inputs, **no_cache(split_model.module)))[1]
+    ours = passes.logits[1][positions[1]][3 if every else -1]
+    _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when rows and positions exit early")
+    return own.shape[-1]
+
+
+def positions_read(
+    split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
+) -> Tensor:
+    """`row pos`, True at the positions at which the head gives logits; `row 1`, all True, if it pools several into one.
+
+    Args:
+        split_model: the model.
+        reads: "every", "first" or "last" position, or "rows".
+        inputs: arguments of the model's forward by name.
+        attended: `row pos`, False at padding.
+    """
+    if reads_pixels(split_model):
+        # The number of patches is known only after a forward pass; one entry stands for the row.
+        return torch.ones(len(inputs["pixel_values"]), 1, dtype=torch.bool, device=split_model.device)
+    ids = inputs["input_ids"]
+    if reads == "rows":
+        return torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
+    if reads == "every":
+        return torch.ones_like(ids, dtype=torch.bool) if attended is None else attended
+    chosen = torch.zeros_like(ids, dtype=torch.bool)
+    if reads == "first":
+        chosen[:, 0] = True
+        return chosen
+    pad = getattr(split_model.module.config, "pad_token_id", None)
+    real = ids != pad if isinstance(pad, int) else torch.ones_like(chosen) if attended is None else attended
+    last = (real * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(1)
+    return chosen.scatter(1, last[:, None], True)
+
+
+def relative_gap(a: Tensor, b: Tensor) -> float:
+    """The norm of a - b over the norm of b, in float64."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, when: str) -> None:
+    gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
+    if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
+        raise LayersimError(
+            f"{split_model.model.name} gives different logits {when} from those of its own forward pass, by {gap:.3g} of their "
+            "norm. Its blocks must run one after the other; open_model(model, layers=[...], unembed=[...]) names them."
+        )

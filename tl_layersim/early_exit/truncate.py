@@ -18,10 +18,9 @@ from ..core.storage import replacing_model
 from ..sources.identity import refuse_quantised
 from ..sources.open import OpenedModel
 from ..sources.split_model import logits_of
-from .exit_checks import ExitLens, FixedCheck
-from .full_model_check import positions_read, relative_gap
-from .full_sequence import FullSequence, Rows
-from .supported_models import not_hugging_face, open_for_early_exit, synthetic_inputs
+from .exit_checks import ExitCheck, ExitLens
+from .segments import FullSequence
+from .supported_models import not_hugging_face, open_for_early_exit, positions_read, relative_gap, synthetic_inputs
 
 # Lists in configurations that have no entry per block, or name blocks by number; and how the names of such lists end.
 NO_BLOCKS = ("architectures", "id2label", "pos_att_type")
@@ -61,57 +60,39 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
     split_model, unembed = open_for_early_exit(opened, either_stack=True)
     if not hasattr(type(model), "_from_config"):
         raise not_hugging_face(model)
-    _refuse_other_weights(model)
-    blocks = len(split_model.blocks)
-    if n_layers > blocks:
-        raise LayersimError(f"`n_layers` is {n_layers}; {split_model.model.name} has {blocks} blocks.")
-    # Weights that are made under torch.inference_mode() could never be trained.
-    with torch.inference_mode(False):
-        short = _short_copy(opened, split_model, unembed, n_layers)
-    if save_to is not None:
-        with replacing_model(save_to) as folder:
-            short.save_pretrained(folder)
-            if (tokenizer := getattr(short, "tokenizer", None)) is not None:
-                tokenizer.save_pretrained(folder)
-    return short
-
-
-def _refuse_other_weights(model: Any) -> None:
-    """Raise an error if weights cannot be copied into a model built from a configuration: quantised or sharded weights.
-
-    Raises:
-        LayersimError: the model has such weights.
-    """
     again = "truncate(..., save_to=folder) on the model loaded without {0}, and load that folder with {0}"
     refuse_quantised(
         model,
         "`model` has quantised weights, which cannot be copied into a shorter model",
         do=again.format("quantization_config="),
     )
-    peers = weight_peers(model)
-    if peers:
+    if peers := weight_peers(model):
         raise LayersimError(
             f"`model` is sharded over ranks {sorted(peers)}; a truncated copy needs whole weights. Use "
             f"{again.format('tp_plan=')}."
         )
-
-
-def _short_copy(opened: OpenedModel, split_model: Any, unembed: Any, n_layers: int) -> Any:
-    """Build the copy and verify it."""
-    model = opened.model
-    config = shortened(model, split_model.source.paths, n_layers)
-    # Building draws random weights, which are then replaced.
-    with torch.random.fork_rng(devices=[]):
-        short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
-    _copy_weights(model, short)
-    short.to(split_model.device).train(model.training)
-    if getattr(model, "generation_config", None) is not None:
-        short.generation_config = copy.deepcopy(model.generation_config)
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is not None:
-        short.tokenizer = tokenizer
-    paths = None if opened.layers is None else opened.layers[:n_layers]
-    _verify(split_model, unembed, replace(opened, model=short, layers=paths), n_layers)
+    blocks = len(split_model.blocks)
+    if n_layers > blocks:
+        raise LayersimError(f"`n_layers` is {n_layers}; {split_model.model.name} has {blocks} blocks.")
+    # Weights that are made under torch.inference_mode() could never be trained.
+    with torch.inference_mode(False):
+        config = shortened(model, split_model.source.paths, n_layers)
+        # Building draws random weights, which are then replaced.
+        with torch.random.fork_rng(devices=[]):
+            short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+        _copy_weights(model, short)
+        short.to(split_model.device).train(model.training)
+        if getattr(model, "generation_config", None) is not None:
+            short.generation_config = copy.deepcopy(model.generation_config)
+        if (tokenizer := getattr(model, "tokenizer", None)) is not None:
+            short.tokenizer = tokenizer
+        paths = None if opened.layers is None else opened.layers[:n_layers]
+        _verify(split_model, unembed, replace(opened, model=short, layers=paths), n_layers)
+    if save_to is not None:
+        with replacing_model(save_to) as folder:
+            short.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
     return short
 
 
@@ -164,8 +145,8 @@ def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -
     short_split, _ = open_for_early_exit(short, either_stack=True)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         logits = logits_of(short.model(**inputs))
-        check = FixedCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
-        passes = FullSequence(split_model, (n_layers,), check, Rows(inputs, positions, False))
+        check = ExitCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
+        passes = FullSequence(split_model, (n_layers,), check, inputs, positions)
         passes.run()
         lens = passes.logits if unembed.reads == "every" else passes.logits[positions]
     gap = relative_gap(logits, lens)

@@ -1,6 +1,6 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
-from .adapter import Adapter as Adapter
+from .adapters import Adapter as Adapter
 from .fitting import StitchTraining as StitchTraining
 from .stitch_results import Interval as Interval
 from .stitch_results import StitchGrid as StitchGrid

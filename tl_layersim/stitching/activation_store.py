@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,56 +29,43 @@ EVALUATION_EVERY = 5
 MIN_BATCHES = 10
 
 
-@dataclass(frozen=True)
-class StitchData:
-    """Batches for the fit and for the evaluation of a stitch. Each batch has at least one target.
+def fit_and_evaluation(
+    batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool
+) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+    """Batches for fitting adapters, and batches for measuring the penalty. Each batch has at least one target.
 
-    Attributes:
-        fit: batches for fitting adapters.
-        evaluation: batches for measuring the penalty.
+    If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out. A document is used for the fit
+    or for the evaluation, not for both. A packed row that would belong to both is left out.
+
+    Args:
+        batches: data for the fit; data for the evaluation if no adapter is fitted.
+        held_out: data for the evaluation; None to take it from `batches`.
         labels: see `lens.targets`.
+        model: the back.
+        fitted: whether an adapter is fitted.
+
+    Raises:
+        LayersimError: the data has no targets, or too few rows to split.
     """
-
-    fit: tuple[Batch, ...]
-    evaluation: tuple[Batch, ...]
-    labels: str | Tensor
-
-    @staticmethod
-    def of(batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> StitchData:
-        """Read the data. If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out.
-
-        A document is used for the fit or for the evaluation, not for both. A packed row that would belong to both is left out.
-
-        Args:
-            batches: data for the fit; data for the evaluation if no adapter is fitted.
-            held_out: data for the evaluation; None to take it from `batches`.
-            labels: see `lens.targets`.
-            model: the back.
-            fitted: whether an adapter is fitted.
-
-        Raises:
-            LayersimError: the data has no targets, or too few rows to split.
-        """
-        own = _batches_with_targets(batches, "data", labels, model)
-        size = batches.data.batch_size
-        if held_out is not None:
-            other = _batches_with_targets(held_out, "eval_data", labels, model)
-            if fitted:
-                _warn_of_common_rows(own, other)
-            judged = _in_small_batches(other, held_out.data.batch_size, labels, model)
-            return StitchData(tuple(own) if fitted else (), judged, labels)
-        if not fitted:
-            return StitchData((), _in_small_batches(own, size, labels, model), labels)
+    fit = _batches_with_targets(batches, "data", labels, model)
+    kept, size, count = fit, batches.data.batch_size, sum(len(batch.tokens) for batch in fit)
+    if held_out is not None:
+        kept, size = _batches_with_targets(held_out, "eval_data", labels, model), held_out.data.batch_size
+        if fitted:
+            _warn_of_common_rows(fit, kept)
+    elif fitted:
         tokenizer = batches.model.tokenizer
-        fit, kept = _split(own, None if tokenizer is None else tokenizer.eos_token_id)
+        fit, kept = _split(fit, None if tokenizer is None else tokenizer.eos_token_id)
         fit = [batch for batch in fit if _has_targets(batch, labels, model)]
-        evaluation = _in_small_batches(kept, size, labels, model)
-        if not fit or not evaluation:
-            raise LayersimError(
-                f"`data` has {sum(len(batch.tokens) for batch in own)} rows with targets, too few to hold some out for "
-                "evaluation. Pass more data, or eval_data=."
-            )
-        return StitchData(tuple(fit), evaluation, labels)
+    # At least MIN_BATCHES batches if there are enough rows.
+    size = max(1, min(size, sum(len(batch.tokens) for batch in kept) // MIN_BATCHES))
+    parts = (b.rows(start, start + size) for b in kept for start in range(0, len(b.tokens), size))
+    evaluation = tuple(part for part in parts if _has_targets(part, labels, model))
+    if not fit or not evaluation:
+        raise LayersimError(
+            f"`data` has {count} rows with targets, too few to hold some out for evaluation. Pass more data, or eval_data=."
+        )
+    return tuple(fit) if fitted else (), evaluation
 
 
 def _has_targets(batch: Batch, labels: str | Tensor, model: Model) -> bool:
@@ -153,26 +139,16 @@ def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
     return out
 
 
-def _in_small_batches(batches: list[Batch], largest: int, labels: str | Tensor, model: Model) -> tuple[Batch, ...]:
-    """The same rows in at least `MIN_BATCHES` batches if there are enough rows; batches without targets are left out."""
-    size = max(1, min(largest, sum(len(batch.tokens) for batch in batches) // MIN_BATCHES))
-    parts = (b.rows(start, start + size) for b in batches for start in range(0, len(b.tokens), size))
-    return tuple(part for part in parts if _has_targets(part, labels, model))
-
-
 def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
     """Warn if rows of the evaluation are also rows of the fit."""
-    fitted = {row for batch in fit for row in _rows_of(batch)}
-    common = [row in fitted for batch in held_out for row in _rows_of(batch)]
-    if any(common):
+    fitted, judged = ([row_bytes(b, number) for b in part for number in range(len(b.tokens))] for part in (fit, held_out))
+    known = set(fitted)
+    common = sum(row in known for row in judged)
+    if common:
         warn(
-            f"{sum(common)} of {len(common)} rows of eval_data also occur in data, so the penalty is measured on rows that the "
+            f"{common} of {len(judged)} rows of eval_data also occur in data, so the penalty is measured on rows that the "
             "adapter was fitted on."
         )
-
-
-def _rows_of(batch: Batch) -> list[bytes]:
-    return [row_bytes(batch, number) for number in range(len(batch.tokens))]
 
 
 class ActivationStore:
@@ -218,7 +194,13 @@ class ActivationStore:
         first = self.front.hidden(self.batches[0], self.layer)
         width, total = first.shape[-1], self._starts[-1]
         size = total * width * first.element_size()
-        if not required and folder is None and size > 0.9 * _free(folder)[0]:
+        free, place = _free(folder)
+        if size > 0.9 * free:
+            if required or folder is not None:
+                raise LayersimError(
+                    f"The front's activations take {in_words(size)}, more than 90 % of the free {place}, {in_words(free)}. Use "
+                    "a smaller max_tokens=" + ("." if folder else ", or cache='folder' for a file.")
+                )
             tqdm.write(
                 f"The front's activations, {in_words(size)}, do not fit into memory and are computed anew for each back; "
                 "cache='folder' keeps them in a file.",
@@ -226,7 +208,9 @@ class ActivationStore:
             )
             yield
             return
-        self._check_space(size, folder)
+        if size > LARGE or folder is not None:
+            where = f"a file in {folder}" if folder else "memory"
+            tqdm.write(f"The front's activations take {in_words(size)} in {where}.", file=sys.stderr)
         name = ""
         try:
             if folder is None:
@@ -250,17 +234,6 @@ class ActivationStore:
             self._kept = None
             if name:
                 Path(name).unlink(missing_ok=True)
-
-    def _check_space(self, size: int, folder: Path | None) -> None:
-        free, place = _free(folder)
-        if size > 0.9 * free:
-            raise LayersimError(
-                f"The front's activations take {in_words(size)}, more than 90 % of the free {place}, {in_words(free)}. Use a "
-                "smaller max_tokens=" + ("." if folder else ", or cache='folder' for a file.")
-            )
-        if size > LARGE or folder is not None:
-            where = f"a file in {folder}" if folder else "memory"
-            tqdm.write(f"The front's activations take {in_words(size)} in {where}.", file=sys.stderr)
 
 
 def _reserve(handle: int, size: int, folder: Path) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -24,8 +24,7 @@ from ..core.sums import Sums
 from ..core.training_loop import Descent, Shuffle, run_steps
 from ..sources.split_model import SplitModel, attended
 from .activation_store import ActivationStore
-from .adapter import Adapter
-from .adapters.kind import AdapterKind
+from .adapters import Adapter, AdapterKind
 
 T = TypeVar("T")
 # Notes and tensors, each by stitch.
@@ -232,25 +231,6 @@ class StitchTraining:
         return self.lr * (1 - self.momentum) * fraction
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The state of a training, from which it resumes with identical numbers.
-
-    Attributes:
-        step: number of completed steps.
-        tensors: learnt changes, the optimiser's momentum, and the best adapter so far.
-        curve: loss of each step.
-        best: the lowest mean loss over a window of steps.
-        stopped: the step, from 0, at which the loss exploded; -1 if it did not.
-    """
-
-    step: int = 0
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    curve: tuple[float, ...] = ()
-    best: float = math.inf
-    stopped: int = -1
-
-
 def least_squares(
     kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, ridge: float
 ) -> tuple[Adapter, float]:
@@ -302,38 +282,25 @@ def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
     return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)
 
 
-@dataclass(frozen=True)
-class BackLoss:
-    """The back model's loss as a function of the activations that enter it, by batch.
+class StitchDescent(Descent):
+    """Stochastic gradient descent on changes to the initial weight and bias of an adapter, by the back model's loss.
 
-    Attributes:
+    A step runs only the layers above the stitch point. The changes have the units of `StitchTraining.relative`.
+
+    Args:
+        start: the initial adapter.
+        explained: R² of its least squares, for the file.
         acts: the front model's activations.
         back: the back model.
         layer: layer of the back model at which activations enter.
         targets: targets of each batch.
-    """
-
-    acts: ActivationStore
-    back: SplitModel
-    layer: int
-    targets: list[Tensor]
-
-    @property
-    def title(self) -> str:
-        """Names of the two layers, for a progress bar."""
-        return f"{self.acts.front.model.layers[self.acts.layer]} into {self.back.model.layers[self.layer]}"
-
-
-class _StitchDescent(Descent):
-    """Stochastic gradient descent on changes to the initial weight and bias of an adapter.
-
-    Args:
-        start: the initial adapter.
-        data: the back model's loss.
         training: settings of the training.
-        state: the state to resume from; `Trained()` to start anew.
-        record: called with the state after each step.
         progress: keeps the states of all stitches of the call.
+        key: name of the stitch in `progress`.
+
+    Attributes:
+        best: the lowest mean loss over a window of steps.
+        stopped: the step, from 0, at which the loss exploded; -1 if it did not.
     """
 
     nested = True
@@ -342,25 +309,63 @@ class _StitchDescent(Descent):
     def __init__(
         self,
         start: Adapter,
-        data: BackLoss,
+        explained: float,
+        acts: ActivationStore,
+        back: SplitModel,
+        layer: int,
+        targets: list[Tensor],
         training: StitchTraining,
-        state: Trained,
-        record: Callable[[Trained], None],
         progress: Progress,
+        key: str,
     ) -> None:
         assert start.weight is not None
-        self.kind, self.data, self.state, self.record, self.progress = start.definition, data, state, record, progress
-        device, self.dtype = data.back.device, start.weight.dtype
-        self.fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
-        self.units = _units(self.kind, data.acts, data.back, data.layer, training)
+        self.start, self.explained, self.acts, self.back, self.layer, self.targets = (
+            start,
+            explained,
+            acts,
+            back,
+            layer,
+            targets,
+        )
+        self.training, self.progress, self.key, self.dtype = training, progress, key, start.weight.dtype
+        self.fixed = [part.to(back.device) for part in (start.weight, start.bias) if part is not None]
+        # Units of the learnt weight and bias, measured on the first batch.
+        self.units = (1.0, 1.0)
+        if training.relative:
+            batch = acts.batches[0]
+            # Apple's GPUs have no float64.
+            u = start.definition.features(attended(batch, acts[0]).cpu())
+            there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
+            self.units = (there / typical_size(u), there)
         self.learnt = [nn.Parameter(torch.zeros_like(part)) for part in self.fixed]
         optimiser = torch.optim.SGD(self.learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
-        super().__init__(data.title, dict(zip(("weight", "bias"), self.learnt, strict=False)), optimiser, training)
-        self.curve = list(state.curve)
-        if state.step:
-            self.load(state.tensors)
-        self._shuffle = Shuffle(len(data.acts), training.seed)
+        title = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
+        super().__init__(title, dict(zip(("weight", "bias"), self.learnt, strict=False)), optimiser, training)
+        self.best, self.stopped = math.inf, -1
+        self._best_parts: dict[str, Tensor] = {}
+        self._shuffle = Shuffle(len(acts), training.seed)
         self._status = ""
+
+    def restore(self, note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Load the state that `snapshot` recorded."""
+        self.curve, self.best, self.stopped = tensors["curve"].tolist(), note["best"], note["stopped"]
+        self.load(tensors)
+        self._best_parts = {name: value for name, value in tensors.items() if name.startswith("best/")}
+
+    def snapshot(self) -> Snapshot | None:
+        # In the middle of a step, the last recorded state counts.
+        if self.consistent:
+            note = {"done": False, "kind": self.start.kind, "best": self.best, "stopped": self.stopped}
+            parts = {
+                "start weight": self.start.weight,
+                "start bias": self.start.bias,
+                "curve": torch.tensor(self.curve, dtype=torch.float64),
+            }
+            # Copies: a later step changes parameters in place.
+            tensors = {name: value.clone() for name, value in self.tensors().items()} | self._best_parts
+            tensors |= {name: part for name, part in parts.items() if part is not None}
+            self.progress.put(self.key, note | {"explained": self.explained}, tensors)
+        return self.progress.snapshot()
 
     def parts_of(self, learnt: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the adapter: initial values plus learnt changes times their units."""
@@ -368,12 +373,10 @@ class _StitchDescent(Descent):
         return whole[0], whole[1] if len(whole) > 1 else None
 
     def loss_and_gradients(self) -> float:
-        data, index = self.data, self._shuffle.row(self.step)
-        device = data.back.device
+        index, device = self._shuffle.row(self.step), self.back.device
         with torch.enable_grad():
-            x = self.kind.apply(data.acts[index].to(device, self.dtype), *self.parts_of(self.learnt))
-            batch, targets = data.acts.batches[index], data.targets[index]
-            loss, gradient = data.back.loss_and_gradient(batch, targets, data.layer, x)
+            x = self.start.definition.apply(self.acts[index].to(device, self.dtype), *self.parts_of(self.learnt))
+            loss, gradient = self.back.loss_and_gradient(self.acts.batches[index], self.targets[index], self.layer, x)
         torch.autograd.backward(x, gradient.to(device, self.dtype))
         return loss
 
@@ -382,110 +385,64 @@ class _StitchDescent(Descent):
         return not all(loss <= 1.5 * first + 3 for loss in losses)
 
     def on_divergence(self, losses: Sequence[float]) -> None:
-        self.state = replace(self.state, curve=(*self.curve, *losses), stopped=self.step)
-        self.record(self.state)
+        self.stopped = self.step
+        self.curve += losses
 
     def apply(self) -> None:
         super().apply()
-        # Copies: an interrupt of the next step saves the end of this one.
-        held = {name: value.clone() for name, value in self.tensors().items()}
-        best = {key: value for key, value in self.state.tensors.items() if key.startswith("best")}
-        lowest = self.state.best
         if self.step % WINDOW == 0:
             recent = sum(self.curve[-WINDOW:]) / WINDOW
             self._status = f"loss {recent:.3f}"
-            if recent < lowest:
-                lowest, best = recent, {f"best/{name}": held[f"weight/{name}"] for name in self.parameters}
-        self.state = Trained(self.step, held | best, tuple(self.curve), lowest)
-        self.record(self.state)
+            if recent < self.best:
+                self.best = recent
+                self._best_parts = {f"best/{name}": part.detach().clone() for name, part in self.parameters.items()}
 
     def status(self) -> str:
         return self._status
 
-    def snapshot(self) -> Snapshot | None:
-        return self.progress.snapshot()
+    def run(self) -> Adapter:
+        """Train to the last step, and return the adapter to keep: the last, or, if the loss exploded or rose, the best one.
 
+        A warning says which adapter is kept if it is not the last.
+        """
+        if self.stopped < 0:
+            run_steps(self, self.progress.file)
+        self.snapshot()
+        last, best, start = "the last one", "the best one on the way", "the one that it started from"
+        ends: dict[str, list[Tensor]] = {}
+        if self.stopped < 0:
+            ends[last] = [parameter.detach() for parameter in self.learnt]
+        if self._best_parts:
+            pairs = zip(self.parameters, self.fixed, strict=True)
+            ends[best] = [self._best_parts[f"best/{name}"].to(part) for name, part in pairs]
+        ends[start] = [torch.zeros_like(part) for part in self.fixed]
+        losses = {name: self._loss_of(ends[name]) for name in (last, start) if last in ends}
+        chosen = last
+        if last not in ends or not losses[last] <= losses[start]:
+            what = "Training ended with a higher loss than it began with"
+            if self.stopped >= 0:
+                what = f"The loss exploded at step {self.stopped + 1} of {self.steps}"
+            losses = {name: losses[name] if name in losses else self._loss_of(ends[name]) for name in ends}
+            chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
+            said = ", ".join(f"{losses[name]:.4g} of {name}" for name in ends)
+            rate = min(1.0, self.training.lr / 10)
+            warn(
+                f"{what}. Losses on the training batches: {said}. The adapter kept is {chosen}; try "
+                f"StitchTraining(lr={rate:g})."
+            )
+        weight, bias = self.parts_of(ends[chosen])
+        return Adapter(self.start.kind, weight.cpu(), None if bias is None else bias.cpu())
 
-def descend(
-    start: Adapter,
-    data: BackLoss,
-    training: StitchTraining,
-    state: Trained,
-    record: Callable[[Trained], None],
-    progress: Progress,
-) -> tuple[Adapter, Trained]:
-    """Train an adapter by gradient descent on the back model's loss.
-
-    A step runs only the layers above the stitch point. The changes have the units of `StitchTraining.relative`.
-
-    Args:
-        start: the initial adapter.
-        data: the back model's loss.
-        training: settings of the training.
-        state: the state to resume from; `Trained()` to start anew.
-        record: called with the state after each step.
-        progress: keeps the states of all stitches of the call.
-    """
-    descent = _StitchDescent(start, data, training, state, record, progress)
-    if state.stopped < 0:
-        run_steps(descent, progress.file)
-    state = descent.state
-    ends: dict[str, list[Tensor]] = {}
-    if state.stopped < 0:
-        ends["the last one"] = [parameter.detach() for parameter in descent.learnt]
-    if state.best < math.inf:
-        best = zip(descent.parameters, descent.fixed, strict=True)
-        ends["the best one on the way"] = [state.tensors[f"best/{name}"].to(part) for name, part in best]
-    ends["the one that it started from"] = [torch.zeros_like(part) for part in descent.fixed]
-
-    def loss_of(name: str) -> float:
-        return _loss(start.definition, descent.parts_of(ends[name]), data)
-
-    weight, bias = descent.parts_of(ends[_choose(list(ends), loss_of, state, training)])
-    return Adapter(start.kind, weight.cpu(), None if bias is None else bias.cpu()), state
-
-
-def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, training: StitchTraining) -> str:
-    """Choose the adapter to keep: the last one, or, if the loss exploded or rose, the best one, with a warning."""
-    last, start = ends[0], ends[-1]
-    losses: dict[str, float] = {}
-    if state.stopped < 0:
-        losses = {name: loss_of(name) for name in (last, start)}
-        if losses[last] <= losses[start]:
-            return last
-        what = "Training ended with a higher loss than it began with"
-    else:
-        what = f"The loss exploded at step {state.stopped + 1} of {training.steps}"
-    losses = {name: losses.get(name, loss_of(name)) for name in ends}
-    chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
-    said = ", ".join(f"{losses[name]:.4g} of {name}" for name in ends)
-    rate = min(1.0, training.lr / 10)
-    warn(f"{what}. Losses on the training batches: {said}. The adapter kept is {chosen}; try StitchTraining(lr={rate:g}).")
-    return chosen
-
-
-def _loss(kind: AdapterKind, parts: tuple[Tensor, Tensor | None], data: BackLoss) -> float:
-    """Loss with an adapter on a few evenly spaced batches of the fit."""
-    total, count = 0.0, 0.0
-    for index in range(0, len(data.acts), max(1, len(data.acts) // LOOK)):
-        with torch.no_grad():
-            x = kind.apply(data.acts[index].to(parts[0]), *parts)
-        scores = data.back.score(data.acts.batches[index], data.targets[index], data.layer, x)
-        total, count = total + float(scores["loss"]), count + float(scores["count"])
-    return total / count
-
-
-def _units(
-    kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, training: StitchTraining
-) -> tuple[float, float]:
-    """Units of the learnt weight and bias, see `StitchTraining.relative`; measured on the first batch."""
-    if not training.relative:
-        return 1.0, 1.0
-    batch = acts.batches[0]
-    # Apple's GPUs have no float64.
-    u = kind.features(attended(batch, acts[0]).cpu())
-    there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
-    return there / typical_size(u), there
+    def _loss_of(self, learnt: Sequence[Tensor]) -> float:
+        """Loss with learnt changes on a few evenly spaced batches of the fit."""
+        parts = self.parts_of(learnt)
+        total, count = 0.0, 0.0
+        for index in range(0, len(self.acts), max(1, len(self.acts) // LOOK)):
+            with torch.no_grad():
+                x = self.start.definition.apply(self.acts[index].to(parts[0]), *parts)
+            scores = self.back.score(self.acts.batches[index], self.targets[index], self.layer, x)
+            total, count = total + float(scores["loss"]), count + float(scores["count"])
+        return total / count
 
 
 def typical_size(hidden: Tensor) -> float:

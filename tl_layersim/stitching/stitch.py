@@ -2,140 +2,466 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..architectures.blocks import entering
+from ..architectures.chosen_hook_points import block_number
 from ..core.arguments import NonNegativeFloat, typed
+from ..core.errors import LayersimError, in_words, warn
 from ..core.fields import Provenance
-from ..core.storage import refuse_unwritable
+from ..core.storage import refuse_unwritable, refuse_unwritable_folder
+from ..core.sums import Tally
+from ..core.wording import brief, counted
+from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
+from ..data.labels import NO_LABEL, warn_of_unused
+from ..engine.chosen_analyzers import shared_tokens, with_tokenizer
+from ..engine.report_assembly import record
+from ..lens.targets import answers, usual_labels
 from ..many.model_groups import group_labels
 from ..remote.open import open_split_model
+from ..sources.inputs import position_counter
+from ..sources.model import Model
 from ..sources.open import OpenedModel, records_of
-from ..sources.split_model import LocalSplitModel, SplitModel
-from .activation_store import ActivationStore
-from .adapter import Adapter
-from .experiment import JUDGED, StitchExperiment, StitchRun
-from .fitting import Fit, Progress, StitchTraining
-from .spec import StitchSpec, kind_of_adapter, point_number, stitch_point_label, stitch_points_of
+from ..sources.source import refuse_inference_weights
+from ..sources.split_model import SplitModel
+from .activation_store import ActivationStore, fit_and_evaluation
+from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
+from .fitting import Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
 from .stitch_results import StitchGrid, StitchResult, over_batches
 from .stitched_model import StitchedModel
 
-# By the names of front and back, and the number of the stitch point.
-Cells = Mapping[tuple[str, str, int], StitchRun]
-Join = Callable[[Adapter], StitchedModel]
+JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
+Layer = int | str
 
 
-def joining(front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer: Any) -> Join | None:
+@dataclass(frozen=True)
+class StitchRun:
+    """A finished stitch: targets, losses and correct predictions by batch, the adapter, and the record of its fit."""
+
+    judged: Mapping[str, Tensor]
+    curve: tuple[float, ...]
+    adapter: Adapter
+    explained: float
+    stopped: int
+
+    def note(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The stitch as notes and tensors for a file."""
+        parts = {"weight": self.adapter.weight, "bias": self.adapter.bias}
+        tensors = dict(self.judged) | {name: part for name, part in parts.items() if part is not None}
+        plain = {"done": True, "kind": self.adapter.kind, "explained": self.explained, "stopped": self.stopped}
+        return plain, tensors | {"curve": torch.tensor(self.curve, dtype=torch.float64)}
+
+    @staticmethod
+    def read(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StitchRun:
+        """The stitch from the notes and tensors of a file."""
+        adapter = Adapter(note["kind"], tensors.get("weight"), tensors.get("bias"))
+        judged = {name: tensors[name] for name in JUDGED}
+        return StitchRun(judged, tuple(tensors["curve"].tolist()), adapter, note["explained"], note["stopped"])
+
+
+def read_start(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Adapter, float]:
+    """The initial adapter of a training, and R² of its least squares, from the notes and tensors of a file."""
+    return Adapter(note["kind"], tensors["start weight"], tensors.get("start bias")), note["explained"]
+
+
+def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
+    """The kind of the argument `adapter`.
+
+    Raises:
+        LayersimError: the argument is not the name of a kind.
+    """
+    return adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
+
+
+class StitchExperiment:
+    """Fits and evaluates each stitch of one call of `stitch` or `stitch_grid`.
+
+    A context: inside it dropout is off and no gradient reaches the models' weights.
+
+    Args:
+        pairs: front and back model of each stitch.
+        adapter: see `stitch`, as for all further arguments.
+        fit: see `stitch`.
+        training: see `stitch`.
+        ridge: see `stitch`.
+        data: data for the fit, and for the evaluation if `eval_data` is None.
+        eval_data: see `stitch`.
+        labels: see `stitch`.
+        cache: folder for the front model's activations; None for memory.
+
+    Attributes:
+        kind: the kind of adapter.
+        fit: `"lstsq"`, `"sgd"`, `"lstsq+sgd"`, or "" if nothing is fitted.
+        unit: unit of a target: "token", or "row" for a classifier.
+    """
+
+    def __init__(
+        self,
+        pairs: list[tuple[SplitModel, SplitModel]],
+        adapter: str | Adapter,
+        fit: Fit | None,
+        training: StitchTraining | None,
+        ridge: float,
+        data: Data,
+        eval_data: Any,
+        labels: Any,
+        cache: str | os.PathLike[str] | None,
+    ) -> None:
+        # Each once, in the order of the call.
+        self.models = list(dict.fromkeys(model for pair in pairs for model in pair))
+        self.backs = list(dict.fromkeys(back for _, back in pairs))
+        self._choose_fit(adapter, fit, training, ridge)
+        for front, back in pairs:
+            self._refuse(front, back)
+        self.cache = None if cache is None else Path(cache)
+        if self.cache is not None:
+            refuse_unwritable_folder(self.cache, "cache")
+        shared = self.models[0].model
+        for other in self.models[1:]:
+            shared = shared_tokens(shared, other.model, given=data.tokenizer is not None)
+        known = next((each.model.tokenizer for each in self.models if each.model.tokenizer is not None), None)
+        shared = with_tokenizer(replace(shared, tokenizer=known), data.tokenizer)
+        self.labels = usual_labels(labels, [(back.model, back.module) for back in self.backs], data.source)
+        if isinstance(self.labels, Tensor) and eval_data is not None:
+            raise LayersimError(
+                "`labels` is a table, which cannot be used with `eval_data`. Use labels='data' and a column `labels` in both "
+                "data sets."
+            )
+        labelled = self.labels == "data" if isinstance(self.labels, str) else False
+        self.batches = Batches(data, shared, labelled, position_counter([each.source for each in self.models]))
+        held_out = None
+        if eval_data is not None:
+            judged = data.like(eval_data)
+            held_out = replace(self.batches, data=judged, model=with_tokenizer(shared, judged.tokenizer))
+        self.tokenizer = shared.tokenizer
+        head = self.backs[0].model.head
+        self.unit = "token" if head is None or head.reads == "every" else "row"
+        self.fit_data, self.evaluation = fit_and_evaluation(
+            self.batches, held_out, self.labels, self.backs[0].model, self.fit != ""
+        )
+        self._columns = found_in(self.batches, *([] if held_out is None else [held_out]))
+        wide = any(each.model.dtype == "torch.float64" for each in self.models)
+        self.dtype = torch.float64 if wide else torch.float32
+        self._back_scores: dict[SplitModel, dict[str, Tensor]] = {}
+        self._checked: set[tuple[SplitModel, int]] = set()
+        self._stack = ExitStack()
+
+    def _choose_fit(self, adapter: str | Adapter, fit: Fit | None, training: StitchTraining | None, ridge: float) -> None:
+        """Set the adapter and its fit.
+
+        Raises:
+            LayersimError: the arguments contradict one another.
+        """
+        self.given = adapter if isinstance(adapter, Adapter) else None
+        self.kind = kind_of_adapter(adapter)
+        fitted = self.given is None and self.kind.has_weight
+        if not fitted and (fit is not None or training is not None or ridge):
+            raise LayersimError(
+                "`fit`, `training` and `ridge` do not apply to "
+                f"{f'adapter={self.kind.name!r}' if self.given is None else 'a finished adapter'}, which is not fitted."
+            )
+        chosen = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
+        if fitted and training is not None and "sgd" not in chosen:
+            raise LayersimError(f"`training` needs a fit by gradients; `fit` is {chosen!r}.")
+        if ridge and "lstsq" not in chosen:
+            raise LayersimError(f"`ridge` needs a fit by least squares; `fit` is {chosen!r}.")
+        self.fit, self.training, self.ridge = chosen if fitted else "", training or StitchTraining(), float(ridge)
+
+    def _refuse(self, front: SplitModel, back: SplitModel) -> None:
+        """Raise an error if this adapter and fit cannot join two models.
+
+        Raises:
+            LayersimError: the widths, the dtype or the sandbox of a server does not allow it.
+        """
+        lower, upper, weight = front.model, back.model, None if self.given is None else self.given.weight
+        widths = (lower.d_model, upper.d_model)
+        if self.kind.needs_equal_widths and None not in widths and widths[0] != widths[1]:
+            raise LayersimError(
+                f"`adapter` is {self.kind.name!r}, which needs residual streams of equal width; {lower.name} has width "
+                f"{widths[0]} and {upper.name} {widths[1]}."
+            )
+        shape = None if weight is None else tuple(reversed(weight.shape))
+        if shape is not None and None not in widths and shape != widths:
+            raise LayersimError(f"`adapter` maps width {shape[0]} to {shape[1]}; the models need {widths[0]} to {widths[1]}.")
+        known = "unknown" not in (lower.stream, upper.stream)
+        if not self.kind.has_weight and known and lower.basis != upper.basis:
+            warn(
+                f"The residual streams have different bases ({lower.basis}; {upper.basis}). The penalty of {self.kind.name} "
+                "includes this difference."
+            )
+        if "sgd" not in self.fit:
+            return
+        if upper.calls != "gradients":
+            raise LayersimError(
+                f"`fit` is {self.fit!r}, which needs gradients through {upper.name}; the sandbox of this server computes no "
+                "gradients. Use fit='lstsq'."
+            )
+        if (local := back.local) is not None:
+            refuse_inference_weights(local.module)
+        if upper.dtype == "torch.float16":
+            raise LayersimError(
+                f"`fit` is {self.fit!r}, but gradients vanish in float16, the dtype of {upper.name}; use fit='lstsq' or "
+                "bfloat16."
+            )
+
+    def __enter__(self) -> StitchExperiment:
+        self._report_traffic()
+        for each in self.models:
+            self._stack.enter_context(each.evaluating())
+            each.settle(self.evaluation[0])
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def options(self) -> dict[str, Any]:
+        """The adapter and its fit, for the provenance."""
+        which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
+        recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
+        recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
+        # Provenance and checkpoints have the seed under a name of their own.
+        training = {name: value for name, value in asdict(self.training).items() if name != "seed"}
+        return recorded | ({"training": training} if "sgd" in self.fit else {})
+
+    def progress(self, checkpoint: str | os.PathLike[str] | None, **where: Any) -> Progress:
+        """The states of the stitches in the file `checkpoint`, whose models, data, settings and version must be equal.
+
+        Args:
+            checkpoint: path of the file; None to keep no state.
+            **where: the stitch points, for the identity.
+        """
+        if checkpoint is None:
+            return Progress(None, {})
+        identity = {
+            "models": [each.model.identity("checkpoint") for each in self.models],
+            "task": self.options() | {"seed": self.training.seed},
+            "data": self.batches.record() | {"digest": self._digest(with_targets=True)},
+            "version": version("tl_layersim"),
+        }
+        return Progress(checkpoint, identity | where)
+
+    def _digest(self, with_targets: bool = False) -> str:
+        """The SHA-256 of the rows of fit and evaluation, with or without their targets."""
+        digest = new_digest()
+        # Identities of checkpoints contain these two words.
+        for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
+            for batch in part:
+                fingerprint(digest, batch)
+                if with_targets:
+                    digest.update(role + answers(batch, self.labels, self.backs[0].model).numpy().tobytes())
+        hexadecimal: str = digest.hexdigest()
+        return hexadecimal
+
+    def provenance(self, models: list[SplitModel], seconds: float, more: Mapping[str, Any]) -> Provenance:
+        """The provenance of the run; `tokens`, `sequences` and `batches` count the evaluation data."""
+        held_out, fit = self.evaluation, self.fit_data
+        tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
+        tally = Tally(len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
+        options = self.batches.record() | self._columns | self.options() | dict(more)
+        options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
+        options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}
+        seed = self.training.seed if "sgd" in self.fit else None
+        provenance = record([each.model for each in models], tally, options, seed)
+        warn_of_unused(self.labels, replace(provenance, sequences=sum(len(b.tokens) for b in (*fit, *held_out))))
+        return provenance
+
+    def activations(self, front: SplitModel, layer: int) -> tuple[ActivationStore, ActivationStore]:
+        """The front model's activations at a layer, on the fit data and on the evaluation data."""
+        return ActivationStore(front, layer, self.fit_data), ActivationStore(front, layer, self.evaluation)
+
+    def cell(
+        self, key: str, back: SplitModel, layer: int, acts: tuple[ActivationStore, ActivationStore], keep: Progress
+    ) -> StitchRun:
+        """Fit and evaluate one stitch, or read it from the file.
+
+        Args:
+            key: name of the stitch in the file.
+            back: the back model.
+            layer: its layer.
+            acts: see `activations`.
+            keep: the states of the stitches.
+        """
+        if keep.done(key) and (whole := keep.get(key, StitchRun.read)) is not None:
+            return whole
+        self._check(back, layer)
+        # Trouble with the data of the evaluation ought to come before the work.
+        self._scores_of_back(back)
+        start = keep.get(key, read_start)
+        curve, stopped = list[float](), -1
+        with ExitStack() as stack:
+            with keep.saved_on_interrupt():
+                if "sgd" in self.fit:
+                    stack.enter_context(acts[0].keep(self.cache))
+                adapter, explained = start or self._start(back, layer, acts[0])
+            if "sgd" in self.fit:
+                targets = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
+                descent = StitchDescent(adapter, explained, acts[0], back, layer, targets, self.training, keep, key)
+                keep.get(key, descent.restore)
+                adapter, curve, stopped = descent.run(), descent.curve, descent.stopped
+        with keep.saved_on_interrupt():
+            judged = self._evaluate(back, layer, acts[1], adapter)
+        cell = StitchRun(judged, tuple(curve), adapter, explained, stopped)
+        keep.put(key, *cell.note())
+        keep.save()
+        return cell
+
+    def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
+        """The initial adapter of the training, or the finished adapter if nothing is trained; and R² of least squares.
+
+        The adapter has the dtype in which it is evaluated and returned.
+        """
+        if self.given is not None:
+            return copy.deepcopy(self.given).to(self.dtype), float("nan")
+        if not self.kind.has_weight:
+            return Adapter(self.kind.name), float("nan")
+        if "lstsq" in self.fit:
+            adapter, explained = least_squares(self.kind, acts, back, layer, self.ridge)
+            return adapter.to(self.dtype), explained
+        width = acts[0].shape[-1]
+        return start_of(self.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
+
+    def _evaluate(self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter) -> dict[str, Tensor]:
+        """Number of targets, losses and correct predictions of the stitched model and the back, by evaluation batch."""
+        alone = self._scores_of_back(back)
+        worker = copy.deepcopy(adapter).to(back.device)
+        scores = []
+        for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
+            batch = acts.batches[index]
+            with torch.no_grad():
+                x = worker(acts[index].to(back.device))
+            scores.append(back.score(batch, answers(batch, self.labels, back.model), layer, x))
+        stitched = _stacked(scores, "loss", "correct")
+        bad = (~stitched["loss"].isfinite()).nonzero()[:, 0].tolist()
+        if bad:
+            point = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
+            warn(
+                f"The stitched loss and the penalty of {point} are not finite in batches {bad[:5]}. Check the front model's "
+                "activations for NaN, and the back model's for overflow."
+            )
+        return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
+
+    def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
+        """Number of targets, losses and correct predictions of the back alone, by evaluation batch; computed once."""
+        if back not in self._back_scores:
+            each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
+            scores = _stacked(each, "loss", "correct", "count")
+            if not bool(scores["loss"].isfinite().all()):
+                bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
+                raise LayersimError(
+                    f"The loss of {back.model.name} in {back.model.dtype} without stitching is not finite in batches "
+                    f"{bad[:5]}. Load it in float32 or bfloat16."
+                )
+            self._back_scores[back] = scores
+        return self._back_scores[back]
+
+    def _check(self, back: SplitModel, layer: int) -> None:
+        """Check, once for each back model and layer, that the model can be run from that layer."""
+        if (back, layer) not in self._checked:
+            first = self.evaluation[0]
+            row = first.first_row
+            targets = answers(row, self.labels, back.model)
+            if not bool((targets != NO_LABEL).any()):
+                row, targets = first, answers(first, self.labels, back.model)
+            back.check(row, targets, layer)
+            self._checked.add((back, layer))
+
+    def _report_traffic(self) -> None:
+        """Print the number of bytes and requests that a stitch with a remote model needs, before any is sent."""
+        remote = [each for each in self.models if each.local is None]
+        if not remote:
+            return
+        positions = [sum(b.tokens.numel() for b in part) for part in (self.fit_data, self.evaluation)]
+        width = max(each.model.d_model or 0 for each in self.models)
+        bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
+        words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
+        if "sgd" in self.fit and any(each.local is None for each in self.backs):
+            mean = positions[0] / max(len(self.fit_data), 1)
+            words += f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} steps"
+        requests = 2 * (len(self.fit_data) + len(self.evaluation))
+        tqdm.write(
+            f"{words}; about {requests} requests without training. Activations of other layers stay on the server.",
+            file=sys.stderr,
+        )
+
+
+def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
+    """Stack the scores of batches into one tensor, `batch`, for each name."""
+    return {name: torch.stack([score[name].double() for score in scores]) for name in names}
+
+
+def point_number(model: Model, layer: int | str, argument: str) -> int:
+    """Index of a point of the residual stream: 0 before block 0, 1 after it, and so on.
+
+    Args:
+        model: description of the model.
+        layer: the block before the point, as in `block_number`; or the name of the point.
+        argument: name of the argument, for the message.
+
+    Raises:
+        LayersimError: the model has no such layer.
+    """
+    # The residual that enters block i is the one that left block i - 1.
+    names = {name: number for number, name in enumerate(model.layers)}
+    names |= {entering(name): number for number, name in enumerate(model.layers[1:])}
+    return names[layer] if layer in names else block_number(layer, model.layers[1:], argument) + 1
+
+
+def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
+    """Layer indices of each model at the stitch points, by model name.
+
+    Args:
+        models: models by name.
+        layers: see `stitch_grid`.
+
+    Raises:
+        LayersimError: there are no models, or the lists do not fit them or name a stitch point twice.
+    """
+    if not models:
+        raise LayersimError("`models` is empty; it must hold a model.")
+    if layers is None:
+        depths = {name: len(each.model.layers) for name, each in models.items()}
+        if len(set(depths.values())) > 1:
+            raise LayersimError(
+                "`layers` must be given for models of different depths "
+                f"({', '.join(f'{name}: {depth - 1} blocks' for name, depth in depths.items())})."
+            )
+        layers = {name: each.model.layers[1:] for name, each in models.items()}
+    by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
+    if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
+        given = ", ".join(f"{counted(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
+        raise LayersimError(
+            f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of one length."
+        )
+    points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
+    together = list(zip(*points.values(), strict=True))
+    if len(set(together)) < len(together):
+        raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
+    return points
+
+
+def _join(
+    front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer: Any
+) -> Callable[[Adapter], StitchedModel] | None:
     """A function from an adapter to the stitched model; None if a model is on a server."""
     lower, upper = front.local, back.local
-    return None if lower is None or upper is None else partial(_stitched_model, lower, upper, at, tokenizer)
-
-
-def _stitched_model(
-    front: LocalSplitModel, back: LocalSplitModel, at: tuple[int, int], tokenizer: Any, adapter: Adapter
-) -> StitchedModel:
-    return StitchedModel(front, back.described_as(replace(back.model, tokenizer=tokenizer)), adapter.to(back.device), at)
-
-
-def result_of(
-    run: StitchRun, names: tuple[str, ...], spec: StitchSpec, unit: str, provenance: Provenance, join: Join | None
-) -> StitchResult:
-    """The `StitchResult` of one stitch.
-
-    Args:
-        run: the finished stitch.
-        names: names of the front model's layer and of the back model's layer.
-        spec: the adapter and its fit.
-        unit: unit of a target: "token", or "row" for a classifier.
-        provenance: provenance of the run.
-        join: see `joining`.
-    """
-    weight, bias = run.adapter.weight, run.adapter.bias
-    judged: dict[str, Any] = {f"batch_{name}": run.judged[name] for name in JUDGED}
-    return StitchResult(
-        values=torch.tensor(run.curve, dtype=torch.float64),
-        weight=torch.zeros(0, 0).double() if weight is None else weight.double(),
-        bias=torch.zeros(0).double() if bias is None else bias.double(),
-        kind=spec.kind.name,
-        fit=spec.fit,
-        explained=run.explained,
-        stopped=run.stopped + 1,
-        unit=unit,
-        layers=names,
-        provenance=provenance,
-        join=join,
-        **judged,
-    )
-
-
-def grid_of(
-    cells: Cells,
-    models: tuple[tuple[str, ...], tuple[str, ...]],
-    labels: tuple[str, ...],
-    spec: StitchSpec,
-    unit: str,
-    provenance: Provenance,
-) -> StitchGrid:
-    """The `StitchGrid` of finished stitches.
-
-    Args:
-        cells: the finished stitches.
-        models: names of the models, and their groups, which may be empty.
-        labels: labels of the stitch points.
-        spec: the adapter and its fit.
-        unit: unit of a target: "token", or "row" for a classifier.
-        provenance: provenance of the run.
-    """
-    names, groups = models
-
-    def table(of: Callable[[StitchRun], Any]) -> Tensor:
-        rows = [[[of(cells[a, b, s]) for s in range(len(labels))] for b in names] for a in names]
-        return torch.tensor(rows, dtype=torch.float64)
-
-    def mean(name: str) -> Tensor:
-        return table(lambda run: float(run.judged[name].sum() / run.judged["tokens"].sum()))
-
-    def intervals(better: str, worse: str) -> tuple[Tensor, ...]:
-        each = table(lambda run: over_batches(run.judged[worse] - run.judged[better], run.judged["tokens"], 0.95))
-        return tuple(part.contiguous() for part in each.unbind(-1))
-
-    penalty, low, high = intervals("back_loss", "loss")
-    missing, missing_low, missing_high = intervals("correct", "back_correct")
-    return StitchGrid(
-        values=penalty,
-        low=low,
-        high=high,
-        loss=mean("loss"),
-        back_loss=mean("back_loss"),
-        accuracy=mean("correct"),
-        accuracy_penalty=missing,
-        accuracy_low=missing_low,
-        accuracy_high=missing_high,
-        stopped=table(lambda run: run.stopped + 1.0),
-        batch_tokens=next(iter(cells.values())).judged["tokens"],
-        batch_penalty=table(lambda run: (run.judged["loss"] - run.judged["back_loss"]).tolist()),
-        fronts=names,
-        groups=groups,
-        seams=labels,
-        kind=spec.kind.name,
-        fit=spec.fit,
-        unit=unit,
-        layers=(),
-        provenance=provenance,
-    )
-
-
-Layer = int | str
+    if lower is None or upper is None:
+        return None
+    described = upper.described_as(replace(upper.model, tokenizer=tokenizer))
+    return lambda adapter: StitchedModel(lower, described, adapter.to(upper.device), at)
 
 
 @typed
@@ -204,22 +530,30 @@ def stitch(
     # A name that no kind has is refused before models are opened.
     kind_of_adapter(adapter)
     opened = OpenedModel.of(front), OpenedModel.of(back)
-    models = [open_split_model(each) for each in opened]
-    numbers = (point_number(models[0].model, at[0], "at"), point_number(models[1].model, at[1], "at"))
-    spec = StitchSpec.of(adapter, fit, training, ridge, [models[1]])
-    spec.refuse(models[0], models[1])
-    paths = [each.layers for each in opened]
-    experiment = StitchExperiment(models, models[1:], Data.of(data), spec, eval_data, labels, cache, paths)
-    identity = {} if checkpoint is None else experiment.identity() | {"at": list(numbers)}
-    progress = Progress(checkpoint, identity)
+    lower, upper = (open_split_model(each) for each in opened)
+    numbers = (point_number(lower.model, at[0], "at"), point_number(upper.model, at[1], "at"))
+    experiment = StitchExperiment([(lower, upper)], adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
+    progress = experiment.progress(checkpoint, at=list(numbers), blocks=[each.layers for each in opened])
     start = time.perf_counter()
     with experiment:
-        activations = experiment.activations(models[0], numbers[0])
-        run = experiment.cell("stitch", models[0], models[1], numbers, activations, progress)
-    names = tuple(each.model.layers[number] for each, number in zip(models, numbers, strict=True))
-    provenance = experiment.provenance(models, time.perf_counter() - start, {"at": list(names)})
-    join = joining(models[0], models[1], numbers, experiment.tokenizer)
-    return result_of(run, names, spec, experiment.unit, provenance, join)
+        run = experiment.cell("stitch", upper, numbers[1], experiment.activations(lower, numbers[0]), progress)
+    names = (lower.model.layers[numbers[0]], upper.model.layers[numbers[1]])
+    weight, bias = run.adapter.weight, run.adapter.bias
+    judged: dict[str, Any] = {f"batch_{name}": run.judged[name] for name in JUDGED}
+    return StitchResult(
+        values=torch.tensor(run.curve, dtype=torch.float64),
+        weight=torch.zeros(0, 0).double() if weight is None else weight.double(),
+        bias=torch.zeros(0).double() if bias is None else bias.double(),
+        kind=experiment.kind.name,
+        fit=experiment.fit,
+        explained=run.explained,
+        stopped=run.stopped + 1,
+        unit=experiment.unit,
+        layers=names,
+        provenance=experiment.provenance([lower, upper], time.perf_counter() - start, {"at": list(names)}),
+        join=_join(lower, upper, numbers, experiment.tokenizer),
+        **judged,
+    )
 
 
 @typed
@@ -277,64 +611,86 @@ def stitch_grid(
     """
     refuse_unwritable(checkpoint, "checkpoint")
     kind_of_adapter(adapter)
-    labels_of_models = () if groups is None else group_labels(groups, tuple(models))
+    names, groups_of_models = tuple(models), () if groups is None else group_labels(groups, tuple(models))
     opened = {name: OpenedModel.of(model) for name, model in models.items()}
     split = {name: open_split_model(each) for name, each in opened.items()}
     points = stitch_points_of(split, layers)
     joined = {name: [split[name].model.layers[number] for number in own] for name, own in points.items()}
     every = list(split.values())
-    spec = StitchSpec.of(adapter, fit, training, ridge, every)
-    for front in every:
-        for back in every:
-            spec.refuse(front, back)
-    paths = records_of(list(opened.values()))["layers"]
-    experiment = StitchExperiment(every, every, Data.of(data), spec, eval_data, labels, cache, paths)
-    identity = {} if checkpoint is None else experiment.identity() | {"names": list(opened), "seams": points}
-    progress = Progress(checkpoint, identity)
+    pairs = [(front, back) for front in every for back in every]
+    experiment = StitchExperiment(pairs, adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
+    blocks = records_of(list(opened.values()))["layers"]
+    progress = experiment.progress(checkpoint, names=list(opened), seams=points, blocks=blocks)
     start = time.perf_counter()
     cells = _run_grid(experiment, split, points, progress)
-    count = len(next(iter(points.values())))
-    labels_of_points = tuple(stitch_point_label(split, points, s) for s in range(count))
     provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": joined})
-    return grid_of(cells, (tuple(opened), labels_of_models), labels_of_points, spec, experiment.unit, provenance)
+    count = len(joined[names[0]])
+
+    def table(of: Callable[[StitchRun], Any]) -> Tensor:
+        rows = [[[of(cells[a, b, s]) for s in range(count)] for b in names] for a in names]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def mean(name: str) -> Tensor:
+        return table(lambda run: float(run.judged[name].sum() / run.judged["tokens"].sum()))
+
+    def intervals(better: str, worse: str) -> tuple[Tensor, ...]:
+        each = table(lambda run: over_batches(run.judged[worse] - run.judged[better], run.judged["tokens"], 0.95))
+        return tuple(part.contiguous() for part in each.unbind(-1))
+
+    penalty, low, high = intervals("back_loss", "loss")
+    missing, missing_low, missing_high = intervals("correct", "back_correct")
+    return StitchGrid(
+        values=penalty,
+        low=low,
+        high=high,
+        loss=mean("loss"),
+        back_loss=mean("back_loss"),
+        accuracy=mean("correct"),
+        accuracy_penalty=missing,
+        accuracy_low=missing_low,
+        accuracy_high=missing_high,
+        stopped=table(lambda run: run.stopped + 1.0),
+        batch_tokens=next(iter(cells.values())).judged["tokens"],
+        batch_penalty=table(lambda run: (run.judged["loss"] - run.judged["back_loss"]).tolist()),
+        fronts=names,
+        groups=groups_of_models,
+        seams=tuple(_seam({name: own[s] for name, own in joined.items()}) for s in range(count)),
+        kind=experiment.kind.name,
+        fit=experiment.fit,
+        unit=experiment.unit,
+        layers=(),
+        provenance=provenance,
+    )
+
+
+def _seam(layers: Mapping[str, str]) -> str:
+    """The label of a stitch point: the layer's name if it is the same in all models, else the name in each model."""
+    own = set(layers.values())
+    return own.pop() if len(own) == 1 else ", ".join(f"{name} {layer}" for name, layer in layers.items())
 
 
 def _run_grid(
     experiment: StitchExperiment, models: Mapping[str, SplitModel], points: Mapping[str, list[int]], progress: Progress
-) -> Cells:
+) -> dict[tuple[str, str, int], StitchRun]:
     """Run every stitch of a grid, and return the runs by front model, back model and index of the stitch point."""
     count = len(next(iter(points.values())))
-    cells: dict[tuple[str, str, int], StitchRun] = {}
+    cells = {}
     with experiment, tqdm(total=len(models) ** 2 * count, desc="stitches", disable=None) as bar:
         for number, (a, front) in enumerate(models.items()):
             for s in range(count):
                 activations = experiment.activations(front, points[a][s])
+                # Numbers, since names may hold any character.
+                keys = {b: f"{number} {other} {s}" for other, b in enumerate(models)}
+                left = sum(not progress.done(key) for key in keys.values())
                 with ExitStack() as kept:
-                    # Numbers, since names may hold any character.
-                    keys = {b: f"{number} {other} {s}" for other, b in enumerate(models)}
-                    _keep(experiment, activations, kept, sum(not progress.done(key) for key in keys.values()))
+                    if "sgd" in experiment.fit and left:
+                        kept.enter_context(activations[0].keep(experiment.cache))
+                    # Activations that are read more than once are kept, if memory allows.
+                    for store in activations if left > 1 else ():
+                        if len(store):
+                            kept.enter_context(store.keep(experiment.cache, required=False))
                     for b, back in models.items():
                         bar.set_postfix_str(f"{a} into {b}, stitch point {s + 1} of {count}")
-                        at = (points[a][s], points[b][s])
-                        cells[a, b, s] = experiment.cell(keys[b], front, back, at, activations, progress)
+                        cells[a, b, s] = experiment.cell(keys[b], back, points[b][s], activations, progress)
                         bar.update()
     return cells
-
-
-def _keep(experiment: StitchExperiment, activations: Iterable[ActivationStore], kept: ExitStack, backs: int) -> None:
-    """Keep the front model's activations if they are read more than once.
-
-    Args:
-        experiment: the experiment of the call.
-        activations: activations on the fit data and on the evaluation data.
-        kept: context stack that keeps the activations until it is closed.
-        backs: number of stitches that read the activations.
-    """
-    trained = "sgd" in experiment.spec.fit
-    fit, evaluation = activations
-    if trained and backs:
-        kept.enter_context(fit.keep(experiment.cache))
-    if backs > 1:
-        for store in (fit, evaluation):
-            if len(store):
-                kept.enter_context(store.keep(experiment.cache, required=False))

@@ -16,7 +16,7 @@ from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError
 from ..core.fields import JOINT, Declaration
 from ..core.results import Result, axes
-from .adapter import Adapter
+from .adapters import Adapter
 
 if TYPE_CHECKING:
     import plotly.graph_objects

@@ -25,7 +25,7 @@ from ..sources.identity import hooks_on
 from ..sources.inputs import no_cache
 from ..sources.model import Model
 from ..sources.split_model import LocalSplitModel
-from .adapter import Adapter
+from .adapters import Adapter
 
 # Arguments of generation, which depend on the cache of the model that is called.
 NOT_DATA = ("cache_position",)

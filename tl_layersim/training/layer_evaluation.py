@@ -28,7 +28,6 @@ from ..core.results import Report, Result, axes
 from ..core.wording import amount
 from ..data.data import Data
 from ..early_exit.early_exit import EarlyExit
-from ..early_exit.layer_generation import generate_from_layers
 from ..engine.analyze_and_compare import analyze
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.targets import gives_classes, usual_labels
@@ -551,9 +550,7 @@ def _quality(
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
     with tqdm(total=2 * most, desc="generating", unit="token", disable=None) as bar:
         for number, (opened, heads) in enumerate(models):
-            early = EarlyExit(opened, 0.0, at="all", heads=heads)
-            written = generate_from_layers(
-                early,
+            written = EarlyExit(opened, 0.0, at="all", heads=heads).generate_from_layers(
                 prompts,
                 max_new_tokens=given.new_tokens,
                 top_p=float(given.top_p),
@@ -562,12 +559,12 @@ def _quality(
                 on_tokens=bar.update,
             )
             for layer, rows in enumerate(written):
-                kept = [i for i, row in enumerate(rows) if len(row.tokens) >= SHORTEST]
+                kept = [i for i, (tokens, _) in enumerate(rows) if len(tokens) >= SHORTEST]
                 counted[number, layer] = len(kept)
                 if kept:
-                    varied[number, layer] = float(np.mean([diversity(rows[i].tokens.tolist()) for i in kept]))
+                    varied[number, layer] = float(np.mean([diversity(rows[i][0].tolist()) for i in kept]))
                 if kept and embed is not None:
-                    tables = [embed(texts) for texts in ([prompts[i] for i in kept], [rows[i].text for i in kept])]
+                    tables = [embed(texts) for texts in ([prompts[i] for i in kept], [rows[i][1] for i in kept])]
                     coherent[number, layer] = coherence(*(torch.as_tensor(np.asarray(table)) for table in tables))
             # Rows that end early have fewer tokens.
             bar.update((number + 1) * most - bar.n)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...core.cross_entropy import confidence, on_float64_device
 from ...core.errors import LayersimError
-from .exit_rule import CheckedTokens, ExitRule, RuleState
+from . import CheckedTokens, ExitRule, RuleState
 
 
 class CosineRule(ExitRule):

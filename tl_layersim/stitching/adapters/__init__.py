@@ -1,11 +1,147 @@
-"""Kinds of adapters: a module in this package with a subclass of `AdapterKind` is a new kind, without further edits.
+"""Adapters, which map the front model's residual stream to the back model's, and their kinds.
+
+A module in this package with a subclass of `AdapterKind` is a new kind, without further edits.
 
 Examples:
     >>> sorted(ADAPTER_KINDS.all())
     ['affine', 'affine-norm', 'identity', 'linear']
 """
 
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ...core.arguments import typed
+from ...core.errors import LayersimError
 from ...core.functions import Registry
-from .kind import AdapterKind
+
+
+class AdapterKind(ABC):
+    r"""A family of maps from the front's residual stream $h$ to the back's.
+
+    $$ y = [h +]\; W \varphi(h)\; [+\, b] $$
+
+    `features` is $\varphi$; `adds_residual` says whether the first bracket is present. Both are static methods that need torch
+    alone, because they are sent to NDIF servers as source.
+
+    Class attributes:
+        - `name`: value of `adapter=` in `stitch`; files hold it too.
+        - `has_weight`: whether there is a $W$. Without it the adapter is $\varphi$ itself and is not fitted.
+        - `has_bias`: whether there is a $b$. The closed form then centres features and targets.
+        - `needs_equal_widths`: whether both residual streams must be of one width.
+    """
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "apply" in vars(cls):
+            # The closed form solves for a full W: with another map, it would fit one thing and apply another.
+            raise TypeError(
+                f"{cls.__qualname__} must not override `apply`: a kind of adapter is y = [h +] W features(h) [+ b]."
+            )
+
+    has_weight: ClassVar[bool] = True
+    has_bias: ClassVar[bool] = True
+    needs_equal_widths: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def features(hidden: Tensor) -> Tensor:
+        """Features of residuals, both `... d_front`; the weight multiplies the features."""
+
+    @staticmethod
+    def adds_residual(d_front: int, d_back: int) -> bool:
+        """Whether the adapter has a skip connection, which adds the residual itself, between streams of these widths."""
+        return False
+
+    def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Map residuals `... d_front` to `... d_back` with these parameters."""
+        out = self.features(hidden)
+        if out.shape != hidden.shape:
+            raise LayersimError(
+                f"`features` of the adapter kind {self.name!r} returns shape {tuple(out.shape)} for {tuple(hidden.shape)}; it "
+                "must be the same."
+            )
+        if weight is None:
+            return out
+        out = torch.nn.functional.linear(out, weight, bias)
+        return hidden + out if self.adds_residual(hidden.shape[-1], weight.shape[0]) else out
+
 
 ADAPTER_KINDS = Registry(__name__, AdapterKind, "kind")
+
+
+class Adapter(nn.Module):
+    """A map from the front model's residual stream, `... d_front`, to the back model's, `... d_back`.
+
+    | kind | map |
+    | --- | --- |
+    | `identity` | h |
+    | `linear` | W h |
+    | `affine` | W h + b |
+    | `affine-norm` | h + W LN(h) + b, with a layer norm that has no weights; W LN(h) + b if the widths differ |
+
+    Args:
+        kind: one of these kinds, or the name of another class in `tl_layersim/stitching/adapters/`.
+        weight: `d_back d_front`; None for `identity`.
+        bias: `d_back`; None for `identity` and `linear`.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 3 and appendix C.1; `affine-norm` in the form of Belrose et al. 2023
+        (arXiv 2303.08112).
+
+    Examples:
+        >>> import torch, tl_layersim as lsim
+        >>> turn = lsim.stitching.Adapter("linear", torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
+        >>> turn(torch.tensor([1.0, 2.0]))
+        tensor([ 2., -1.])
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @typed
+    def __init__(
+        self,
+        kind: str,
+        weight: Float[Tensor, "d_back d_front"] | None = None,
+        bias: Float[Tensor, " d_back"] | None = None,
+    ) -> None:
+        super().__init__()
+        definition = ADAPTER_KINDS.named(kind)()
+        needed = (definition.has_weight, definition.has_bias)
+        if (weight is not None, bias is not None) != needed:
+            has, needs = (
+                " and ".join(name for name, holds in zip(("a weight", "a bias"), each, strict=True) if holds)
+                for each in ((weight is not None, bias is not None), needed)
+            )
+            raise LayersimError(
+                f"An adapter of kind {kind!r} takes {needs or 'neither a weight nor a bias'}, but got {has or 'neither'}."
+            )
+        self.definition, self.kind = definition, kind
+        # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep
+        # no other order in memory, on which the last bits of a product depend.
+        own = None if weight is None else weight.detach().clone(memory_format=torch.contiguous_format)
+        self.register_buffer("weight", own)
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The mapped residual, in the dtype of the weight; an adapter without a weight keeps the residual's dtype."""
+        hidden = hidden if self.weight is None else hidden.to(self.weight.dtype)
+        return self.definition.apply(hidden, self.weight, self.bias)
+
+    def digest(self) -> str:
+        """The first 12 hex digits of the SHA-256 of kind, weight and bias."""
+        digest = hashlib.sha256(self.kind.encode())
+        for part in (self.weight, self.bias):
+            digest.update(b"|" if part is None else part.detach().double().cpu().contiguous().numpy().tobytes() + b"|")
+        return digest.hexdigest()[:12]
+
+    def extra_repr(self) -> str:
+        return self.kind if self.weight is None else f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"

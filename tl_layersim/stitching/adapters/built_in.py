@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kind import AdapterKind
+from . import AdapterKind
 
 
 class Affine(AdapterKind):
