@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.arguments import typed
 from ..core.fields import JOINT
-from ..core.jackknife import QUANTILES
+from ..core.intervals import QUANTILES
 from ..core.results import LayerMatrix, axes
 from ..sources.model import Model
 

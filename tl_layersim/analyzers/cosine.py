@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations.view import Kernel
 from ..core.arguments import Bins, typed
 from ..core.errors import LayersimError, warn
-from ..core.jackknife import QUANTILES, quantiles_from_histogram
+from ..core.intervals import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, axes
 from ..core.sums import Sums
 from ..core.wording import brief

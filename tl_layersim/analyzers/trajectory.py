@@ -15,7 +15,7 @@ from ..architectures.points import site_name
 from ..core.arguments import TwoOrMore, typed
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
-from ..core.jackknife import QUANTILES, quantiles_from_histogram
+from ..core.intervals import QUANTILES, quantiles_from_histogram
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..sources.model import Model

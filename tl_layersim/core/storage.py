@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -167,8 +168,8 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A context manager: an empty file that replaces `path` atomically if the block ends without an error.
 
-    If the system supports it, the file has no name until it is complete, so a killed process leaves nothing behind. A link at
-    `path` is replaced; its target is not written to.
+    A killed process leaves a hidden file beside `path`, which a later write removes. A link at `path` is replaced; its target
+    is not written to.
 
     Raises:
         OSError: the file cannot be written; an older file at `path` is unchanged.
@@ -182,18 +183,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise OSError(f"Could not write {path}: it exists and is not a file. Pass another path.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        handle, nameless = _new_file(temporary)
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
-            os.fsync(handle)
-            if nameless:
-                # os.link follows the link to the nameless file only if a folder is given.
-                folder = os.open(path.parent, os.O_RDONLY)
-                try:
-                    os.link(f"/proc/self/fd/{handle}", temporary.name, dst_dir_fd=folder, follow_symlinks=True)
-                finally:
-                    os.close(folder)
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         raise OSError(
@@ -235,15 +228,6 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise OSError(f"Could not write {folder}: {error}. Free some space or pass another path.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _new_file(temporary: Path) -> tuple[int, bool]:
-    """Open a new file for writing; return its descriptor, and whether the file is nameless."""
-    # macOS, Windows and some file systems of Linux have no nameless files.
-    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-        with suppress(OSError):
-            return os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), True
-    return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666), False
 
 
 def _replaceable(path: Path) -> bool:
@@ -296,12 +280,9 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
     """
     if not folder.is_dir():
         raise LayersimError(f"`{argument}` names a folder that does not exist: {folder}.")
-    probe = folder / f".tl_layersim.{uuid.uuid4().hex[:12]}.part"
     try:
-        handle, nameless = _new_file(probe)
-        os.close(handle)
-        if not nameless:
-            probe.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise LayersimError(
             f"`{argument}` names a folder that cannot be written to: {folder}: {error.strerror or error}."

@@ -13,9 +13,19 @@ from torch import Tensor
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError, warn
 from ..core.fields import declarations
-from ..core.intervals import aligned, has_margin, refuse_no_blocks, total_of, with_and_without_blocks
-from ..core.jackknife import ROUNDING_ERROR, degrees_of_freedom, p_value_from_error, standard_error, t_interval, welch_degrees
-from ..core.p_values import Correction, adjusted_together, is_symmetric
+from ..core.intervals import (
+    ROUNDING_ERROR,
+    aligned,
+    degrees_of_freedom,
+    has_margin,
+    p_value_from_error,
+    refuse_no_blocks,
+    standard_error,
+    t_interval,
+    welch_degrees,
+    with_and_without_blocks,
+)
+from ..core.report_tables import Correction, adjusted, is_symmetric
 from ..core.results import Report, Result
 from ..core.wording import with_article
 from .relative_depth import SITE_AXES, at_depths, depths, sites_along
@@ -134,7 +144,7 @@ def difference(
             )
             for array in arrays_together
         ]
-        for array, corrected in zip(arrays_together, adjusted_together(p, adjust), strict=True):
+        for array, corrected in zip(arrays_together, adjusted(p, adjust), strict=True):
             array.loc[{"statistic": "p_adjusted"}] = corrected.numpy()
     if what is not None:
         return tables[""]["what"].rename(None)
@@ -246,7 +256,7 @@ def _variables(
             labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
             read = partial(_read, first, second, field=field, relative_depth=relative_depth)
             words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
-            found[own.name] = compare(read, out_of=total_of(second, field)), labels | last, words
+            found[own.name] = compare(read, out_of=own.out_of), labels | last, words
     heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
     names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
     if names:

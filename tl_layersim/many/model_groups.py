@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError
 from ..core.intervals import field_named
+from ..core.report_tables import is_symmetric
 from ..core.results import Result
 from ..core.wording import brief
 from .compare_grid_results import ModelGrid
@@ -86,7 +87,7 @@ def compare_groups(
     array, names = distances_between(table, field)
     labels = group_labels(_known_groups(table, groups), names)
     values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
-    compared = pairs_by_groups(labels, have_directions(values))
+    compared = pairs_by_groups(labels, not is_symmetric(values))
     sides, pairs = zip(*compared.values(), strict=True)
     # Similarities of sites, such as CKA, are smaller where models differ more.
     sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
@@ -228,19 +229,6 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
             "two models or more."
         )
     return labels
-
-
-def have_directions(values: Tensor) -> bool:
-    """Whether values of pairs of different models depend on the order of the two models by more than rounding.
-
-    Args:
-        values: `model model` or `model model site`.
-    """
-    different = ~torch.eye(len(values), dtype=torch.bool)
-    there, back = values[different], values.transpose(0, 1)[different]
-    # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
-    largest = float(there.nan_to_num(0, 0, 0).abs().max())
-    return not torch.allclose(there, back, rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..core.fields import JOINT, Provenance
 from ..core.findings import site_in_words, with_margin
 from ..core.intervals import headline_texts
-from ..core.p_values import is_symmetric
-from ..core.report_tables import COLUMNS, field_table
+from ..core.report_tables import COLUMNS, field_table, is_symmetric
 from ..core.results import UNTRAINED, LayerMatrix, Report, Result
 from ..core.storage import replacing
 from ..core.wording import number_text
