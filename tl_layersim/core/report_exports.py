@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.resources import files
@@ -110,6 +110,10 @@ def _as_plain_text(value: Any) -> str:
 
 class ReportExports(Mapping[str, Any], ABC):
     """Abstract base of `Report`: its tables, files and headline numbers, and its repository on the Hugging Face hub."""
+
+    @abstractmethod
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write all results to one file."""
 
     def to_frame(self) -> pandas.DataFrame:
         """All numbers of all results in one tidy table, one line for each number.

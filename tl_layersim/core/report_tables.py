@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Axes whose labels are the blocks of the (first) model.
 BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
+# Axes whose labels are the sites of a model, in order of depth.
+SITE_AXES = ("row", "column", "residual", *BLOCK_AXES)
 # Names of columns, for axes whose labels are sites.
 COLUMNS = {
     "residual": "layer",

@@ -175,10 +175,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: the file cannot be written; an older file at `path` is unchanged.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"The folder {path.parent} for {path.name} does not exist: make it first, or pass another path."
-        )
     if not _replaceable(path):
         raise OSError(f"Could not write {path}: it exists and is not a file. Pass another path.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
@@ -301,12 +297,10 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         LayersimError: the file is truncated, changed since it was written, of another program or kind, or of another format.
     """
     path = Path(path)
-    if path.is_dir() and (path / REPORT_FILE).is_file():
-        raise FileNotFoundError(f"{path} is a folder: pass its file {path / REPORT_FILE}.")
-    if path.is_dir():
-        raise FileNotFoundError(f"{path} is a folder without {REPORT_FILE}: pass the path of the file that was written.")
     if not path.is_file():
-        raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given when it was written.")
+        inside = path / REPORT_FILE
+        what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"
+        raise FileNotFoundError(f"{path} is not a file: pass {what}.")
     try:
         with _interrupts_deferred(), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -314,11 +308,9 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             header = json.loads(text)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, *MALFORMED) as error:
-        beside = path.with_name(REPORT_FILE) if path.suffix != ".safetensors" else path / REPORT_FILE
         raise LayersimError(
             f"{path} cannot be read: it has {path.stat().st_size} bytes and is truncated or not a safetensors file "
-            f"({str(error)[:300]}). "
-            + (f"Pass {beside}, which is beside it." if beside.is_file() else "Copy the file again, or run the analysis again.")
+            f"({str(error)[:300]}). Copy the file again, or run the analysis again."
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
         raise LayersimError(f"{path} is a safetensors file, but not one of tl_layersim: it holds {brief(list(tensors))}.")

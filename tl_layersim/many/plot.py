@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.arguments import typed
 from ..core.errors import LayersimError
+from ..core.report_tables import SITE_AXES
 from ..core.wording import with_article
-from .relative_depth import SITE_AXES
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -37,8 +37,7 @@ def plot(
 
     Numbers that span two decades or more stand on a logarithmic axis, at whose left end 0 stands. Runs with different sites are
     drawn over relative depth. Bands of up to three lines are 95 % intervals, from `x_low` and `x_high` of the table; intervals
-    of more lines are shown where the pointer is. More than eight lines, or five in an order, have labels at the ends of the
-    first, the middle and the last.
+    of more lines are shown where the pointer is.
 
     Args:
         table: table of one analyzer, from `stack` or `to_xarray`; or a variable of it, which has no intervals. The tables of
@@ -68,16 +67,12 @@ def plot(
         >>> [matrix.type for matrix in lsim.plot(found["cka"]).data]
         ['heatmap', 'heatmap']
     """
-    from ..reporting.style import with_size
-
-    return with_size(_figure(table, field, over), width, title)
-
-
-def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> Figure:
-    """The figure before `width` and `title` are applied."""
     import xarray
 
-    from ..reporting.many_runs import line_plot, map_of_two, matrices
+    from ..reporting.comparisons import difference_figure, fit_figure
+    from ..reporting.figures import panels
+    from ..reporting.many_runs import group_figure, line_plot, map_of_two, matrices
+    from ..reporting.style import with_size
 
     if isinstance(table, xarray.DataTree):
         if table.children:
@@ -94,20 +89,14 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
             "one."
         )
     elif field is None and {"amplitude", "rate"} <= set(table.data_vars):
-        from ..reporting.comparisons import fit_figure
-
-        return fit_figure(table)
+        return with_size(fit_figure(table), width, title)
     elif field is None and "first_group" in table.coords:
-        from ..reporting.many_runs import group_figure
-
-        return group_figure(table)
+        return with_size(group_figure(table), width, title)
     field = next(iter(map(str, table.data_vars)), "") if field is None else field
     if field not in table.data_vars:
         raise LayersimError(f"`field` is {field!r}; the table has {', '.join(map(str, table.data_vars))}.")
     if "statistic" in table[field].dims:
-        from ..reporting.comparisons import difference_figure
-
-        return difference_figure(table[field])
+        return with_size(difference_figure(table[field]), width, title)
     parts = {"value": field, "low": f"{field}_low", "high": f"{field}_high"}
     drawn = xarray.Dataset({part: table[name] for part, name in parts.items() if name in table}, attrs=table.attrs)
     dims = [str(dim) for dim in table[field].dims]
@@ -116,7 +105,8 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
     others = [dim for dim in dims if dim not in sites]
     if over is None:
         if len(sites) == 2 and len(others) == 1:
-            return matrices(drawn, (sites[0], sites[1]), others[0])
+            figures, words = matrices(drawn, (sites[0], sites[1]), others[0])
+            return panels(figures, width, title if title is not None else "" if width else words)
         numeric = [dim for dim in others if drawn[dim].dtype.kind in "iuf"]
         over = (sites[1], sites[0]) if len(sites) == 2 else next(iter([*numeric, *sites, *others]), "")
     chosen = [over] if isinstance(over, str) else list(over)
@@ -128,5 +118,5 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
     if not chosen or len(set(chosen) & set(dims)) < len(chosen):
         raise LayersimError(f"`over` is {over!r}; it must be one or two of the dimensions of {field!r}: {', '.join(dims)}.")
     if len(chosen) == 2:
-        return map_of_two(drawn, (chosen[0], chosen[1]), sites)
-    return line_plot(drawn, chosen[0], sites)
+        return with_size(map_of_two(drawn, (chosen[0], chosen[1]), sites), width, title)
+    return with_size(line_plot(drawn, chosen[0], sites), width, title)

@@ -1,8 +1,9 @@
-"""Heat maps: layers by layers, and series by layers."""
+"""Heat maps: layers by layers, and series by layers; their colour scales, with limits for each field, and numbers in cells."""
 
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.fields import JOINT
+from ..core.intervals import bounds_of
 from ..core.results import Result
-from .colour_scales import MOST_NUMBERS, SPREAD, ColourScale, cell_numbers, narrow_scale, off_diagonal_scale, on_cells, scale_of
 from .interval_bands import Ends, cell_hover, interval_ends
 from .lines import known_columns
 from .site_labels import axis_title, short_names, visible_token
 from .style import (
     CELL_AXIS,
+    DIVERGING,
     HEIGHT,
     MOST_TICKS,
     SEQUENTIAL,
@@ -25,9 +27,149 @@ from .style import (
     layer_axis,
     model_name,
     styled,
-    turn_labels,
     with_subtitle,
 )
+
+# Standard deviations have a scale of their own, so that their figure is not taken for one of the values.
+SPREAD = "Magma"
+# End of the scale of p-values: 0.05 is its middle.
+HIGHEST_P = 0.1
+# Most decimals of a number in a cell.
+MOST_CELL_DECIMALS = 4
+# Similarities below this are more than noise about 0, and need a scale about 0.
+NEGATIVE = -0.1
+# Numbers at which a scale may end, times a power of ten.
+ENDS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+# Most rows and columns of a heatmap with its values in the cells.
+MOST_NUMBERS = 12
+
+
+class ColourScale(NamedTuple):
+    """The colour scale of a heat map.
+
+    Attributes:
+        name: name of plotly's scale.
+        low: value of the first colour.
+        high: value of the last colour.
+        note: note on values beyond the ends, which have the colour of the end; "" if there are none.
+    """
+
+    name: str
+    low: float
+    high: float
+    note: str = ""
+
+    def trace(self) -> dict[str, Any]:
+        """Settings of a plotly heatmap."""
+        return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
+
+    def axis(self) -> dict[str, Any]:
+        """Settings of a colour axis that several heat maps share."""
+        return {"colorscale": self.name, "cmin": self.low, "cmax": self.high}
+
+
+def scale_of(result: Result, field: str, values: Any) -> ColourScale:
+    """The colour scale of a field: with fixed ends if the field has bounds, else with ends that fit the values.
+
+    Args:
+        result: the result.
+        field: name of the field; "values" for the field of `values_name`.
+        values: the values in the figure.
+    """
+    _, high = _limits(values)
+    if field.endswith("std") or field == "sd":
+        return ColourScale(SPREAD, 0.0, end_above(high))
+    if field == "p_values":
+        beyond = f"highest colour: {HIGHEST_P:g} or more" if high > HIGHEST_P else ""
+        return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
+    bounds = bounds_of(result).get(field) or (-math.inf, math.inf)
+    return scale_within(values, bounds)
+
+
+def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
+    """The colour scale of values whose field has these bounds.
+
+    Clearly negative similarities get a scale from -1 to 1. Other scales begin at 0 or at the lowest value.
+
+    Args:
+        values: the values in the figure.
+        bounds: lowest and highest possible value; infinite if there is none.
+
+    Examples:
+        >>> scale_within([[0.2, 1.0]], (-1, 1)), scale_within([[-0.5, 1.0]], (-1, 1))
+        (ColourScale(name='Viridis', low=0.0, high=1, note=''), ColourScale(name='RdBu_r', low=-1, high=1, note=''))
+        >>> scale_within([[0.2, 17.0]], (0, float("inf"))).high
+        20.0
+    """
+    low, high = _limits(values)
+    bounded = math.isfinite(bounds[1])
+    if low < NEGATIVE:
+        far = bounds[1] if bounded else end_above(max(-low, high))
+        return ColourScale(DIVERGING, -far, far, f"lowest colour: {-far:g} or less" if low < -far else "")
+    return ColourScale(SEQUENTIAL, min(0.0, low), bounds[1] if bounded else end_above(high))
+
+
+def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
+    """The colour scale from the smallest to the largest value, for values far from the bounds of their field.
+
+    Args:
+        values: the values in the figure.
+        name: name of plotly's scale.
+    """
+    low, high = _limits(values)
+    return ColourScale(name, low, high if high > low else low + 1e-9)
+
+
+def about_zero(values: Any) -> ColourScale:
+    """The colour scale of differences, centred at 0."""
+    low, high = _limits(values)
+    far = end_above(max(high, -low))
+    return ColourScale(DIVERGING, -far, far)
+
+
+def end_above(value: float) -> float:
+    """The smallest round number at or above a value, for the end of a scale.
+
+    Examples:
+        >>> end_above(0.113), end_above(17.0), end_above(0.0)
+        (0.12, 20.0, 1.0)
+    """
+    if not value > 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(round(end * power, 12) for end in ENDS if end * power >= value * (1 - 1e-9))
+
+
+def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, Any]:
+    """Settings of a plotly heatmap that write each value into its cell if there is room.
+
+    Narrow scales get more decimals, so that the numbers in different cells differ.
+
+    Args:
+        values: the matrix, `row column`.
+        scale: colour scale of the heatmap.
+        fewest: smallest number of decimals.
+    """
+    if max(np.shape(values)) > MOST_NUMBERS:
+        return {}
+    span = scale.high - scale.low
+    low, high = _limits(values)
+    decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS) if high > low else fewest
+    texts = [
+        ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
+        for row in np.asarray(values).tolist()
+    ]
+    # Long numbers in narrow cells.
+    size = 9 if decimals > 3 else 11
+    return {"text": texts, "texttemplate": "%{text}", "textfont": {"size": size}}
+
+
+def _limits(values: Any) -> tuple[float, float]:
+    """The smallest and the largest finite value; 0 and 1 if there is none."""
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    return (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+
 
 # Axes of matrices whose two sides are of one kind.
 MATRICES = (
@@ -116,8 +258,6 @@ def heat_map(
     )
     rows.place(fig.update_yaxes)
     columns.place(fig.update_xaxes)
-    if columns.labels is None:
-        turn_labels(fig, columns.names)
     plain = CELL_AXIS | {"constrain": "domain"} if square else {"showgrid": False}
     fig.update_xaxes(**plain).update_yaxes(**plain)
     if square:
@@ -198,7 +338,7 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
         numbers = [
             [f"{100 * value:.1f}" if value >= 0.0005 else "&lt;0.1" if value > 0 else "" for value in row] for row in values
         ]
-        cells.update(text=on_cells(numbers, roots, scale), texttemplate="%{text}", textfont={"size": 9})
+        cells.update(text=numbers, texttemplate="%{text}", textfont={"size": 9})
         note = "numbers: per cent; white: none"
     return with_subtitle(fig, note)
 
@@ -222,7 +362,7 @@ def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any
         # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
         beyond = bool((np.nan_to_num(values) > 1).any())
         return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
-    return off_diagonal_scale(values, scale)
+    return scale
 
 
 def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:

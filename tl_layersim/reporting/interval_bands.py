@@ -16,8 +16,6 @@ from ..core.results import Result
 INTERVALS = "95 % intervals"
 # Opacities of a band and of its outline, which shows the interval of a point without neighbours.
 FILL, OUTLINE = 0.16, 0.22
-# A band that is lower than this part of the vertical axis is hidden by its line.
-HIDDEN = 0.01
 
 
 class Ends(NamedTuple):
@@ -141,8 +139,6 @@ def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
 def intervals_in_words(fig: go.Figure) -> str:
     """How a figure marks its intervals, in words; empty if it draws none.
 
-    The text says so if all bands are thinner than their lines.
-
     Args:
         fig: a figure with bands from `add_band` and error bars from `whiskers`.
 
@@ -152,24 +148,6 @@ def intervals_in_words(fig: go.Figure) -> str:
         'whiskers: 95 % intervals'
     """
     bars = [trace[side].array for trace in fig.data for side in ("error_x", "error_y") if side in trace]
-    bands = [trace for trace in fig.data if trace.meta == INTERVALS]
-    marks = ["bands" if _are_seen(fig, bands) else "bands (thinner than the lines)"] if bands else []
+    marks = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data)
     marks += ["whiskers"] * any(bar is not None and np.nansum(np.array(bar, dtype=float)) > 0 for bar in bars)
     return f"{' and '.join(marks)}: {INTERVALS}" if marks else ""
-
-
-def _are_seen(fig: go.Figure, bands: Sequence[Any]) -> bool:
-    """Whether a band is wider than the thickness of a line."""
-    axis = fig.layout.yaxis
-    scale = np.log10 if axis.type == "log" else np.asarray
-    drawn = np.concatenate([scale(np.array(trace.y, dtype=float)) for trace in fig.data if trace.y is not None])
-    ends = axis.range or [*drawn[np.isfinite(drawn)], *([0.0] if axis.rangemode == "tozero" else [])]
-    least = HIDDEN * (max(ends) - min(ends))
-    for band in bands:
-        points: dict[Any, list[float]] = {}
-        for x, y in zip(band.x, scale(np.array(band.y, dtype=float)), strict=True):
-            points.setdefault(x, []).append(y)
-        # At each point, the upper and the lower end.
-        if any(max(pair) - min(pair) > least for pair in points.values()):
-            return True
-    return False

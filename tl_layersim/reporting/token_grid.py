@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from .colour_scales import ColourScale, on_cells
+from .heat_map import ColourScale
 from .site_labels import short_names, site_axis_title, visible_token
 from .style import CELL_AXIS, ORANGE, PAPER_SIZES, colour_bar, styled, with_subtitle
 
@@ -89,7 +89,7 @@ def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
         z=probability,
         x=list(line),
         y=list(layers),
-        text=on_cells(words, probability, PROBABILITY),
+        text=words,
         texttemplate="%{text}",
         textfont={"size": 10},
         coloraxis="coloraxis",

@@ -18,7 +18,7 @@ from ..core.arguments import NonNegativeFloat, typed
 from ..core.fields import Provenance
 from ..core.storage import refuse_unwritable
 from ..data.data import Data
-from ..many.model_groups import group_labels
+from ..many.compare_grid import group_labels
 from ..remote.open import open_split_model
 from ..sources.open import OpenedModel, records_of
 from ..sources.split_model import LocalSplitModel, SplitModel
