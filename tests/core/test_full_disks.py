@@ -66,23 +66,6 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_result(call, tmp_path, ful
     assert found.values.equal(plain.values)
 
 
-@each_call
-@pytest.mark.filterwarnings("ignore:.*(continues without it|Least squares has)")
-def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_disk, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    for name in (
-        "engine.run.PassState.add",
-        "stitching.experiment.StitchExperiment._evaluate",
-        "training.fine_tuning_steps.FineTuning.loss_and_gradients",
-        "training.adapter_steps.AdapterSteps.apply",
-    ):
-        monkeypatch.setattr(f"tl_layersim.{name}", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        call(tmp_path / "run")
-
-
 @pytest.fixture
 def read_only_disk(monkeypatch):
     plain = os.open

@@ -68,15 +68,6 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
             lsim.load(short)
 
 
-def test_a_file_of_a_newer_version_is_refused(tmp_path, monkeypatch):
-    newer = storage.FORMAT + 1
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "FORMAT", newer)
-        path = curve().save(tmp_path / "x.safetensors")
-    with pytest.raises(lsim.LayersimError, match=rf"x\.safetensors .*\b{newer}\b"):
-        lsim.load(path)
-
-
 def test_a_file_that_is_not_ours_is_refused(tmp_path):
     save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
     with pytest.raises(lsim.LayersimError, match="not one of tl_layersim"):

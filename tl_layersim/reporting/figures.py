@@ -17,12 +17,13 @@ import plotly.graph_objects as go
 from ..core.errors import LayersimError
 from ..core.intervals import bounds_of, field_named
 from ..core.results import UNTRAINED, Result
-from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map
-from .interval_bands import Ends, interval_ends
+from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map, token_grid
 from .lines import (
     ZERO_LINE,
+    Ends,
     Series,
     bars,
+    interval_ends,
     is_wide,
     lines,
     named_points,
@@ -35,7 +36,6 @@ from .lines import (
 from .many_runs import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
 from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, on_what, series_look, with_provenance, with_size
-from .token_grid import token_grid
 
 # Axes along which a few series have an order.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")

@@ -1,27 +1,29 @@
-"""Heat maps: layers by layers, and series by layers; their colour scales, with limits for each field, and numbers in cells."""
+"""Heat maps: layers by layers, series by layers, predictions by tokens; their colour scales, and numbers in their cells."""
 
 from __future__ import annotations
 
 import html
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from ..core.fields import JOINT
 from ..core.intervals import bounds_of
 from ..core.results import Result
-from .interval_bands import Ends, cell_hover, interval_ends
-from .lines import known_columns
-from .site_labels import axis_title, short_names, visible_token
+from .lines import Ends, hover_texts, interval_ends, known_columns
+from .site_labels import axis_title, short_names, site_axis_title, visible_token
 from .style import (
     CELL_AXIS,
     DIVERGING,
     HEIGHT,
     MOST_TICKS,
+    ORANGE,
+    PAPER_SIZES,
     SEQUENTIAL,
     colour_bar,
     layer_axis,
@@ -265,6 +267,25 @@ def heat_map(
     return styled(fig, titles[0], height=HEIGHT if square else 500)
 
 
+def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, quantity: str) -> dict[str, Any]:
+    """Data and template of the hover text at a cell: row, column, value, and interval if there is one.
+
+    Args:
+        rows: names of the rows.
+        columns: names of the columns.
+        ends: ends of the confidence intervals, `row column`; None without intervals.
+        quantity: name of the quantity, as markup.
+    """
+    texts = None if ends is None else hover_texts(ends)
+    data = [
+        [(row, column) if texts is None else (row, column, texts[i, j]) for j, column in enumerate(columns)]
+        for i, row in enumerate(rows)
+    ]
+    words = "row: %{customdata[0]}<br>column: %{customdata[1]}<br>" + quantity + ": %{z:.4f}"
+    own = "" if ends is None else "%{customdata[2]}"
+    return {"hoverongaps": False, "customdata": data, "hovertemplate": f"{words}{own}<extra></extra>"}
+
+
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
     """Heat map of layers by layers, of one or two models. First and last rows and columns without values are left out.
 
@@ -422,3 +443,104 @@ def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) ->
         own = " > ".join(words) if starts and ends else words[-1] if ends else words[0] if starts else ""
         labels.append(": ".join([str(block)] * (blocks or not own) + [own] * bool(own)))
     return labels
+
+
+# Pixels of a cell, which has room for so many letters of a word; below a line of cells, and around all of them.
+CELL, WORD, BELOW_LINE, AROUND = 60, 8, 46, 150
+# Pixels of a row of cells, and of a row where there are more than so many layers.
+ROW, LOW_ROW, MOST_LAYERS = 24, 18, 16
+PROBABILITY = ColourScale("Blues", 0.0, 1.0)
+
+
+def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> go.Figure:
+    """Heat map of each layer's top-1 prediction after each token, coloured by probability; bold from the saturation layer on.
+
+    Args:
+        grid: a `PredictionGrid`.
+        titles: titles of the figure and of the colour bar.
+        width: "column", "text" or None; sets the number of tokens in a line.
+    """
+    layers, tokens = grid.layers[1:], grid.tokens
+    lines = _lines(len(tokens), (PAPER_SIZES[width].width - 110) // CELL)
+    cells = (ROW if len(layers) <= MOST_LAYERS else LOW_ROW) * len(layers)
+    room = cells * len(lines) + BELOW_LINE * (len(lines) - 1)
+    fig = make_subplots(rows=len(lines), cols=1, vertical_spacing=BELOW_LINE / room if len(lines) > 1 else 0)
+    widest = max(map(len, lines))
+    for number, line in enumerate(lines, start=1):
+        fig.add_trace(_line_of_cells(grid, line), row=number, col=1)
+        for token in line:
+            layer = int(grid.saturation_layer[token])
+            box = {"x0": token - 0.48, "x1": token + 0.48, "y0": layer - 0.46, "y1": layer + 0.46}
+            fig.add_shape(type="rect", line={"color": ORANGE, "width": 2}, row=number, col=1, **box)
+        ticks = [_shown(tokens[token], WORD) for token in line]
+        plain = CELL_AXIS | {"tickmode": "array"}
+        # Lines with fewer tokens have cells of the same width.
+        places = {"tickvals": list(line), "range": [line[0] - 0.5, line[0] + widest - 0.5]}
+        fig.update_xaxes(ticktext=ticks, tickangle=0, tickfont={"size": 11}, row=number, col=1, **places, **plain)
+        step = max(1, -(-len(layers) // MOST_LAYERS))
+        names = {"tickvals": list(range(0, len(layers), step)), "ticktext": short_names(layers)[::step]}
+        fig.update_yaxes(title=site_axis_title(layers, "Block"), row=number, col=1, **names, **plain)
+    fig.update_xaxes(title="After token", row=len(lines), col=1)
+    fig.update_layout(
+        showlegend=True,
+        coloraxis={**PROBABILITY.axis(), "colorbar": colour_bar(titles[1]) | {"thickness": 16, "outlinewidth": 0}},
+    )
+    frame = {"symbol": "square-open", "size": 12, "color": ORANGE, "line": {"width": 2}}
+    fig.add_scatter(x=[None], y=[None], mode="text", name="<b>bold</b>: the final prediction")
+    fig.add_scatter(x=[None], y=[None], mode="markers", marker=frame, name="framed: saturation layer")
+    normed = grid.provenance.options.get("norm") != "none"
+    spaces = "; · is a space" if any(token[:1] == " " or token[-1:] == " " for token in tokens) else ""
+    note = f"Logit lens {'with' if normed else 'without'} the final norm below the last block{spaces}"
+    return with_subtitle(styled(fig, titles[0], height=room + AROUND), note)
+
+
+def _shown(token: str, letters: int | None = None) -> str:
+    return html.escape(visible_token(token, letters), quote=False)
+
+
+def _lines(tokens: int, longest: int) -> list[range]:
+    """Token indices of each line; lines have nearly equal length."""
+    count = max(1, -(-tokens // longest))
+    length = -(-tokens // count)
+    return [range(start, min(start + length, tokens)) for start in range(0, tokens, length)]
+
+
+def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
+    """Draw the cells of one line of tokens."""
+    layers = range(grid.values.shape[1])
+    probability = grid.values.numpy()[line.start : line.stop].T
+    words = [
+        [
+            f"<b>{word}</b>" if layer >= grid.saturation_layer[token] else word
+            for token in line
+            for word in [_shown(grid.words[token][layer], WORD)]
+        ]
+        for layer in layers
+    ]
+    return go.Heatmap(
+        z=probability,
+        x=list(line),
+        y=list(layers),
+        text=words,
+        texttemplate="%{text}",
+        textfont={"size": 10},
+        coloraxis="coloraxis",
+        xgap=1,
+        ygap=1,
+        customdata=[[_at_pointer(grid, token, layer) for token in line] for layer in layers],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _at_pointer(grid: Any, token: int, layer: int) -> str:
+    """The hover text of a cell: its position, the next token of the prompt, the likeliest tokens, and the entropy."""
+    lines = [f"after token {token} <b>{_shown(grid.tokens[token])}</b>, {html.escape(grid.layers[layer + 1], quote=False)}"]
+    if token + 1 < len(grid.tokens):
+        lines.append(f"next in the prompt: <b>{_shown(grid.tokens[token + 1])}</b>")
+    ranked = zip(grid.top_words[token][layer], grid.top_probability[token][layer].tolist(), strict=True)
+    lines += [f"{rank}. {_shown(word)}  {value:.3f}" for rank, (word, value) in enumerate(ranked, start=1)]
+    if not np.isnan(entropy := float(grid.entropy[token][layer])):
+        lines.append(f"entropy: {entropy:.2f} nats")
+    if layer >= grid.saturation_layer[token]:
+        lines.append("saturation layer" if layer == grid.saturation_layer[token] else "final prediction")
+    return "<br>".join(lines)

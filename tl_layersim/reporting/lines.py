@@ -1,17 +1,18 @@
-"""Lines with bands over layers or numbers, quantiles, bars, named points, and paths in a plane."""
+"""Lines over layers or numbers, quantiles, bars, named points and paths, with intervals as bands, whiskers or hover texts."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb
 
-from .interval_bands import Ends, add_band, hover_texts, point_hover, whiskers
+from ..core.intervals import bounds_of
+from ..core.results import Result
 from .site_labels import axis_title, series_label, short_names, visible_token
 from .style import (
     BLUE,
@@ -20,6 +21,7 @@ from .style import (
     GREEN,
     GREY,
     HEIGHT,
+    INTERVALS,
     ORANGE,
     colour_bar,
     layer_axis,
@@ -42,6 +44,109 @@ MOST_APART = 0.12
 MOST_STRONG, LETTERS = 25, 14
 # A line at 0, for quantities of both signs.
 ZERO_LINE = {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "#888888"}
+
+
+# Opacities of a band and of its outline, which shows the interval of a point without neighbours.
+FILL, OUTLINE = 0.16, 0.22
+
+
+class Ends(NamedTuple):
+    """Lower and upper ends of 95 % intervals, two arrays in the shape of the values; NaN for unknown ends."""
+
+    low: Any
+    high: Any
+
+    def at(self, index: Any) -> Ends:
+        """The ends at an index of both arrays."""
+        return Ends(self.low[index], self.high[index])
+
+
+def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | None:
+    """The ends of the intervals of a field; None for a result or a field without intervals.
+
+    Args:
+        result: the result.
+        what: name of the field, "values" for the field of `values_name`, or a function of the result, see `Result.interval`.
+    """
+    if not result.has_intervals or (isinstance(what, str) and bounds_of(result).get(what, ()) is None):
+        return None
+    _, low, high, _ = result.interval(what)
+    return Ends(low.numpy(), high.numpy())
+
+
+def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
+    """Intervals as text after a value, such as " (0.29 to 0.33)"; empty if an end is unknown.
+
+    Args:
+        ends: ends of the intervals, arrays of any shape.
+        digits: format of a number.
+    """
+    texts = np.empty(np.shape(ends.low), dtype=object)
+    for index in np.ndindex(texts.shape):
+        low, high = float(ends.low[index]), float(ends.high[index])
+        texts[index] = f" ({low:{digits}} to {high:{digits}})" if np.isfinite(low) and np.isfinite(high) else ""
+    return texts
+
+
+def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str, Any]:
+    """Data and template of the hover text at a point: its name, its value, and its interval if there is one.
+
+    Args:
+        names: names of the points.
+        ends: ends of the confidence intervals; None without intervals.
+        label: label of the line, as markup.
+    """
+    if ends is None:
+        return {"customdata": list(names), "hovertemplate": "%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>"}
+    data = [list(pair) for pair in zip(names, hover_texts(ends), strict=True)]
+    return {"customdata": data, "hovertemplate": "%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>"}
+
+
+def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> None:
+    """Add a shaded band to a figure. Lines that are added later lie above it; points without an interval leave a gap.
+
+    Args:
+        fig: the figure.
+        x: x of the points, in ascending order.
+        ends: ends of the confidence intervals.
+        colour: colour of the line, as "#rrggbb".
+        **trace: further properties, such as `legendgroup`.
+    """
+    xs: list[Any] = []
+    ys: list[Any] = []
+    known = np.isfinite(ends.low) & np.isfinite(ends.high)
+    for run in np.split(np.arange(len(known)), np.flatnonzero(np.diff(known)) + 1):
+        if len(run) and known[run[0]]:
+            # Forth along the upper ends and back along the lower ones; None parts the runs.
+            xs += [*(x[n] for n in run), *(x[n] for n in run[::-1]), None]
+            ys += [*ends.high[run], *ends.low[run[::-1]], None]
+    if not xs:
+        return
+    shade = f"rgba({', '.join(map(str, hex_to_rgb(colour)))}, {{}})"
+    fig.add_scatter(
+        x=xs[:-1],
+        y=ys[:-1],
+        mode="lines",
+        line={"width": 1, "color": shade.format(OUTLINE)},
+        fill="toself",
+        fillcolor=shade.format(FILL),
+        hoverinfo="skip",
+        showlegend=False,
+        meta=INTERVALS,
+        **trace,
+    )
+
+
+def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
+    """Error bars for `error_x` or `error_y` of a trace; none if an end is unknown."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": ends.high - values,
+        "arrayminus": values - ends.low,
+        "thickness": 1,
+        "width": 3,
+    }
 
 
 class Series(NamedTuple):
@@ -388,7 +493,7 @@ def paths(
             line={"color": ordered_colour(i / max(1, last)), "width": 3 if i in looks else 1.2},
             marker={"size": [7] + [4] * (len(layers) - 2) + [8], "symbol": symbols, "color": ordered_colour(i / max(1, last))},
             text=[""] * (len(layers) - 1) + [f"<b>{names[i]}</b>" if i in looks else ""],
-            textposition=_beyond(coordinates[i]),
+            textposition="top center",
             cliponaxis=False,
             customdata=[f"token <b>{names[i]}</b><br>{place}<br>{name}" for place, name in zip(places, layers, strict=True)],
             hovertemplate="%{customdata}<extra></extra>",
@@ -406,11 +511,3 @@ def paths(
     fig.update_xaxes(title=shares[0], range=[low - room, high + room])
     fig.update_yaxes(title=shares[1], scaleanchor="x", scaleratio=1)
     return styled(fig, title, height=HEIGHT + 130)
-
-
-def _beyond(path: Any) -> str:
-    """The position of a label in the direction of the path's end."""
-    x, y = path[-1] - path[-2] if len(path) > 1 else (0.0, 1.0)
-    if abs(x) > abs(y):
-        return "middle right" if x > 0 else "middle left"
-    return "top center" if y > 0 else "bottom center"

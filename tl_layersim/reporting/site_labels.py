@@ -82,8 +82,8 @@ STACK_TITLES = {
 }
 STREAM = ("hook_resid_pre", "hook_resid_post")
 FINAL_NORM = "ln_final.hook_normalized"
-# Names of sites that are listed one by one.
-MOST_LISTED = 6
+# Sites that are listed one by one.
+MOST_LISTED = 2
 _SITE = re.compile(
     r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
 )
@@ -298,7 +298,7 @@ def listed_sites(names: tuple[str, ...]) -> str:
         >>> listed_sites(tuple(f"blocks.{i}.hook_attn_out" for i in range(32)))
         '32 sites: blocks.0.hook_attn_out to blocks.31.hook_attn_out'
     """
-    shown = ", ".join(names) if len(names) < MOST_LISTED else f"{names[0]} to {names[-1]}"
+    shown = ", ".join(names) if len(names) <= MOST_LISTED else f"{names[0]} to {names[-1]}"
     return f"{len(names)} site{'s' if len(names) > 1 else ''}: {shown}"
 
 

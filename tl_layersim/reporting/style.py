@@ -17,9 +17,10 @@ from plotly.colors import sample_colorscale
 
 from ..core.fields import JOINT, Provenance
 from ..core.wording import amount
-from .interval_bands import intervals_in_words
 from .site_labels import heads_in_block, short_names, site_axis_title
 
+# The mark of a trace that is the band of intervals.
+INTERVALS = "95 % intervals"
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 # Okabe and Ito's colours that have a contrast of 3 or more on white, with a darker purple and a lighter black.
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
@@ -139,6 +140,22 @@ def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -
         samples: number and kind of the samples in words, if they are not the tokens or rows of the run.
     """
     return with_subtitle(fig, html.escape(" · ".join(filter(None, (on_what(provenance, samples), intervals_in_words(fig))))))
+
+
+def intervals_in_words(fig: go.Figure) -> str:
+    """How a figure marks its intervals, in words; empty if it draws none.
+
+    Args:
+        fig: a figure with bands from `add_band` and error bars from `whiskers`.
+
+    Examples:
+        >>> intervals_in_words(go.Figure(go.Scatter(x=[0], y=[0.3], error_y={"array": [0.2]})))
+        'whiskers: 95 % intervals'
+    """
+    bars = [trace[side].array for trace in fig.data for side in ("error_x", "error_y") if side in trace]
+    marks = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data)
+    marks += ["whiskers"] * any(bar is not None and np.nansum(np.array(bar, dtype=float)) > 0 for bar in bars)
+    return f"{' and '.join(marks)}: {INTERVALS}" if marks else ""
 
 
 def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
