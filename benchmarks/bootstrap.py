@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.core import sums as blocks
-from tl_layersim.core.jackknife import standard_error
+from tl_layersim.core.intervals import standard_error
 from tl_layersim.core.sums import DataBlock, SumTree
 from tl_layersim.engine import report_assembly as report_assembly
 

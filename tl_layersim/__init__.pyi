@@ -28,7 +28,7 @@ from .analyzers.task_metrics import TaskMetrics as TaskMetrics
 from .analyzers.trajectory import Trajectory as Trajectory
 from .core.errors import LayersimError as LayersimError
 from .core.errors import LayersimWarning as LayersimWarning
-from .core.labelled_tables import stack as stack
+from .core.report_tables import stack as stack
 from .core.results import Report as Report
 from .core.results import Result as Result
 from .core.results import load as load

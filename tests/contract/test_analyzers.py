@@ -21,7 +21,7 @@ from tl_layersim.activations.view import reduce
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import Sums
 from tl_layersim.core.fields import declarations
-from tl_layersim.core.intervals import aligned, bounds_of, total_of, with_and_without_blocks
+from tl_layersim.core.intervals import aligned, bounds_of, with_and_without_blocks
 
 from .. import oracles
 from ..runs import measured
@@ -242,7 +242,8 @@ def test_every_field_has_an_interval(name, cls):
         assert bool((high <= max(bounds[1], float(value.nan_to_num().max())))[known].all()) if value.numel() else True
         assert bool((error[known] >= 0).all())
         # What a block changes depends on the blocks, also at a bound: its interval has a width, or there is none.
-        _, replicates = with_and_without_blocks(result, partial(aligned, result=result, field=field), total_of(result, field))
+        read = partial(aligned, result=result, field=field)
+        _, replicates = with_and_without_blocks(result, read, result.declared(field).out_of)
         spread = replicates.amax(0) - replicates.amin(0)
         assert not bool(((spread > 1e-9 * value.abs()) & (high == low)).any()), field
     moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]
@@ -252,7 +253,7 @@ def test_every_field_has_an_interval(name, cls):
     for field, bounds in bounds_of(result).items():
         value, other = getattr(result, field), getattr(half, field)
         # Counts are those of fewer rows.
-        if bounds is not None and value.shape == other.shape and not total_of(result, field):
+        if bounds is not None and value.shape == other.shape and not result.declared(field).out_of:
             differs = (value - other).abs() > 1e-6 * value.abs()
             _, low, high, _ = result.interval(field)
             assert not bool((differs & (high == low)).any()), field

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tl_layersim.core.jackknife import UNBOUNDED, degrees_of_freedom, neighbour_correlation, standard_error, t_interval
+from tl_layersim.core.intervals import UNBOUNDED, degrees_of_freedom, neighbour_correlation, standard_error, t_interval
 
 BLOCKS, TEXTS, TOKENS = 16, 256, 40
 

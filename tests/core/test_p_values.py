@@ -11,7 +11,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import Report
-from tl_layersim.core.p_values import adjusted
+from tl_layersim.core.report_tables import adjusted
 from tl_layersim.core.wording import MEANING_OF_MARGINS, equation, headed, p_value_text
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -64,7 +64,7 @@ def test_adjusted_p_values_are_those_of_the_naive_definition(method, seed):
     p[3] = p[7]
     p[[5, 11]] = math.nan
     known = ~p.isnan()
-    found = adjusted(p, method)
+    [found] = adjusted([(p, False)], method)
     np.testing.assert_allclose(found[known], ORACLES[method](p[known].tolist()), rtol=1e-12)
     assert found.isnan().equal(~known)
 

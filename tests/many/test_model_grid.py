@@ -49,19 +49,20 @@ class TestGrid:
     @pytest.mark.parametrize("cka", CKAS, ids=lambda cka: cka.estimator)
     def test_each_pair_is_what_compare_gives(self, models, cka):
         grid = lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
-        for i, a in enumerate(models):
-            for j, b in enumerate(models):
-                one, own = lsim.compare(models[a], models[b], lsim.Data(text_rows(), batch_size=4), cka), grid[a, b]
-                assert type(own) is type(one)
-                for name in one.tensor_fields():
-                    torch.testing.assert_close(getattr(own, name), getattr(one, name), rtol=1e-9, atol=1e-10, equal_nan=True)
-                assert float(grid.values[i, j]) == pytest.approx(one.distance(), abs=1e-6)
-                recorded, expected = (dict(vars(result.provenance)) for result in (own, one))
-                # What is said of the data is said once, of the grid.
-                for name in ("seconds", "warnings"):
-                    recorded.pop(name), expected.pop(name)
-                assert recorded == expected
-                assert (own.samples, own.minibatches, own.column_layers) == (one.samples, one.minibatches, one.column_layers)
+        names = list(models)
+        for i, j in ((0, 1), (3, 0), (2, 2)):
+            a, b = names[i], names[j]
+            one, own = lsim.compare(models[a], models[b], lsim.Data(text_rows(), batch_size=4), cka), grid[a, b]
+            assert type(own) is type(one)
+            for name in one.tensor_fields():
+                torch.testing.assert_close(getattr(own, name), getattr(one, name), rtol=1e-9, atol=1e-10, equal_nan=True)
+            assert float(grid.values[i, j]) == pytest.approx(one.distance(), abs=1e-6)
+            recorded, expected = (dict(vars(result.provenance)) for result in (own, one))
+            # What is said of the data is said once, of the grid.
+            for name in ("seconds", "warnings"):
+                recorded.pop(name), expected.pop(name)
+            assert recorded == expected
+            assert (own.samples, own.minibatches, own.column_layers) == (one.samples, one.minibatches, one.column_layers)
 
     def test_the_distance_is_equation_two(self, grid):
         for i, a in enumerate(grid.models):
@@ -73,9 +74,8 @@ class TestGrid:
         assert torch.equal(grid.values, grid.values.T)
 
     @pytest.mark.parametrize("cka", [CKAS[0], CKAS[2]], ids=lambda cka: cka.estimator)
-    @pytest.mark.parametrize("count", [2, 4])
-    def test_each_model_runs_once_a_batch(self, cka, count):
-        models = dict(list(two_groups().items())[:count])
+    def test_each_model_runs_once_a_batch(self, cka):
+        models = two_groups()
         passes = Passes(models)
         lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
         # The exact estimator needs the means of a first pass.
@@ -211,14 +211,6 @@ class TestModels:
         torch.testing.assert_close(grid["b", "c"].values, one.values, rtol=1e-9, atol=1e-9)
         assert grid["b", "c"].layers == one.layers == tuple(f"blocks.{i}.hook_attn_out" for i in range(3))
         assert float(grid.values[1, 2]) == pytest.approx(one.distance(), abs=1e-9)
-
-    def test_blocks_by_path_for_some_models(self):
-        models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-        paths = [f"model.layers.{i}" for i in range(3)]
-        models["b"] = lsim.open_model(models["b"], layers=paths)
-        grid = lsim.compare_grid(models, random_tokens(6, 16), lsim.CKA(minibatch=16))
-        one = lsim.compare(models["a"], models["b"], random_tokens(6, 16), lsim.CKA(minibatch=16))
-        torch.testing.assert_close(grid["a", "b"].values, one.values)
 
     def test_depths_that_differ(self):
         models = {"a": tiny_llama(), "deep": tiny_llama(5)}

@@ -90,44 +90,20 @@ class TestOtherAnalyzers:
             lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("models", "message"),
-        [
-            (lambda: [tiny_llama(), tiny_llama()], "`models`.*list"),
-            (lambda: {1: tiny_llama(), 2: tiny_llama()}, "`models`.*dict"),
-            (lambda: {"a": tiny_llama()}, "`models`.* 1 "),
-            # Python keeps the last of two equal names.
-            (lambda: dict(zip("aa", (tiny_llama(), tiny_llama(seed=1)), strict=True)), "`models`.* 1 "),
-        ],
-    )
-    def test_models(self, models, message):
+def test_refusals():
+    models = {name: tiny_llama(seed=n) for n, name in enumerate("abc")}
+    for given, analyzer, options, message in (
+        (list(models.values()), lsim.CKA(), {}, "`models`.*list"),
+        (dict(enumerate(models.values())), lsim.CKA(), {}, "`models`.*dict"),
+        ({"a": models["a"]}, lsim.CKA(), {}, "`models`.* 1 "),
+        (models, lsim.CKA(), {"groups": [*"xy"]}, r"`groups`.*\['x', 'y'\]"),
+        (models, lsim.CKA(), {"groups": "xyx"}, "`groups`.*xyx"),
+        (models, lsim.CKA(), {"groups": {"a": 1, "b": 1}}, "`groups`.*dict of 2"),
+        (models, lsim.CKA(), {"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups`.*dict of 4"),
+        (models, lsim.CKA(), {"groups": [1, 1, 1]}, "`groups`.* 3 "),
+        (models, lsim.CKA(), {"groups": [1, 2, 3]}, "`groups`.* 1, 1, 1 "),
+        (models, lsim.Cosine(), {}, "Cosine cannot compare two models"),
+        (models, [lsim.CKA(), lsim.Cosine()], {}, "Cosine cannot compare two models"),
+    ):
         with pytest.raises(lsim.LayersimError, match=message):
-            lsim.compare_grid(models(), random_tokens(), lsim.CKA())
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"groups": [*"xy"]}, r"`groups`.*\['x', 'y'\]"),
-            ({"groups": "xyx"}, "`groups`.*xyx"),
-            ({"groups": {"a": 1, "b": 1}}, "`groups`.*dict of 2"),
-            ({"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups`.*dict of 4"),
-            ({"groups": [1, 1, 1]}, "`groups`.* 3 "),
-            ({"groups": [1, 2, 3]}, "`groups`.* 1, 1, 1 "),
-        ],
-    )
-    def test_options(self, options, message):
-        models = {name: tiny_llama(seed=n) for n, name in enumerate("abc")}
-        with pytest.raises(lsim.LayersimError, match=message):
-            called(lsim.compare_grid, models, random_tokens(), lsim.CKA(), **options)
-
-    @pytest.mark.parametrize(
-        ("analyzer", "message"),
-        [
-            (lsim.Cosine(), "Cosine cannot compare two models"),
-            ([lsim.CKA(), lsim.Cosine()], "Cosine cannot compare two models"),
-        ],
-    )
-    def test_analyzers(self, analyzer, message):
-        with pytest.raises(lsim.LayersimError, match=message):
-            lsim.compare_grid({"a": tiny_llama(), "b": tiny_llama()}, random_tokens(), analyzer)
+            called(lsim.compare_grid, given, random_tokens(), analyzer, **options)

@@ -13,7 +13,8 @@ import torch
 import xarray
 
 import tl_layersim as lsim
-from tl_layersim.many.model_groups import have_directions, permutation_test
+from tl_layersim.core.report_tables import is_symmetric
+from tl_layersim.many.model_groups import permutation_test
 from tl_layersim.reporting.many_runs import clusters
 
 from ..views import from_views, residuals, view
@@ -172,15 +173,15 @@ def test_rounding_gives_pairs_no_direction():
     xarray.testing.assert_allclose(found, expected)
     # Distances that are 0 but for rounding, beside others.
     d[0, 1], d[1, 0] = 1e-12, -1e-12
-    assert not have_directions(d)
+    assert is_symmetric(d)
     d[0, 1] = 1e-4
-    assert have_directions(d)
+    assert not is_symmetric(d)
     # Of curves by layer, a value may be undefined in both orders.
     curves = torch.stack([distances(4), rounded[:4, :4]], dim=-1)
     curves[0, 1, 0] = curves[1, 0, 0] = math.nan
-    assert not have_directions(curves)
+    assert is_symmetric(curves)
     curves[1, 0, 0] = 0.5
-    assert have_directions(curves)
+    assert not is_symmetric(curves)
 
 
 def test_tables_of_other_kinds():

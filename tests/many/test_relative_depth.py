@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tl_layersim.core import LayerMatrix
-from tl_layersim.many.relative_depth import at_depths, sites_along
+from tl_layersim.many.differences import at_depths, sites_along
 
 from ..views import provenance
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import re
 import weakref
 from functools import partial
 
@@ -80,29 +79,12 @@ class TestModels:
         with pytest.warns(lsim.LayersimWarning, match=r"models 1, 2 of the sweep have the same weights.*functools.partial"):
             lsim.sweep({1: tiny_llama, 2: tiny_llama, 3: partial(tiny_llama, seed=1)}, random_tokens(4), "cosine")
 
-    @pytest.mark.parametrize(("count", "shown"), [(4, "1, 2, 3, 4 of"), (5, "1, 2, 3, 4, ... of")])
-    def test_four_models_of_the_same_weights_are_named(self, count, shown):
-        with pytest.warns(lsim.LayersimWarning, match=re.escape(f"models {shown} the sweep have the same weights")):
-            lsim.sweep(dict.fromkeys(range(1, count + 1), tiny_llama), random_tokens(2), "cosine")
-
-    def test_the_number_of_models_is_announced(self, models, capsys):
-        lsim.sweep(models, random_tokens(4), ANALYZERS)
-        assert "sweep: 3 models, each with cosine, trajectory\n" in capsys.readouterr().err
-
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("models", "match"),
-        [
-            ([], r"`models`.*\[\]"),
-            ({0: "org/name"}, "`models`.*'org/name'"),
-        ],
-    )
-    def test_models(self, models, match):
-        with pytest.raises(lsim.LayersimError, match=match):
-            lsim.sweep(models, random_tokens(4), "cosine")
-
-    def test_data_that_is_read_once_and_unknown_options(self, models):
+    def test_models_data_that_is_read_once_and_unknown_options(self, models):
+        for other, match in (([], r"`models`.*\[\]"), ({0: "org/name"}, "`models`.*'org/name'")):
+            with pytest.raises(lsim.LayersimError, match=match):
+                lsim.sweep(other, random_tokens(4), "cosine")
         with pytest.raises(lsim.LayersimError, match=r"read only once[\s\S]*list\(data\)"):
             lsim.sweep(models, (row for row in ["w5 w6"]), "cosine")
         for name, value in {"max_length": 8, "blocking": False, "model": models[0]}.items():

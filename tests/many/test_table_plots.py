@@ -97,30 +97,6 @@ def test_a_line_for_each_run_over_shared_sites_or_relative_depth(reports, table,
     assert np.isnan(drawn(by_model)[5].y[1])
 
 
-@pytest.mark.parametrize(("count", "named"), [(11, range(1, 12)), (20, (1, 11, 20))])
-def test_many_lines_have_labels_at_their_ends(reports, count, named):
-    many = lsim.stack(dict.fromkeys(range(1, count + 1), reports[0]["trajectory"]))
-    figure = lsim.plot(many, "norm", over="residual")
-    assert len({line.line.color for line in drawn(figure)}) == count
-    assert figure.layout.showlegend is False
-    colours = {line.name: line.line.color for line in drawn(figure)}
-    # The highest label says what the names are.
-    ends = {label.text.split()[-1]: label.font.color for label in figure.layout.annotations}
-    assert ends == {str(name): colours[str(name)] for name in named}
-    # Equal lines end at one point; their labels stand apart.
-    heights = sorted(-label.ay for label in figure.layout.annotations)
-    assert heights == pytest.approx([15 * n for n in range(len(named))])
-
-
-def test_labels_stand_at_the_last_point_of_their_line(reports):
-    many = lsim.stack({n: reports[step]["trajectory"] for n, step in enumerate(STEPS * 3)})
-    figure = lsim.plot(many, "norm", over="residual")
-    ends = {line.name: (line.x[-1], line.y[-1]) for line in drawn(figure)}
-    assert figure.layout.annotations
-    for label in figure.layout.annotations:
-        assert (label.x, label.y) == ends[label.text.split()[-1]]
-
-
 def test_a_heat_map_of_layers_by_steps(reports, table):
     last = table["cka"].isel(column=-1)
     figure = lsim.plot(last, over=("step", "row"))
@@ -132,7 +108,7 @@ def test_a_heat_map_of_layers_by_steps(reports, table):
 
 def test_matrices_stand_side_by_side_with_one_colour_scale(reports, table, depths):
     figure = lsim.plot(table["cka"])
-    assert {trace.coloraxis for trace in figure.data} == {"coloraxis"}
+    assert len({(trace.zmin, trace.zmax, trace.colorscale) for trace in figure.data}) == 1
     for trace, step in zip(figure.data, STEPS, strict=True):
         np.testing.assert_array_equal(trace.z, reports[step]["cka"].values)
     assert [np.shape(trace.z) for trace in lsim.plot(depths["cka"]).data] == [(7, 7), (4, 4)]

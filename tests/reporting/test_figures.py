@@ -14,8 +14,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
 from tl_layersim.core.fields import declarations
-from tl_layersim.reporting.interval_bands import Ends
-from tl_layersim.reporting.lines import Series, lines, step_curve, widen_axis
+from tl_layersim.reporting.lines import Ends, Series, lines, widen_axis
 from tl_layersim.reporting.site_labels import AXES
 from tl_layersim.reporting.style import BLUE, ORANGE, PAPER_SIZES
 
@@ -137,7 +136,7 @@ def test_exits_are_fractions_of_positions_and_none_is_told_from_few():
     bar = heat.colorbar
     assert [float(text) for text in bar.ticktext] == pytest.approx([tick**2 for tick in bar.tickvals])
     assert (heat.zmin, heat.zmax) == (0, 1)
-    assert [[">" in cell for cell in row] for row in heat.text] == (values > 0).tolist()
+    assert [[bool(cell) for cell in row] for row in heat.text] == (values > 0).tolist()
     assert list(fig.layout.yaxis.ticktext) == ["0", "0.5", "1"]
     assert list(fig.layout.xaxis.ticktext) == ["0", "1", "2", "3"]
     assert tuple(heat.customdata[1][0]) == ("0.5", "blocks.0.hook_resid_post", "0.0003")
@@ -245,24 +244,5 @@ def test_two_models_have_two_hues():
     assert [trace.name for trace in fig.data] == ["first", "second"]
 
 
-def test_a_loss_by_step_has_its_moving_mean():
-    mean = step_curve(np.arange(40.0), "Training loss", "Loss (nats)").data[1]
-    assert (mean.x[0], mean.y[0]) == pytest.approx((5.5, 4.5))
-    assert len(step_curve(np.arange(5.0), "t", "u").data) == 1
-
-
 def test_the_table_of_axes_has_no_entry_that_no_result_has():
     assert set(AXES) <= {axis for cls in result_classes() for axes in cls.tensor_fields().values() for axis in axes}
-
-
-def test_effective_samples_of_two_models_are_two_curves():
-    a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
-    found = lsim.compare(a, b, random_tokens(256, 8), lsim.CKA(minibatch=64), intervals=True)
-    first, second = found.plot("effective_samples").data[-2:]
-    assert (first.name, second.name) == ("first model", "second model")
-    np.testing.assert_array_equal(first.y, found.effective_samples)
-    np.testing.assert_array_equal(second.y, [*found.column_effective_samples, np.nan])
-    assert first.customdata is not None
-    assert "CKA of the same layers, mean" not in found.headline()
-    same = lsim.compare(a, tiny_llama(seed=1), random_tokens(20, 12), "cka")
-    assert same.headline()["CKA of the same layers, mean"] == pytest.approx(float(same.values.diagonal().mean()))

@@ -8,38 +8,13 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve, LayerMatrix
+from tl_layersim.core import LayerCurve
 from tl_layersim.core.findings import with_margin
 from tl_layersim.core.wording import number_text
 from tl_layersim.reporting.html import finding, side_by_side
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
-
-SITES = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
-
-
-def matrix(values, **more) -> LayerMatrix:
-    tensor = torch.tensor(values, dtype=torch.float64)
-    run = provenance(**more)
-    return LayerMatrix(values=tensor, layers=SITES, column_layers=SITES[: tensor.shape[1]], provenance=run)
-
-
-def test_of_a_matrix_the_highest_and_lowest_pairs_of_different_sites():
-    found = finding(matrix([[1.0, 0.2, 0.1], [0.2, 1.0, 0.9], [0.1, 0.9, 1.0]]))
-    assert found == ("Value is highest between block 0 and block 1 (0.9) and lowest between the embedding and block 1 (0.1).")
-
-
-def test_of_two_models_equal_sites_are_compared_too():
-    found = finding(matrix([[1.0, 0.2], [0.2, 0.5], [0.1, 0.4]], model="a | b"))
-    assert "highest between the embedding of the first model and the embedding of the second (1)" in found
-    assert "lowest between block 1 of the first model and the embedding of the second (0.1)" in found
-
-
-def test_undefined_cells_are_no_finding():
-    nan = float("nan")
-    assert "(0.3)" in finding(matrix([[nan, nan, 0.3], [nan, nan, nan], [0.3, nan, nan]]))
-    assert finding(matrix([[nan] * 3] * 3)) == ""
 
 
 def test_a_result_without_words_of_its_own_has_its_headline():

@@ -14,7 +14,7 @@ from torch import Tensor
 import tl_layersim as lsim
 from tl_layersim.core import Result, axes
 from tl_layersim.core.intervals import headline_margins, headline_texts, with_replicates
-from tl_layersim.reporting.interval_bands import Ends, add_band, hover_texts, interval_ends, intervals_in_words
+from tl_layersim.reporting.lines import Ends, add_band, hover_texts, interval_ends
 from tl_layersim.reporting.style import ordered_colours
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -268,17 +268,6 @@ def test_a_band_leaves_a_gap_where_an_end_is_unknown():
         "",
         " (5.0000 to 7.0000)",
     ]
-
-
-@pytest.mark.parametrize(("kind", "values"), [("linear", [1.0, 9.0]), ("log", [1.0, 1000.0])])
-def test_bands_that_their_lines_hide_are_said_to_be_thin(kind, values):
-    import plotly.graph_objects as go
-
-    y = np.array(values)
-    for width, words in ((0.001, "bands (thinner than the lines): 95 % intervals"), (0.3, "bands: 95 % intervals")):
-        fig = go.Figure(go.Scatter(x=[0, 1], y=y)).update_yaxes(type=kind)
-        add_band(fig, [0, 1], Ends(y * (1 - width), y * (1 + width)), "#010203")
-        assert intervals_in_words(fig) == words
 
 
 def test_the_page_says_what_the_intervals_are(result, plain, tmp_path):

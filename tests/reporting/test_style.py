@@ -7,16 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects as go
-import plotly.io
 import pytest
 
 import tl_layersim as lsim
 from tl_layersim.demo import demo_images, demo_vision_model
 from tl_layersim.reporting.style import (
     PALETTE,
-    PAPER,
-    SCREEN,
-    log_axis,
     on_what,
     ordered_colours,
     series_look,
@@ -59,10 +55,10 @@ def distance(first: str, second: str, reader: str) -> float:
     return float(np.linalg.norm(lab(SIMULATED[reader] @ linear(first)) - lab(SIMULATED[reader] @ linear(second))))
 
 
-def figure(title: str = "Cosine similarity", width: int = 600) -> go.Figure:
+def figure(title: str = "Cosine similarity") -> go.Figure:
     fig = go.Figure()
     fig.add_scatter(x=[0, 1], y=[0, 1], name="one")
-    return styled(fig, title, width=width)
+    return styled(fig, title)
 
 
 def test_colours_are_dark_enough_on_white():
@@ -107,16 +103,6 @@ def test_rows_of_a_legend_take_no_room_from_the_axes():
         heights.append(with_room_for_legend(styled(fig, "Accuracy"), title).layout.height)
     # A row for the title; eight names of this length stand in four rows.
     assert [height - heights[0] for height in heights] == [0, 19, 58]
-
-
-def test_numbers_on_axes_have_no_letters_below_1():
-    texts = log_axis(2e-7, 30)["ticktext"]
-    assert texts[:2] == ["10<sup>−7</sup>", "10<sup>−6</sup>"]
-    # One style: powers throughout.
-    assert texts[-2:] == ["10<sup>1</sup>", "10<sup>2</sup>"]
-    assert log_axis(1e-4, 30)["ticktext"][0] == "0.0001"
-    for axis in (plotly.io.templates[name].layout[kind] for name in (SCREEN, PAPER) for kind in ("xaxis", "yaxis")):
-        assert axis.exponentformat == "power"
 
 
 def test_a_long_title_is_broken_and_gets_room():
@@ -186,12 +172,3 @@ def test_a_figure_of_a_paper_has_its_width_and_small_letters():
     assert wide.plot(width="text").data[0].texttemplate
     assert not any(map(any, wide.plot(width="column").data[0].text))
     assert list(wide.plot(width="column").layout.xaxis.ticktext) == ["embed", *map(str, range(8))]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.5, 20), (1, 1e7), (3e-9, 2e-8), (2, 2.5)])
-def test_a_logarithmic_axis_has_a_few_labels_within_its_range(low, high):
-    axis = log_axis(low, high)
-    assert 1 <= len(axis["tickvals"]) <= 14
-    assert len(axis["tickvals"]) == len(set(axis["ticktext"]))
-    assert min(axis["tickvals"]) <= high
-    assert max(axis["tickvals"]) >= low

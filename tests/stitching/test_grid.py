@@ -63,12 +63,12 @@ class TestGrid:
             table.columns
         )
         figure = grid.plot()
-        # Solved adapters of a model to itself lose nothing, so that all such stitches are one line.
-        assert [trace.name for trace in figure.data] == ["a into b", "b into a", "each into itself"]
-        assert figure.layout.title.subtitle.text.endswith("whiskers: 95 % intervals")
-        assert "whiskers" not in grid.plot("loss").layout.title.subtitle.text
+        lines = [trace.name for trace in figure.data if trace.name]
+        assert lines == ["a into b", "b into a", "a into a", "b into b"]
+        assert figure.layout.title.subtitle.text.endswith("bands: 95 % intervals")
+        assert "bands" not in grid.plot("loss").layout.title.subtitle.text
         assert list(figure.layout.xaxis.ticktext) == ["0", "1", "2"]
-        assert grid.plot("accuracy_penalty").data[0].error_y.array is not None
+        assert grid.plot("accuracy_penalty").data[0].fill == "toself"
         np.testing.assert_allclose(grid.plot("loss").data[0].y, grid.loss[0, 1])
         assert figure.layout.title.subtitle.text.startswith("affine adapter, fitted by lstsq · ")
         again = lsim.load(grid.save(tmp_path / "grid.safetensors"))

@@ -54,7 +54,7 @@ class TestResult:
         batches = result.to_frame("batch_loss")
         assert list(batches.columns) == ["batch", "batch_loss"]
         names = [trace.name for trace in result.plot().data]
-        assert names[:2] == ["training, each step", "training, mean of 15 steps"]
+        np.testing.assert_allclose(result.plot().data[0].y, result.curve)
         assert f"back alone, held-out: {result.back_loss:.3f}" in names
         [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each batch"]
         np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)

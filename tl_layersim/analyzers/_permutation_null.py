@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import LayerMatrix, axes, typed
 from ..core.fields import JOINT
-from ..core.jackknife import QUANTILES
+from ..core.intervals import QUANTILES
 from ..sources.model import Model
 
 # Level of the test behind the threshold of a calibrated value.

@@ -16,7 +16,7 @@ from ..activations.norms import beyond_rounding, norms, unit_vectors
 from ..activations.view import Kernel, View
 from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, typed, warn
 from ..core.arguments import Bins
-from ..core.jackknife import QUANTILES
+from ..core.intervals import QUANTILES
 from ..core.wording import brief
 from ..sources.model import Model
 from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, need_tokens, omitted_at

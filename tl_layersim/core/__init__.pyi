@@ -6,7 +6,7 @@ from .errors import LayersimWarning as LayersimWarning
 from .errors import warn as warn
 from .fields import Provenance as Provenance
 from .fields import axes as axes
-from .jackknife import quantiles_from_histogram as quantiles_from_histogram
+from .intervals import quantiles_from_histogram as quantiles_from_histogram
 from .results import LayerCurve as LayerCurve
 from .results import LayerMatrix as LayerMatrix
 from .results import Picture as Picture

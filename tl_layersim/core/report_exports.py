@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
-from abc import ABC
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from .arguments import typed
 from .errors import LayersimError, without_secrets
 from .fields import JOINT
-from .intervals import headline_texts
-from .labelled_tables import report_table
-from .p_values import Correction, report_p_values
-from .report_tables import headline_numbers, headline_table, latex, markdown, tidy_table, write_csv, write_json
-from .storage import REPORT_FILE
-from .wording import first_line
+from .intervals import headline_intervals, headline_texts
+from .report_tables import (
+    NUMBERS,
+    Correction,
+    adjusted,
+    distinct_tests,
+    headline_table,
+    joined_tables,
+    label_table,
+    latex,
+    markdown,
+    result_table,
+    tables_of,
+)
+from .storage import REPORT_FILE, replacing
 
 if TYPE_CHECKING:
     import pandas
@@ -30,7 +42,6 @@ if TYPE_CHECKING:
 SCHEME = "hf://"
 # A repository of numbers about a model, not of weights.
 REPO_TYPE = "dataset"
-LOGIN = "hf auth login, or set the variable HF_TOKEN to a token of https://huggingface.co/settings/tokens"
 
 
 def is_hub_address(path: Any) -> bool:
@@ -45,7 +56,8 @@ def downloaded(address: str) -> Path:
         address: hf://user/name[@revision][/file]; the default file is `report.safetensors`.
 
     Raises:
-        LayersimError: the address is malformed; the repository, revision or file does not exist or cannot be read; or the hub
+        LayersimError: the address is malformed.
+        OSError: an error of `huggingface_hub`: the repository, revision or file does not exist or cannot be read, or the hub
             cannot be reached.
     """
     from huggingface_hub import hf_hub_download
@@ -57,34 +69,7 @@ def downloaded(address: str) -> Path:
             "hf://user/name@revision."
         )
     repo, revision, file = match.groups()
-    with _hub_errors(repo, f"lsim.load({address!r})", reading=True):
-        return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
-
-
-def push_report(report: Any, repo: str, private: bool | None, revision: str | None, token: str | None, message: str) -> str:
-    """Upload a report; see `Report.push_to_hub`."""
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    if not report:
-        raise LayersimError("The report is empty, so there is nothing to upload.")
-    api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as folder, _hub_errors(repo, f"report.push_to_hub({repo!r})", reading=False):
-        found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
-        full = found.repo_id
-        if private and not api.repo_info(full, repo_type=REPO_TYPE).private:
-            raise LayersimError(
-                f"`private` is True, but the repository {full} exists and is public. Make it private at {found}/settings, or "
-                "pass another name."
-            )
-        if revision is not None and revision != "main":
-            api.create_branch(full, repo_type=REPO_TYPE, branch=revision, exist_ok=True)
-        report.save(Path(folder, REPORT_FILE))
-        report.to_html(Path(folder, "report.html"))
-        report.to_csv(Path(folder, "report.csv"))
-        Path(folder, "README.md").write_text(card(report, full, revision), encoding="utf-8")
-        added = [CommitOperationAdd(path.name, path) for path in sorted(Path(folder).iterdir())]
-        api.create_commit(full, added, repo_type=REPO_TYPE, revision=revision, commit_message=message)
-    return str(found)
+    return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
 
 
 def card(report: Any, repo: str, revision: str | None = None) -> str:
@@ -123,72 +108,12 @@ def _as_plain_text(value: Any) -> str:
     return re.sub(r"([\\`*\[\]<>|#!&~])", r"\\\1", " ".join(text.split()))
 
 
-@contextmanager
-def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
-    """A context manager that translates errors of the hub into a `LayersimError` with a remedy."""
-    from huggingface_hub import constants
-    from huggingface_hub import errors as hub
-
-    # The error of the HTTP library that this version of huggingface_hub uses.
-    not_reached: type[Exception] = hub.HTTPError  # type: ignore[attr-defined]  # imported there
-    try:
-        yield
-    except hub.OfflineModeIsEnabled as error:
-        raise _error(
-            "was not contacted, because offline mode is on", error, repo, "unset HF_HUB_OFFLINE, then " + call
-        ) from error
-    except hub.HFValidationError as error:
-        raise _error(
-            "cannot have a repository of this name", error, repo, "pass user/name, of letters, digits, -, _ and ."
-        ) from error
-    except hub.RevisionNotFoundError as error:
-        raise _error(
-            f"has no such revision of {repo}", error, repo, "pass a branch, tag or commit of the repository"
-        ) from error
-    except hub.GatedRepoError as error:
-        raise _error(
-            f"requires you to accept the conditions of {repo}", error, repo, "accept them on its page, then " + LOGIN
-        ) from error
-    except hub.RepositoryNotFoundError as error:
-        do = f"check the name; for a private repository {LOGIN}" if reading else LOGIN
-        raise _error(f"has no repository {repo} that you may {'read' if reading else 'write'}", error, repo, do) from error
-    except hub.LocalTokenNotFoundError as error:
-        raise _error("requires a login", error, repo, LOGIN) from error
-    except hub.HfHubHTTPError as error:
-        if reading and isinstance(error, hub.RemoteEntryNotFoundError):
-            raise _error(f"has no such file in {repo}", error, repo, f"pass one of {_files_of(repo)}") from error
-        code = getattr(error.response, "status_code", 0)
-        if code in (401, 403):
-            why = "requires a login" if code == 401 else f"does not let you write to {repo}"
-            do = LOGIN if code == 401 else "use a token with write access, or a repository in your own account"
-            raise _error(why, error, repo, do) from error
-        raise _error(f"answered with an error ({code})", error, repo, f"try again later: {call}") from error
-    except (not_reached, hub.LocalEntryNotFoundError) as error:
-        if constants.is_offline_mode():
-            raise _error(
-                "was not contacted, because offline mode is on", error, repo, "unset HF_HUB_OFFLINE, then " + call
-            ) from error
-        do = f"check the connection, then {call}"
-        raise _error(f"cannot be reached at {constants.ENDPOINT}", error, repo, do) from error
-
-
-def _error(what: str, error: BaseException, repo: str, do: str) -> LayersimError:
-    return LayersimError(f"The Hugging Face hub {what} ({repo}: {first_line(error)}). {do[0].upper()}{do[1:]}.")
-
-
-def _files_of(repo: str) -> str:
-    """The files of a repository that `load` may read."""
-    from huggingface_hub import HfApi
-
-    try:
-        names = [name for name in HfApi().list_repo_files(repo, repo_type=REPO_TYPE) if name.endswith(".safetensors")]
-    except OSError:
-        names = []
-    return ", ".join(f"hf://{repo}/{name}" for name in names[:8]) or "the files on its page"
-
-
 class ReportExports(Mapping[str, Any], ABC):
     """Abstract base of `Report`: its tables, files and headline numbers, and its repository on the Hugging Face hub."""
+
+    @abstractmethod
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write all results to one file."""
 
     def to_frame(self) -> pandas.DataFrame:
         """All numbers of all results in one tidy table, one line for each number.
@@ -208,7 +133,7 @@ class ReportExports(Mapping[str, Any], ABC):
             >>> len(losses), losses["value"].is_monotonic_decreasing
             (8, True)
         """
-        return tidy_table(self)
+        return joined_tables([table for name, result in self.items() for table in tables_of(name, result)], NUMBERS)
 
     def to_xarray(self) -> xarray.DataTree:
         """The labelled tables of all results in one tree, with a node for each result; see `Result.to_xarray`.
@@ -221,7 +146,9 @@ class ReportExports(Mapping[str, Any], ABC):
             >>> float(report.to_xarray()["logit_lens"]["accuracy"].max()) > 0.3
             True
         """
-        return report_table(self)
+        import xarray
+
+        return xarray.DataTree.from_dict({name: result_table(result) for name, result in self.items()})
 
     @typed
     def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
@@ -250,7 +177,19 @@ class ReportExports(Mapping[str, Any], ABC):
             >>> len(found), bool((found["p_adjusted"] >= found["p_value"]).all())  # 36 pairs of layers, and the maximum
             (37, True)
         """
-        return report_p_values(self, method)
+        tables = []
+        for name, result in self.items():
+            for field, axes in result.tensor_fields().items():
+                tested = distinct_tests(result, field) if field.endswith(("p_value", "p_values")) else None
+                if tested is not None and bool(tested.any()):
+                    table = label_table({axis: result.coordinates(axis) for axis in axes})
+                    table["p_value"] = getattr(result, field).numpy().reshape(-1)
+                    table.insert(0, "analyzer", name)
+                    table.insert(1, "field", field)
+                    tables.append(table[tested.numpy().reshape(-1)])
+        found = joined_tables(tables, ("p_value",))
+        [corrected] = adjusted([(torch.tensor(found["p_value"].to_numpy(dtype=float)), False)], method)
+        return found.assign(p_adjusted=corrected.numpy())
 
     @typed
     def plot(self, width: Literal["column", "text"] | None = None, title: str | None = None) -> plotly.graph_objects.Figure:
@@ -277,7 +216,10 @@ class ReportExports(Mapping[str, Any], ABC):
         Raises:
             OSError: the file cannot be written; an older file at `path` is unchanged.
         """
-        return write_csv(self, path)
+        text = self.to_frame().to_csv(index=False)
+        with replacing(path) as file:
+            file.write(text.encode())
+        return Path(path)
 
     def to_latex(self) -> str:
         """The headline numbers as a LaTeX table; with `intervals=True`, each has ± half its 95 % interval.
@@ -310,7 +252,20 @@ class ReportExports(Mapping[str, Any], ABC):
         Raises:
             OSError: the file cannot be written; an older file at `path` is unchanged.
         """
-        return write_json(self, path)
+        from pandas.io.json import build_table_schema
+
+        table = self.to_frame()
+        about = {
+            "schema": build_table_schema(table, index=False),
+            "data": table.astype(object).to_dict("records"),
+            "headline": self.headline(),
+            "results": {name: type(result).__name__ for name, result in self.items()},
+            "provenance": {name: asdict(result.provenance) for name, result in self.items()},
+        }
+        strict = json.loads(json.dumps(about), parse_constant=lambda constant: None)
+        with replacing(path) as file:
+            file.write(json.dumps(strict, allow_nan=False).encode())
+        return Path(path)
 
     def headline(self) -> dict[str, float]:
         """The headline numbers of all results as a flat dict for wandb, tensorboard or MLflow.
@@ -325,7 +280,18 @@ class ReportExports(Mapping[str, Any], ABC):
             >>> sorted(report.headline())[0]
             'logit_lens/accuracy_after_block_4'
         """
-        return headline_numbers(self)
+        numbers: dict[str, float] = {}
+        for name, result in self.items():
+            intervals = headline_intervals(result)
+            for text, value in result.headline().items():
+                # A site that is a finding would give another name at every step of a training.
+                short = _logger_name(re.sub(r" \(.*\)$", "", text.partition(", at ")[0]))
+                keys = (f"{name}/{own}" for own in (short, _logger_name(text), *(f"{short}_{n}" for n in range(2, 1000))))
+                key = next(key for key in keys if key not in numbers)
+                numbers[key] = float(value)
+                if text in intervals:
+                    numbers |= {f"{key}_low": float(intervals[text].low), f"{key}_high": float(intervals[text].high)}
+        return numbers
 
     @typed
     def push_to_hub(
@@ -358,9 +324,31 @@ class ReportExports(Mapping[str, Any], ABC):
             The address of the repository's page.
 
         Raises:
-            LayersimError: not logged in, no write access, the hub cannot be reached, or the repository is public.
+            LayersimError: the report is empty, or `private` is True and the repository is public.
+            OSError: an error of `huggingface_hub`: not logged in, no write access, or the hub cannot be reached.
         """
-        return push_report(self, repo, private, revision, token, message)
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        if not self:
+            raise LayersimError("The report is empty, so there is nothing to upload.")
+        api = HfApi(token=token)
+        with tempfile.TemporaryDirectory() as folder:
+            found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
+            full = found.repo_id
+            if private and not api.repo_info(full, repo_type=REPO_TYPE).private:
+                raise LayersimError(
+                    f"`private` is True, but the repository {full} exists and is public. Make it private at "
+                    f"{found}/settings, or pass another name."
+                )
+            if revision is not None and revision != "main":
+                api.create_branch(full, repo_type=REPO_TYPE, branch=revision, exist_ok=True)
+            self.save(Path(folder, REPORT_FILE))
+            self.to_html(Path(folder, "report.html"))
+            self.to_csv(Path(folder, "report.csv"))
+            Path(folder, "README.md").write_text(card(self, full, revision), encoding="utf-8")
+            added = [CommitOperationAdd(path.name, path) for path in sorted(Path(folder).iterdir())]
+            api.create_commit(full, added, repo_type=REPO_TYPE, revision=revision, commit_message=message)
+        return str(found)
 
     @typed
     def to_html(self, path: str | os.PathLike[str]) -> Path:
@@ -374,3 +362,13 @@ class ReportExports(Mapping[str, Any], ABC):
         from ..reporting.html import write_html
 
         return write_html(self, path)
+
+
+def _logger_name(text: str) -> str:
+    """Convert a description to lower-case letters, digits and _, which all loggers accept.
+
+    Examples:
+        >>> _logger_name("COS(last but one, last)")
+        'cos_last_but_one_last'
+    """
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")

@@ -1,29 +1,33 @@
-"""Tables of reports: all numbers in one tidy table, written as CSV or JSON; headline numbers with short names."""
+"""Tables of results and reports: tidy, labelled (xarray) and stacked over runs, p-values corrected together, and texts."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .errors import LayersimError
-from .fields import declarations
+import torch
+from torch import Tensor
+
+from .arguments import typed
+from .errors import LayersimError, warn
+from .fields import JOINT, declarations
 from .findings import depth_key, in_depth_order, site_in_words
-from .intervals import field_named, headline_intervals, headline_texts, margin_text
-from .storage import replacing
+from .intervals import field_named, headline_texts, margin_text
+from .wording import brief
 
 if TYPE_CHECKING:
     import pandas
-    from torch import Tensor
+    import xarray
 
 # Axes whose labels are the blocks of the (first) model.
 BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
+# Axes whose labels are the sites of a model, in order of depth.
+SITE_AXES = ("row", "column", "residual", *BLOCK_AXES)
 # Names of columns, for axes whose labels are sites.
 COLUMNS = {
     "residual": "layer",
@@ -60,11 +64,6 @@ SITE_COLUMNS = ("layer", "row_layer", "column_layer")
 NUMBERS = ("value", "low", "high", "se", "untrained")
 
 
-def tidy_table(report: Mapping[str, Any]) -> pandas.DataFrame:
-    """All numbers of all results, one line for each; see `Report.to_frame`."""
-    return joined_tables([table for name, result in report.items() for table in _tables_of(name, result)], NUMBERS)
-
-
 def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) -> pandas.DataFrame:
     """Concatenate the tables of fields. Columns: names, then labels with site labels first, then numbers.
 
@@ -90,7 +89,7 @@ def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) ->
     return found
 
 
-def _tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
+def tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
     """One table for each field of a result, with the same number columns."""
     tables = []
     for field, own in declarations(result).items():
@@ -144,67 +143,6 @@ def merged_labels(lists: list[list[Any]]) -> list[Any]:
         # Of sites that no run has together, the number of the block says the order.
         merged.sort(key=depth_key)
     return merged
-
-
-def write_csv(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the tidy table as CSV atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    text = tidy_table(report).to_csv(index=False)
-    with replacing(path) as file:
-        file.write(text.encode())
-    return Path(path)
-
-
-def write_json(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the tidy table, the headline numbers and the provenance as JSON atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from pandas.io.json import build_table_schema
-
-    table = tidy_table(report)
-    about = {
-        "schema": build_table_schema(table, index=False),
-        "data": table.astype(object).to_dict("records"),
-        "headline": headline_numbers(report),
-        "results": {name: type(result).__name__ for name, result in report.items()},
-        "provenance": {name: asdict(result.provenance) for name, result in report.items()},
-    }
-    text = json.dumps(_strict(about), allow_nan=False)
-    with replacing(path) as file:
-        file.write(text.encode())
-    return Path(path)
-
-
-def _strict(value: Any) -> Any:
-    """Replace NaN and infinite numbers, which JSON lacks, by None."""
-    if isinstance(value, Mapping):
-        return {str(key): _strict(own) for key, own in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(own) for own in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
-
-
-def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
-    """The headline numbers of all results, with keys "result/short_name"; see `Report.headline`."""
-    numbers: dict[str, float] = {}
-    for name, result in report.items():
-        intervals = headline_intervals(result)
-        for text, value in result.headline().items():
-            # A site that is a finding would give another name at every step of a training.
-            short = _logger_name(re.sub(r" \(.*\)$", "", text.partition(", at ")[0]))
-            keys = (f"{name}/{own}" for own in (short, _logger_name(text), *(f"{short}_{n}" for n in range(2, 1000))))
-            key = next(key for key in keys if key not in numbers)
-            numbers[key] = float(value)
-            if text in intervals:
-                numbers |= {f"{key}_low": float(intervals[text].low), f"{key}_high": float(intervals[text].high)}
-    return numbers
 
 
 def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
@@ -261,11 +199,192 @@ def markdown(table: pandas.DataFrame) -> str:
     return text
 
 
-def _logger_name(text: str) -> str:
-    """Convert a description to lower-case letters, digits and _, which all loggers accept.
+Correction: TypeAlias = Literal["holm", "fdr_bh"]
+
+
+def distinct_tests(result: Any, field: str) -> Tensor:
+    """Mask of the entries of a p-value field that are separate tests; none are if the run had no permutations.
+
+    For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.
+
+    Args:
+        result: the result that has the field.
+        field: name of the field.
+    """
+    p, axes = getattr(result, field), result.tensor_fields()[field]
+    tested = torch.full_like(p, fill_value=not bool(p.isnan().all()), dtype=torch.bool)
+    if axes == ("row", "column") and JOINT not in result.provenance.model and result.layers == result.coordinates("column"):
+        # p-values of few permutations have few values: they may look symmetric where the measure is not.
+        if is_symmetric(result.values):
+            return tested.triu(1)
+        return tested & ~torch.eye(len(p), dtype=torch.bool)
+    return tested
+
+
+def is_symmetric(values: Tensor) -> bool:
+    """Whether a tensor, `row column ...`, is symmetric in its first two axes up to rounding."""
+    square = values.dim() > 1 and values.shape[0] == values.shape[1]
+    # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
+    largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
+    return square and torch.allclose(values, values.transpose(0, 1), rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
+
+
+def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Tensor]:
+    """p-values of one or several fields, corrected together for multiple tests; NaN does not count as a test.
+
+    Args:
+        each: for each field, its p-values, and whether they form a symmetric matrix, whose two halves count once.
+        method: "holm" (Holm 1979) or "fdr_bh" (Benjamini and Hochberg 1995).
 
     Examples:
-        >>> _logger_name("COS(last but one, last)")
-        'cos_last_but_one_last'
+        >>> adjusted([(torch.tensor([0.01, 0.04, float("nan")]).double(), False)], "holm")
+        [tensor([0.0200, 0.0400,    nan], dtype=torch.float64)]
     """
-    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+    from statsmodels.stats.multitest import multipletests
+
+    tested = [(~p.isnan()).triu() if symmetric else ~p.isnan() for p, symmetric in each]
+    known = torch.cat([p[own] for own, (p, _) in zip(tested, each, strict=True)])
+    found = torch.as_tensor(multipletests(known.numpy(), method=method)[1] if len(known) else known, dtype=torch.float64)
+    parts = torch.split(found, [int(own.sum()) for own in tested])
+    filled = [
+        torch.full_like(p, math.nan).masked_scatter(own, part) for (p, _), own, part in zip(each, tested, parts, strict=True)
+    ]
+    return [own.triu() + own.triu(1).T if symmetric else own for own, (_, symmetric) in zip(filled, each, strict=True)]
+
+
+def result_table(result: Any) -> xarray.Dataset:
+    """The measured fields of a result; see `Result.to_xarray`."""
+    import xarray
+
+    variables: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
+    for field in result.tensor_fields():
+        if bool(getattr(result, field).isnan().all()):
+            continue
+        own = result.declared(field)
+        words = {"long_name": own.label, "units": own.unit, "description": own.title if own.title != own.label else ""}
+        attributes = {key: text for key, text in words.items() if text}
+        for part, numbers in numbers_of(result, field).items():
+            name = own.name if part == "value" else f"{own.name}_{part}"
+            variables[name] = (own.axes, numbers.numpy().copy(), attributes)
+        labels |= {axis: list(result.coordinates(axis)) for axis in own.axes}
+    depths = {f"{axis}_depth": (axis, along) for axis in labels if (along := _depths(result, axis))}
+    return xarray.Dataset(variables, labels | depths, _provenance(result))
+
+
+@typed
+def stack(runs: Mapping[Any, Any], dim: str = "run") -> Any:
+    """Combine several runs, such as checkpoints, model sizes or seeds, in one labelled table.
+
+    If the sites of the runs differ, a run has NaN at the sites that it lacks. Sites keep the order of the model. The coordinate
+    `x_depth` of an axis of sites `x`, such as `layer_depth`, is the relative depth: 0 at the first residual layer of a run, 1
+    at the last. It is over `dim` too if runs have different sites. Attributes that differ between runs are dropped.
+
+    Args:
+        runs: reports, or results of one analyzer, or their tables, by training step, size or name.
+        dim: name of the new dimension, such as "step", whose labels are the keys of `runs`, in order.
+
+    Returns:
+        An `xarray.DataTree` with a node for each analyzer if `runs` are reports; an `xarray.Dataset` if they are results.
+
+    Raises:
+        LayersimError: `runs` holds something else, or the tables have a dimension or a variable `dim`.
+
+    Warns:
+        LayersimWarning: the runs were measured with different options, such as another `k`.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> models = {0: lsim.demo_model(), 1000: lsim.demo_model(aligned=True)}
+        >>> reports = {step: lsim.analyze(model, lsim.demo_text()[:4], lsim.LogitLens()) for step, model in models.items()}
+        >>> accuracy = lsim.stack(reports, "step")["logit_lens"]["accuracy"]
+        >>> accuracy.dims, accuracy.sizes["step"]
+        (('step', 'layer'), 2)
+        >>> gain = accuracy.sel(step=1000) - accuracy.sel(step=0)
+        >>> bool(gain.sel(layer="blocks.0.hook_resid_post") > 0)
+        True
+    """
+    import xarray
+
+    tables = {key.item() if hasattr(key, "item") else key: _table_of(run) for key, run in runs.items()}
+    if tables and all(isinstance(table, xarray.DataTree) for table in tables.values()):
+        names = dict.fromkeys(name for table in tables.values() for name in table.children)
+        each = {
+            name: {key: table[name].to_dataset() for key, table in tables.items() if name in table.children} for name in names
+        }
+        return xarray.DataTree.from_dict({name: _concatenated(own, dim, name) for name, own in each.items()})
+    if not tables or not all(isinstance(table, xarray.Dataset) for table in tables.values()):
+        kinds = ", ".join(sorted({type(run).__name__ for run in runs.values()}))
+        raise LayersimError(
+            f"`runs` holds {kinds or 'no runs'}; it must hold reports, or results of one analyzer, or tables of either."
+        )
+    return _concatenated(tables, dim, "")
+
+
+def _table_of(run: Any) -> Any:
+    """The table of a report or result. A table stays as it is, but a tree of one node becomes a dataset."""
+    import xarray
+
+    table = run.to_xarray() if hasattr(run, "to_xarray") else run
+    return table.to_dataset() if isinstance(table, xarray.DataTree) and not table.children else table
+
+
+def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> xarray.Dataset:
+    """The tables of one analyzer along a new dimension."""
+    import pandas
+    import xarray
+
+    each = list(tables.values())
+    if any(dim in {*table.dims, *table.variables} for table in each):
+        raise LayersimError(f"`dim` is {dim!r}, a name that the tables{f' of {name!r}' if name else ''} use already.")
+    if len(kinds := dict.fromkeys(table.attrs.get("result", "") for table in each)) > 1:
+        raise LayersimError(f"`runs` holds {' and '.join(kinds)}; it must hold results of one analyzer.")
+    _warn_of_other_options(each, name)
+    labels: dict[Any, list[list[Any]]] = {}
+    for table in each:
+        for axis, index in table.indexes.items():
+            labels.setdefault(axis, []).append(list(index))
+    # Names of sites in the order of the model: xarray would sort them as text, with block 10 before block 2.
+    orders = {
+        axis: merged_labels(own)
+        for axis, own in labels.items()
+        if isinstance(own[0][0], str) and any(one != own[0] for one in own)
+    }
+    ordered = [table.reindex({axis: order for axis, order in orders.items() if axis in table.dims}) for table in each]
+    return xarray.concat(
+        ordered,
+        pandas.Index(list(tables), name=dim),
+        data_vars="all",
+        coords="different",
+        compat="equals",
+        join="outer",
+        combine_attrs="drop_conflicts",
+    )
+
+
+def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
+    """Warn if the runs were measured with different options."""
+    options = [json.loads(table.attrs.get("options", "{}")) for table in tables]
+    different = [
+        f"{key} ({', '.join(dict.fromkeys(brief(own.get(key)) for own in options))})"
+        for key in dict.fromkeys(key for own in options for key in own)
+        if key != "batch_size" and any(own.get(key) != options[0].get(key) for own in options)
+    ]
+    if different:
+        warn(f"The runs{f' of {name!r}' if name else ''} were measured with different options: {'; '.join(different)}.")
+
+
+def _provenance(result: Any) -> dict[str, str | int | float]:
+    """The provenance as texts and numbers, because xarray files hold nothing else; options and versions become JSON."""
+    held = {key: value for key, value in asdict(result.provenance).items() if value is not None}
+    plain = {key: own if isinstance(own, str | int | float) else json.dumps(own, default=str) for key, own in held.items()}
+    return {"result": type(result).__name__, **plain}
+
+
+def _depths(result: Any, axis: str) -> list[float]:
+    """The relative depth of each site along an axis: 0 at the model's first site, 1 at its last; empty without sites."""
+    sites = result.coordinates("column") if axis == "column" else result.layers
+    labels = result.coordinates(axis)
+    if not in_depth_order(sites) or not all(label in sites for label in labels):
+        return []
+    return [sites.index(label) / max(len(sites) - 1, 1) for label in labels]

@@ -17,11 +17,9 @@ from .arguments import OpenFraction, typed
 from .errors import LayersimError
 from .fields import JOINT, Declaration, Picture, Provenance, axes, declarations
 from .findings import in_depth_order, site_in_words
-from .intervals import field_named, headline_lines, interval_of
-from .jackknife import ConfidenceInterval
-from .labelled_tables import result_table
+from .intervals import ConfidenceInterval, field_named, headline_lines, interval_of
 from .report_exports import ReportExports
-from .report_tables import BLOCK_AXES, field_table, label_table, latex, markdown, numbers_of
+from .report_tables import BLOCK_AXES, field_table, label_table, latex, markdown, numbers_of, result_table
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
 from .wording import headed
@@ -486,8 +484,8 @@ def load(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version; or the
-            hub has no such file, or cannot be reached.
+        LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version.
+        OSError: an error of `huggingface_hub`: the hub has no such file, or cannot be reached.
     """
     return load_kind(path, ("result", "report"), Result, Report)
 

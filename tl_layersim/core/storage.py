@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -167,33 +168,21 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A context manager: an empty file that replaces `path` atomically if the block ends without an error.
 
-    If the system supports it, the file has no name until it is complete, so a killed process leaves nothing behind. A link at
-    `path` is replaced; its target is not written to.
+    A killed process leaves a hidden file beside `path`, which a later write removes. A link at `path` is replaced; its target
+    is not written to.
 
     Raises:
         OSError: the file cannot be written; an older file at `path` is unchanged.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"The folder {path.parent} for {path.name} does not exist: make it first, or pass another path."
-        )
     if not _replaceable(path):
         raise OSError(f"Could not write {path}: it exists and is not a file. Pass another path.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        handle, nameless = _new_file(temporary)
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
-            os.fsync(handle)
-            if nameless:
-                # os.link follows the link to the nameless file only if a folder is given.
-                folder = os.open(path.parent, os.O_RDONLY)
-                try:
-                    os.link(f"/proc/self/fd/{handle}", temporary.name, dst_dir_fd=folder, follow_symlinks=True)
-                finally:
-                    os.close(folder)
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         raise OSError(
@@ -235,15 +224,6 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise OSError(f"Could not write {folder}: {error}. Free some space or pass another path.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _new_file(temporary: Path) -> tuple[int, bool]:
-    """Open a new file for writing; return its descriptor, and whether the file is nameless."""
-    # macOS, Windows and some file systems of Linux have no nameless files.
-    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-        with suppress(OSError):
-            return os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), True
-    return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666), False
 
 
 def _replaceable(path: Path) -> bool:
@@ -296,12 +276,9 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
     """
     if not folder.is_dir():
         raise LayersimError(f"`{argument}` names a folder that does not exist: {folder}.")
-    probe = folder / f".tl_layersim.{uuid.uuid4().hex[:12]}.part"
     try:
-        handle, nameless = _new_file(probe)
-        os.close(handle)
-        if not nameless:
-            probe.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise LayersimError(
             f"`{argument}` names a folder that cannot be written to: {folder}: {error.strerror or error}."
@@ -320,12 +297,10 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         LayersimError: the file is truncated, changed since it was written, of another program or kind, or of another format.
     """
     path = Path(path)
-    if path.is_dir() and (path / REPORT_FILE).is_file():
-        raise FileNotFoundError(f"{path} is a folder: pass its file {path / REPORT_FILE}.")
-    if path.is_dir():
-        raise FileNotFoundError(f"{path} is a folder without {REPORT_FILE}: pass the path of the file that was written.")
     if not path.is_file():
-        raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given when it was written.")
+        inside = path / REPORT_FILE
+        what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"
+        raise FileNotFoundError(f"{path} is not a file: pass {what}.")
     try:
         with _interrupts_deferred(), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -333,11 +308,9 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             header = json.loads(text)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, *MALFORMED) as error:
-        beside = path.with_name(REPORT_FILE) if path.suffix != ".safetensors" else path / REPORT_FILE
         raise LayersimError(
             f"{path} cannot be read: it has {path.stat().st_size} bytes and is truncated or not a safetensors file "
-            f"({str(error)[:300]}). "
-            + (f"Pass {beside}, which is beside it." if beside.is_file() else "Copy the file again, or run the analysis again.")
+            f"({str(error)[:300]}). Copy the file again, or run the analysis again."
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
         raise LayersimError(f"{path} is a safetensors file, but not one of tl_layersim: it holds {brief(list(tensors))}.")

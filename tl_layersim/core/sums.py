@@ -316,9 +316,7 @@ class SumTree:
             more: sums of 2^k rows that were added in pairs; the index of the first row is a multiple of 2^k, and all rows lie
                 in one block.
         """
-        stack = [(node.rows, node) for node in self.nodes]
-        push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
-        tree = replace(self, nodes=tuple(node for _, node in stack))
+        tree = self._pushed(more)
         if self.size is None or self.start or self.rows + more.rows < MOST_BLOCKS * self.size:
             return tree
         return tree.coarser(2 * self.size)
@@ -345,10 +343,14 @@ class SumTree:
             return self
         tree = SumTree(size, self.start)
         for node in self.nodes:
-            stack = [(own.rows, own) for own in tree.nodes]
-            push(stack, node.rows, node, DataBlock.__add__, self.start, size)
-            tree = replace(tree, nodes=tuple(own for _, own in stack))
+            tree = tree._pushed(node)
         return tree
+
+    def _pushed(self, more: DataBlock) -> SumTree:
+        """The tree with one more node, and blocks of the same size."""
+        stack = [(node.rows, node) for node in self.nodes]
+        push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
+        return replace(self, nodes=tuple(node for _, node in stack))
 
     def blocks(self) -> tuple[DataBlock, ...]:
         """All blocks in the order of the data, including an incomplete last block; the tree must start at row 0."""

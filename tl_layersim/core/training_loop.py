@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -104,18 +104,6 @@ class TrainingSteps(ABC):
         """Finish the training after the last step. An interrupt during this call still saves the state."""
 
 
-class DescentSettings(Protocol):
-    """Settings of a `Descent`."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def clip(self) -> float: ...
-
-    def rate(self, step: int) -> float:
-        """The learning rate at a step, counted from 0."""
-
-
 class Descent(TrainingSteps):
     """Training steps of a torch optimiser, with gradient clipping, a learning-rate schedule and a state that can be saved.
 
@@ -123,7 +111,7 @@ class Descent(TrainingSteps):
         title: title of the progress bar.
         parameters: the trained parameters, by name.
         optimiser: optimiser of these parameters.
-        settings: number of steps, largest norm of a gradient, learning rate.
+        settings: number of steps `steps`, largest norm of a gradient `clip`, and learning rate at a step, `rate(step)`.
 
     Attributes:
         moments: names of the optimiser's state tensors of a parameter.
@@ -134,7 +122,7 @@ class Descent(TrainingSteps):
     moments: ClassVar[tuple[str, ...]]
 
     def __init__(
-        self, title: str, parameters: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer, settings: DescentSettings
+        self, title: str, parameters: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer, settings: Any
     ) -> None:
         self.title, self.steps, self.settings = title, settings.steps, settings
         self.parameters, self.optimiser = parameters, optimiser

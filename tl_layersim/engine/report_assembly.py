@@ -18,8 +18,7 @@ from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.fields import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.findings import site_in_words
-from ..core.intervals import aligned, bounds_of, with_and_without_blocks, with_replicates
-from ..core.jackknife import leave_one_out, neighbour_correlation
+from ..core.intervals import aligned, bounds_of, leave_one_out, neighbour_correlation, with_and_without_blocks, with_replicates
 from ..core.results import Report, Result
 from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
 from ..core.wording import brief

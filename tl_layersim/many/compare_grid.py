@@ -1,4 +1,4 @@
-"""`compare_grid`: all pairs of many models, with one forward pass of each model per batch."""
+"""`compare_grid`: all pairs of many models, with one forward pass of each model per batch; their distances, and groups."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, Unpack, get_type_hints, overload
+from typing import Any, ClassVar, Unpack, get_type_hints, overload
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, PoolKernel
@@ -18,9 +19,10 @@ from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
 from ..core.arguments import typed
 from ..core.errors import LayersimError, recorded_warnings, warn
-from ..core.results import Report, Result
+from ..core.fields import Declaration
+from ..core.results import Report, Result, axes
 from ..core.sums import Sums
-from ..core.wording import counted
+from ..core.wording import brief, counted
 from ..data.batches import Batches
 from ..data.data import Data
 from ..engine.analyze_and_compare import SeveralAnalyzers, SharedKeywords, run_analysis
@@ -40,13 +42,139 @@ from ..remote.open import open_source
 from ..sources.inputs import position_counter
 from ..sources.model import Model
 from ..sources.open import OpenedModel, records_of
-from .compare_grid_results import ModelGrid, either_order
-from .model_groups import group_labels
 
 # Class attributes that are those of the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
 # Options that identify the analyzer in a checkpoint, and that the results of pairs do not record.
 IDENTITY = ("analyzer", "code")
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ModelGrid(Result):
+    """Distances between models, and for each pair the result of `compare`: `grid["a", "b"]`.
+
+    `tl_layersim.many.compare_groups` and `tl_layersim.many.dendrogram` take it.
+
+    Attributes:
+        values: `row_model column_model`, float64; for CKA, `CKAResult.distance`. It may depend on the order of the two models.
+            NaN if it is not defined.
+        by_site: `row_model column_model site`, values of equal sites of every two models, such as CKA(H_l, H'_l). Empty if the
+            models have different numbers of sites. For intervals see `grid["a", "b"].interval()`.
+        models: names of the models.
+        groups: the group of each model; empty without groups.
+        sites: names of the sites in the first model.
+        quantity: the distance in words, with its unit.
+        results: results of the pairs by the indices of the two models, as "0 1". For a symmetric measure each pair appears
+            once.
+    """
+
+    file_kind: ClassVar[str] = "model_grid"
+    values_name = "distance"
+    values: Float64[Tensor, "row_model column_model"] = axes(
+        "row_model",
+        "column_model",
+        label="Distance",
+        title="Distances between models",
+        caption="Distance between two models, layer by layer; for CKA, the square root of the summed squared "
+        "angles arccos(CKA) of equal layers (Brown et al. 2023, equation 2). Similar models stand side by side, by average "
+        "linkage.",
+    )
+    by_site: Float64[Tensor, "row_model column_model site"] = axes(
+        "row_model", "column_model", "site", title="Values of equal sites", within=None
+    )
+    models: tuple[str, ...]
+    groups: tuple[str, ...]
+    sites: tuple[str, ...]
+    quantity: str
+    results: Report
+
+    @property
+    def row_models(self) -> tuple[str, ...]:
+        """Names of the models of the rows."""
+        return self.models
+
+    @property
+    def column_models(self) -> tuple[str, ...]:
+        """Names of the models of the columns."""
+        return self.models
+
+    def declared(self, field: str = "values") -> Declaration:
+        own = super().declared(field)
+        if "site" in own.axes:
+            pair = next(iter(self.results.values())).declared()
+            return replace(own, label=pair.label, unit=pair.unit)
+        label, _, unit = self.quantity.partition(" (")
+        return replace(own, label=label, unit=unit.removesuffix(")"))
+
+    def with_halves(self, first: Any, second: Any) -> Any:
+        pairs = {name: one.with_halves(first.results[name], second.results[name]) for name, one in self.results.items()}
+        return replace(self, results=Report(pairs))
+
+    def with_twins(self, twins: Sequence[Any]) -> Any:
+        pairs = {name: one.with_twins([twin.results[name] for twin in twins]) for name, one in self.results.items()}
+        return replace(self, results=Report(pairs), untrained=tuple(twins))
+
+    def headline(self) -> dict[str, float]:
+        values = self.values[~torch.eye(len(self.models), dtype=torch.bool)]
+        return {"smallest distance of two models": float(values.min()), "largest": float(values.max())}
+
+    def __getitem__(self, pair: tuple[str, str]) -> Any:
+        """Result of comparing two models, as `compare` returns it.
+
+        Args:
+            pair: names of the models that give the rows and the columns.
+
+        Raises:
+            LayersimError: a name is not a name of one of the models.
+        """
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(name in self.models for name in pair):
+            raise LayersimError(f"{pair!r} is no pair of models; index the grid by two of {', '.join(map(repr, self.models))}.")
+        return either_order(self.results, self.models.index(pair[0]), self.models.index(pair[1]))
+
+
+def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:
+    """The result of a pair of models, transposed if only the other order is available.
+
+    Args:
+        results: results by the indices of the two models.
+        row: index of the model of the rows.
+        column: index of the model of the columns.
+    """
+    held = results.get(f"{row} {column}")
+    return results[f"{column} {row}"].transposed() if held is None else held
+
+
+def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
+    """The group of each model as text.
+
+    Args:
+        groups: a mapping from names of models to groups, or groups in the order of the models.
+        models: names of the models.
+
+    Raises:
+        LayersimError: a model has no group, or the groups cannot be compared.
+    """
+    if isinstance(groups, Mapping) and set(groups) == set(models):
+        groups = [groups[name] for name in models]
+    if isinstance(groups, str) or not isinstance(groups, Sequence) or len(groups) != len(models):
+        raise LayersimError(
+            f"`groups` is {brief(groups)}; it must name the group of each of the {len(models)} models, as a mapping from "
+            f"{', '.join(models[:6])}{', ...' if len(models) > 6 else ''}, or as a list in their order."
+        )
+    labels = tuple(str(group) for group in groups)
+    sizes = [labels.count(name) for name in dict.fromkeys(labels)]
+    if len(sizes) < 2 or max(sizes) < 2:
+        raise LayersimError(
+            f"`groups` has groups of {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
+            "two models or more."
+        )
+    return labels
+
+
+def _of_measure(name: str, default: Any = None) -> Any:
+    """A property of `AllPairs` that is that of the measure."""
+    return property(lambda pairs: getattr(pairs.measure, name, default))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,6 +196,14 @@ class AllPairs(Analyzer):
     groups: tuple[str, ...] = ()
     distance: Callable[[Any], float] | None = None
 
+    seed = _of_measure("seed")
+    max_memory_gb = _of_measure("max_memory_gb", math.inf)
+    whole_rows = _of_measure("whole_rows")
+    reads_head = _of_measure("reads_head")
+    needs_positions = _of_measure("needs_positions")
+    weighs = _of_measure("weighs")
+    label_source = _of_measure("label_source")
+
     def __post_init__(self) -> None:
         for name in OF_MEASURE:
             object.__setattr__(self, name, getattr(self.measure, name))
@@ -87,34 +223,8 @@ class AllPairs(Analyzer):
         return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
 
     @property
-    def seed(self) -> int | None:
-        """Random seed of the measure."""
-        return getattr(self.measure, "seed", None)
-
-    @property
-    def max_memory_gb(self) -> float:
-        """Limit for the sums of all pairs, in GB."""
-        return getattr(self.measure, "max_memory_gb", math.inf)
-
-    @property
-    def whole_rows(self) -> bool:
-        return self.measure.whole_rows
-
-    @property
-    def reads_head(self) -> bool:
-        return self.measure.reads_head
-
-    @property
-    def needs_positions(self) -> bool:
-        return self.measure.needs_positions
-
-    @property
     def by_statistics(self) -> bool:
         return self.measure.exchange() is not None
-
-    @property
-    def label_source(self) -> str:
-        return self.measure.label_source
 
     def check_sites(self, *models: Model) -> None:
         self.measure.check_sites(*models)

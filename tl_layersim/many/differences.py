@@ -13,12 +13,21 @@ from torch import Tensor
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError, warn
 from ..core.fields import declarations
-from ..core.intervals import aligned, has_margin, refuse_no_blocks, total_of, with_and_without_blocks
-from ..core.jackknife import ROUNDING_ERROR, degrees_of_freedom, p_value_from_error, standard_error, t_interval, welch_degrees
-from ..core.p_values import Correction, adjusted_together, is_symmetric
+from ..core.intervals import (
+    ROUNDING_ERROR,
+    aligned,
+    degrees_of_freedom,
+    has_margin,
+    p_value_from_error,
+    refuse_no_blocks,
+    standard_error,
+    t_interval,
+    welch_degrees,
+    with_and_without_blocks,
+)
+from ..core.report_tables import BLOCK_AXES, SITE_AXES, Correction, adjusted, is_symmetric
 from ..core.results import Report, Result
 from ..core.wording import with_article
-from .relative_depth import SITE_AXES, at_depths, depths, sites_along
 
 STATISTICS = ("first", "second", "difference", "low", "high", "se", "p_value", "p_adjusted")
 DEPTH = "Relative depth"
@@ -134,7 +143,7 @@ def difference(
             )
             for array in arrays_together
         ]
-        for array, corrected in zip(arrays_together, adjusted_together(p, adjust), strict=True):
+        for array, corrected in zip(arrays_together, adjusted(p, adjust), strict=True):
             array.loc[{"statistic": "p_adjusted"}] = corrected.numpy()
     if what is not None:
         return tables[""]["what"].rename(None)
@@ -246,7 +255,7 @@ def _variables(
             labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
             read = partial(_read, first, second, field=field, relative_depth=relative_depth)
             words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
-            found[own.name] = compare(read, out_of=total_of(second, field)), labels | last, words
+            found[own.name] = compare(read, out_of=own.out_of), labels | last, words
     heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
     names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
     if names:
@@ -279,3 +288,60 @@ def _shown_labels(names: tuple[Any, ...]) -> str:
     if len(names) < 4:
         return ", ".join(map(str, names)) or "none"
     return f"{len(names)} from {names[0]} to {names[-1]}"
+
+
+def sites_along(result: Result, axis: str) -> tuple[str, ...]:
+    """All sites of the model that an axis of sites belongs to, including sites that the axis leaves out.
+
+    Args:
+        result: any result.
+        axis: one of `SITE_AXES`.
+    """
+    return result.coordinates("column" if axis == "column" else "row")
+
+
+def depths(sites: int, axis: str) -> tuple[float, ...]:
+    """Relative depths of the entries of an axis of sites, from 0 to 1.
+
+    Args:
+        sites: number of sites of the model.
+        axis: name of the axis; an axis of blocks starts after the first site.
+
+    Examples:
+        >>> depths(3, "residual"), depths(3, "layer")
+        ((0.0, 0.5, 1.0), (0.5, 1.0))
+    """
+    return tuple(site / max(sites - 1, 1) for site in range(axis in BLOCK_AXES, sites))
+
+
+def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Tensor:
+    """Values along an axis of sites, interpolated linearly at the relative depths of a model with fewer sites.
+
+    Args:
+        values: values with the axis at `dim`.
+        dim: index of the axis.
+        sites: number of sites of the model.
+        grid: number of sites of the other model, at most `sites`.
+        axis: name of the axis; an axis of blocks starts after the first site.
+
+    Raises:
+        LayersimError: the other model has a single site, whose relative depth is not defined.
+
+    Examples:
+        >>> at_depths(torch.tensor([0.0, 1.0, 4.0, 9.0, 16.0]).double(), 0, 5, 3, "residual")
+        tensor([ 0.,  4., 16.], dtype=torch.float64)
+    """
+    if sites == grid:
+        return values
+    if grid < 2:
+        raise LayersimError(
+            "The relative depth of a single site is not defined; `at` must name two sites or more of each model."
+        )
+    first = int(axis in BLOCK_AXES)
+    place = torch.arange(first, grid) * (sites - 1)
+    # Whole numbers: a depth at which both models have a site takes no part of its neighbour, which may be NaN.
+    low, part = place // (grid - 1) - first, (place % (grid - 1)).double() / (grid - 1)
+    high = (low + 1).clamp(max=values.shape[dim] - 1)
+    part = part.view(-1, *[1] * (values.dim() - dim - 1))
+    below, above = values.index_select(dim, low), values.index_select(dim, high)
+    return below.where(part == 0, below + part * (above - below))

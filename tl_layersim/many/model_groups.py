@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, islice, permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError
 from ..core.intervals import field_named
+from ..core.report_tables import is_symmetric
 from ..core.results import Result
-from ..core.wording import brief
-from .compare_grid_results import ModelGrid
+from .compare_grid import ModelGrid, group_labels
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -86,7 +86,7 @@ def compare_groups(
     array, names = distances_between(table, field)
     labels = group_labels(_known_groups(table, groups), names)
     values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
-    compared = pairs_by_groups(labels, have_directions(values))
+    compared = pairs_by_groups(labels, not is_symmetric(values))
     sides, pairs = zip(*compared.values(), strict=True)
     # Similarities of sites, such as CKA, are smaller where models differ more.
     sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
@@ -201,46 +201,6 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
             "not defined, such as the embedding."
         )
     return array, sides[0]
-
-
-def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
-    """The group of each model as text.
-
-    Args:
-        groups: a mapping from names of models to groups, or groups in the order of the models.
-        models: names of the models.
-
-    Raises:
-        LayersimError: a model has no group, or the groups cannot be compared.
-    """
-    if isinstance(groups, Mapping) and set(groups) == set(models):
-        groups = [groups[name] for name in models]
-    if isinstance(groups, str) or not isinstance(groups, Sequence) or len(groups) != len(models):
-        raise LayersimError(
-            f"`groups` is {brief(groups)}; it must name the group of each of the {len(models)} models, as a mapping from "
-            f"{', '.join(models[:6])}{', ...' if len(models) > 6 else ''}, or as a list in their order."
-        )
-    labels = tuple(str(group) for group in groups)
-    sizes = [labels.count(name) for name in dict.fromkeys(labels)]
-    if len(sizes) < 2 or max(sizes) < 2:
-        raise LayersimError(
-            f"`groups` has groups of {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
-            "two models or more."
-        )
-    return labels
-
-
-def have_directions(values: Tensor) -> bool:
-    """Whether values of pairs of different models depend on the order of the two models by more than rounding.
-
-    Args:
-        values: `model model` or `model model site`.
-    """
-    different = ~torch.eye(len(values), dtype=torch.bool)
-    there, back = values[different], values.transpose(0, 1)[different]
-    # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
-    largest = float(there.nan_to_num(0, 0, 0).abs().max())
-    return not torch.allclose(there, back, rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:

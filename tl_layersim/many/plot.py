@@ -1,17 +1,24 @@
-"""`plot`: a figure of one field of a labelled table, such as a table of many runs."""
+"""`plot`: a figure of a labelled table, such as that of many runs; and `plot_adjacency`: the graph of coupled blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.arguments import typed
+import numpy as np
+from torch import Tensor
+
+from ..analyzers.block_coupling import BlockCouplingResult
+from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
+from ..core.report_tables import SITE_AXES
 from ..core.wording import with_article
-from .relative_depth import SITE_AXES
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+    from ..reporting.lines import Ends
 else:
     # plotly is imported when a figure is made: a check of the type at every call would import it first.
     Figure = Any
@@ -37,8 +44,7 @@ def plot(
 
     Numbers that span two decades or more stand on a logarithmic axis, at whose left end 0 stands. Runs with different sites are
     drawn over relative depth. Bands of up to three lines are 95 % intervals, from `x_low` and `x_high` of the table; intervals
-    of more lines are shown where the pointer is. More than eight lines, or five in an order, have labels at the ends of the
-    first, the middle and the last.
+    of more lines are shown where the pointer is.
 
     Args:
         table: table of one analyzer, from `stack` or `to_xarray`; or a variable of it, which has no intervals. The tables of
@@ -68,16 +74,12 @@ def plot(
         >>> [matrix.type for matrix in lsim.plot(found["cka"]).data]
         ['heatmap', 'heatmap']
     """
-    from ..reporting.style import with_size
-
-    return with_size(_figure(table, field, over), width, title)
-
-
-def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> Figure:
-    """The figure before `width` and `title` are applied."""
     import xarray
 
-    from ..reporting.many_runs import line_plot, map_of_two, matrices
+    from ..reporting.comparisons import difference_figure, fit_figure
+    from ..reporting.figures import panels
+    from ..reporting.many_runs import group_figure, line_plot, map_of_two, matrices
+    from ..reporting.style import with_size
 
     if isinstance(table, xarray.DataTree):
         if table.children:
@@ -94,20 +96,14 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
             "one."
         )
     elif field is None and {"amplitude", "rate"} <= set(table.data_vars):
-        from ..reporting.comparisons import fit_figure
-
-        return fit_figure(table)
+        return with_size(fit_figure(table), width, title)
     elif field is None and "first_group" in table.coords:
-        from ..reporting.many_runs import group_figure
-
-        return group_figure(table)
+        return with_size(group_figure(table), width, title)
     field = next(iter(map(str, table.data_vars)), "") if field is None else field
     if field not in table.data_vars:
         raise LayersimError(f"`field` is {field!r}; the table has {', '.join(map(str, table.data_vars))}.")
     if "statistic" in table[field].dims:
-        from ..reporting.comparisons import difference_figure
-
-        return difference_figure(table[field])
+        return with_size(difference_figure(table[field]), width, title)
     parts = {"value": field, "low": f"{field}_low", "high": f"{field}_high"}
     drawn = xarray.Dataset({part: table[name] for part, name in parts.items() if name in table}, attrs=table.attrs)
     dims = [str(dim) for dim in table[field].dims]
@@ -116,7 +112,8 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
     others = [dim for dim in dims if dim not in sites]
     if over is None:
         if len(sites) == 2 and len(others) == 1:
-            return matrices(drawn, (sites[0], sites[1]), others[0])
+            figures, words = matrices(drawn, (sites[0], sites[1]), others[0])
+            return panels(figures, width, title if title is not None else "" if width else words)
         numeric = [dim for dim in others if drawn[dim].dtype.kind in "iuf"]
         over = (sites[1], sites[0]) if len(sites) == 2 else next(iter([*numeric, *sites, *others]), "")
     chosen = [over] if isinstance(over, str) else list(over)
@@ -128,5 +125,132 @@ def _figure(table: Any, field: str | None, over: str | Sequence[str] | None) -> 
     if not chosen or len(set(chosen) & set(dims)) < len(chosen):
         raise LayersimError(f"`over` is {over!r}; it must be one or two of the dimensions of {field!r}: {', '.join(dims)}.")
     if len(chosen) == 2:
-        return map_of_two(drawn, (chosen[0], chosen[1]), sites)
-    return line_plot(drawn, chosen[0], sites)
+        return with_size(map_of_two(drawn, (chosen[0], chosen[1]), sites), width, title)
+    return with_size(line_plot(drawn, chosen[0], sites), width, title)
+
+
+# Edges of a similar strength are drawn as one trace: plotly is slow with thousands of traces.
+LEVELS = 20
+NAME_ONLY = "%{customdata}<extra></extra>"
+
+
+@typed
+def plot_adjacency(
+    result: BlockCouplingResult,
+    *,
+    beyond_chance: bool = True,
+    strongest: PositiveFloat | None = None,
+    width: Literal["column", "text"] | None = None,
+    title: str = "Coupling of blocks",
+) -> Figure:
+    """Draw blocks on a circle; the edge between two blocks is darker the more they are coupled.
+
+    The strength of an edge is the mean of both directions.
+
+    Args:
+        result: result of `BlockCoupling` with `normalize=True`.
+        beyond_chance: whether the strength goes from 0 at the null to 1 at full coupling. If not, it is the coupling itself, as
+            in the paper.
+        strongest: coupling at which an edge is darkest, for figures that are compared. Default: the strongest edge of this
+            figure.
+        width: as in `Result.plot`.
+        title: title of the figure; "" for none.
+
+    Returns:
+        A plotly figure.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), figure 1 c to e.
+    """
+    from ..reporting.lines import interval_ends
+    from ..reporting.style import with_provenance, with_size
+
+    if not result.normalize:
+        raise LayersimError(
+            "`result` has normalize=False; its couplings must be normalised, those of BlockCoupling(normalize=True)."
+        )
+    strength_of = partial(_strength, beyond_chance=beyond_chance)
+    strength = strength_of(result)
+    full = float(strength.max()) if strongest is None else strongest
+    ends = interval_ends(result, strength_of)
+    fig = _network(strength.numpy(), full, result.layers[1:], title, ends)
+    return with_size(with_provenance(fig, result.provenance), width, title)
+
+
+def _strength(result: BlockCouplingResult, beyond_chance: bool) -> Tensor:
+    """Coupling of every two blocks, `layer layer`: mean of both directions, 0 to 1."""
+    strength = (result.null - result.values) / result.null.clamp(min=1e-9) if beyond_chance else result.coupling
+    # A block has no edge to itself.
+    return ((strength + strength.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)
+
+
+def _network(strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Ends | None = None) -> Figure:
+    """Network of blocks on a circle; an edge is darker if the coupling of its blocks is stronger.
+
+    Args:
+        strength: couplings `layer layer`, symmetric; 0 for no edge.
+        strongest: strength of the darkest colour.
+        names: names of the blocks.
+        title: title of the figure.
+        ends: ends of the confidence intervals of the strengths; None without intervals.
+    """
+    import plotly.graph_objects as go
+    from plotly.colors import sample_colorscale
+
+    from ..reporting.lines import hover_texts
+    from ..reporting.site_labels import short_names
+    from ..reporting.style import DARK, colour_bar, styled, with_subtitle
+
+    def edge_colour(level: float) -> str:
+        """The colour of an edge on white, from nearly white to dark blue."""
+        return str(sample_colorscale("Blues", [0.08 + 0.92 * level])[0])
+
+    texts = np.full(strength.shape, "", dtype=object) if ends is None else hover_texts(ends, ".3f")
+    blocks = len(names)
+    angle = np.pi / 2 - 2 * np.pi * np.arange(blocks) / blocks
+    x, y = np.cos(angle), np.sin(angle)
+    fig = go.Figure()
+    opacity = np.clip(strength / max(strongest, 1e-12), 0, 1)
+    # Weak edges first, below the strong ones.
+    for level in range(1, LEVELS + 1):
+        pairs = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(LEVELS * opacity[a, b])) == level]
+        if pairs:
+            xs = [v for a, b in pairs for v in (x[a], x[b], None)]
+            ys = [v for a, b in pairs for v in (y[a], y[b], None)]
+            line = {"color": edge_colour(level / LEVELS), "width": 0.5 + 4.5 * level / LEVELS}
+            fig.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip")
+    middle = [
+        ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, names[a], names[b], strength[a, b], texts[a, b])
+        for a in range(blocks)
+        for b in range(a)
+    ]
+    scale = [[n / 10, edge_colour(n / 10)] for n in range(11)]
+    bar = colour_bar("Coupling beyond chance (1: full)") | {"thickness": 16, "outlinewidth": 0}
+    colours = {"colorscale": scale, "cmin": 0.0, "cmax": strongest if strongest > 0 else 1.0, "colorbar": bar}
+    fig.add_scatter(
+        x=[edge[0] for edge in middle],
+        y=[edge[1] for edge in middle],
+        mode="markers",
+        # Invisible points that show the text of their edge, and bring the colour bar.
+        marker={"size": 9, "opacity": 0, "color": [edge[4] for edge in middle], "showscale": True, **colours},
+        customdata=[edge[2:] for edge in middle],
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>"
+        "%{customdata[2]:.3f}%{customdata[3]} beyond chance<extra></extra>",
+    )
+    fig.add_scatter(
+        x=x, y=y, mode="markers", marker={"size": 8, "color": DARK}, customdata=list(names), hovertemplate=NAME_ONLY
+    )
+    fig.add_scatter(
+        x=1.1 * x,
+        y=1.1 * y,
+        mode="text",
+        text=short_names(names),
+        textfont={"size": 13},
+        customdata=list(names),
+        hovertemplate=NAME_ONLY,
+    )
+    fig.update_layout(showlegend=False)
+    fig.update_xaxes(visible=False, range=[-1.2, 1.2], constrain="domain")
+    fig.update_yaxes(visible=False, range=[-1.2, 1.2], scaleanchor="x", constrain="domain")
+    note = "Blocks clockwise from the top; an edge is the coupling of two blocks beyond that of random vectors"
+    return with_subtitle(styled(fig, title, height=520).update_layout(margin_l=16, margin_b=16), note)

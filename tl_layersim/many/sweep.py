@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -26,7 +25,7 @@ from ..core.functions import ValueNames
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
-from ..core.wording import brief, counted
+from ..core.wording import brief
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import analyze
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
@@ -193,7 +192,6 @@ def sweep(
         raise LayersimError("`data` can be read only once, and a sweep reads it for each model. Pass list(data).")
     folder = SweepFolder(checkpoint, chosen, data, options)
     reports = {key: report for key in keys if (report := folder.report(key)) is not None}
-    _announce_sweep(keys, reports, chosen, folder)
     bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
     for key, model in zip(bar, models.values(), strict=True):
         bar.set_postfix_str(str(key))
@@ -236,15 +234,6 @@ def _measure_model(
         del model
         release_memory()
     return report
-
-
-def _announce_sweep(
-    keys: list[Any], reports: Mapping[Any, Report], analyzers: Mapping[str, Analyzer], folder: SweepFolder
-) -> None:
-    """Print the number of models and the names of the analyzers."""
-    if rank_and_size()[0] == 0:
-        known = f"; {len(reports)} of them were measured before, see {folder.path}" if reports else ""
-        tqdm.write(f"sweep: {counted(len(keys), 'model')}, each with {', '.join(analyzers)}{known}", file=sys.stderr)
 
 
 def _failed(key: Any, error: Exception, measured: dict[Any, Report], kept: str) -> SweepError:

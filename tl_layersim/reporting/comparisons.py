@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +11,8 @@ import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
 from ..core.wording import equation, p_value_text
-from .colour_scales import about_zero, on_cells
-from .heat_map import MATRICES, HeatMapAxis, heat_map
-from .interval_bands import Ends, add_band
-from .lines import Series, lines
+from .heat_map import MATRICES, HeatMapAxis, about_zero, heat_map
+from .lines import ZERO_LINE, Ends, Series, add_band, lines
 from .site_labels import axis_title, inside_title, quantity_with_unit, series_label, short_names
 from .style import (
     BLUE,
@@ -34,7 +31,7 @@ from .style import (
 if TYPE_CHECKING:
     import xarray
 
-    from ..many.relations import Relation
+    from ..many.fits import Relation
 
 # Colour of cells without a difference, which no colour of the scale resembles.
 UNDEFINED = "#c8c8c8"
@@ -80,7 +77,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
             for name, look, (own, least, most) in zip(names, looks, rows, strict=True)
         ]
         fig = lines(labels[-1], series, *titles, "relative_depth" if places[-1] else axes[-1])
-        fig.update_yaxes(rangemode="tozero", zeroline=True, zerolinecolor="#888888")
+        fig.update_yaxes(ZERO_LINE)
         note = f"{of_runs}; band: {interval} of each point"
         return with_subtitle(with_room_for_legend(fig) if len(names) > 1 else fig, html.escape(note, quote=False))
     defined = (error > 0) | (value != 0)
@@ -92,7 +89,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     fig = heat_map(
         shown, (sides[0], sides[1]), scale, titles, ends=Ends(low, high), decimals=decimals, square=tuple(axes) in MATRICES
     )
-    dots = on_cells(np.where(p < 1 - about.get("level", 0.95), "•", "").tolist(), shown, scale)
+    dots = np.where(p < 1 - about.get("level", 0.95), "•", "").tolist()
     [cells] = fig.data
     numbers = cells.text if cells.text is not None else np.full(shown.shape, "")
     text = [["<br>".join(filter(None, pair)) for pair in zip(*own, strict=True)] for own in zip(numbers, dots, strict=True)]
@@ -156,7 +153,7 @@ def regression(found: Relation, predictor: str) -> go.Figure:
 def fit_figure(fit: xarray.Dataset) -> go.Figure:
     """A quantity over depth with its exponential and linear fit; for untrained models only points and exponential.
 
-    The equations in the legend are in the units of the axis.
+    In the equations of the legend, l is the depth.
 
     Args:
         fit: a result of `exponential_fit` without axes other than `weights`.
@@ -170,7 +167,6 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
     trained = fit.sel(weights="trained") if "weights" in fit.dims else fit
     [axis] = trained["values"].dims
     sites, depth = tuple(fit[axis].values.tolist()), fit["depth"].values
-    number, start, note = axis_number(sites, depth.tolist())
     x = np.linspace(depth[0], depth[-1], 100)
     fig = go.Figure()
 
@@ -180,12 +176,12 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
         marker = {"size": 8, "color": points, "symbol": symbol}
         y = one["values"].values
         fig.add_scatter(x=depth, y=y, mode="markers", name=name, marker=marker, customdata=list(sites), hovertemplate=hover)
-        words = f"{a * np.exp(b * start):.4g} exp({b:.4g} {number}), R² = {one['r_squared'].item():.3f}"
+        words = f"{a:.4g} exp({b:.4g} l), R² = {one['r_squared'].item():.3f}"
         fig.add_scatter(x=x, y=a * np.exp(b * x), mode="lines", name=words, line={"color": curve}, hoverinfo="skip")
 
     draw(trained, "measured", BLUE, ORANGE, "circle")
     slope, intercept = trained["slope"].item(), trained["intercept"].item()
-    words = f"{intercept + slope * start:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} {number}"
+    words = f"{intercept:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} l"
     words += f", R² = {trained['linear_r_squared'].item():.3f}"
     fig.add_scatter(
         x=x, y=intercept + slope * x, mode="lines", name=words, line={"color": GREY, "dash": "dash"}, hoverinfo="skip"
@@ -200,31 +196,5 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
     labels = [f"{name} {fit[name].item()}" for name in trained.coords if fit[name].ndim == 0 and name != "weights"]
     title = ", ".join([f"{about.get('long_name', 'Value')} by depth: exponential and line", *labels])
     on = [model_name(str(about["model"])), f"{about['tokens']:,} tokens"] if "model" in about else []
-    return with_subtitle(
-        with_room_for_legend(styled(fig, title)), html.escape(" · ".join([*on, *filter(None, [note.removeprefix("; ")])]))
-    )
-
-
-def axis_number(sites: tuple[str, ...], depth: Sequence[float]) -> tuple[str, float, str]:
-    """The variable of equations over depth: the block number if tick labels are numbers, else the depth l.
-
-    Args:
-        sites: names of the sites.
-        depth: depth of each site.
-
-    Returns:
-        Name of the variable, the depth at which it is 0, and a note for the axis title, which may be empty.
-
-    Examples:
-        >>> axis_number(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"), [0, 1, 2])
-        ('block', 1, '; embed: block -1')
-        >>> axis_number(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"), [0, 1, 2])
-        ('l', 0, '; l = 0 at into 0.mlp, l = 2 at 1.mlp')
-    """
-    labels = short_names(sites)
-    starts = {place - int(label) for place, label in zip(depth, labels, strict=True) if label.isdecimal()}
-    others = [n for n, label in enumerate(labels) if not label.isdecimal()]
-    if len(starts) != 1 or others not in ([], [0]):
-        return "l", 0, f"; l = {depth[0]:g} at {labels[0]}, l = {depth[-1]:g} at {labels[-1]}"
-    [start] = starts
-    return "block", start, f"; {labels[0]}: block {depth[0] - start:g}" if others else ""
+    ends = f"l = {depth[0]:g} at {short_names(sites)[0]}, l = {depth[-1]:g} at {short_names(sites)[-1]}"
+    return with_subtitle(with_room_for_legend(styled(fig, title)), html.escape(" · ".join([*on, ends])))

@@ -15,28 +15,27 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
-from ..core.fields import JOINT
 from ..core.intervals import bounds_of, field_named
 from ..core.results import UNTRAINED, Result
-from .bars import bars
-from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map
-from .interval_bands import Ends, interval_ends
+from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map, token_grid
 from .lines import (
+    ZERO_LINE,
+    Ends,
     Series,
+    bars,
+    interval_ends,
     is_wide,
     lines,
     named_points,
     paths,
     quantile_lines,
-    step_curve,
-    sublayer_lines,
+    sublayer_series,
     widen_axis,
     with_baselines,
 )
 from .many_runs import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
-from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, names_of_models, on_what, series_look, with_provenance, with_size
-from .token_grid import token_grid
+from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, on_what, series_look, with_provenance, with_size
 
 # Axes along which a few series have an order.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
@@ -138,44 +137,25 @@ def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values
     return lines(labels[-1], series, *titles, axes[-1], log=True)
 
 
-def _of_two_models(result: Result, field: str, own: Series, names: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Series]]:
-    """Labels and curve of a field, or the curves of both compared models over the sites of the deeper model."""
-    other, columns = f"column_{field}", result.coordinates("column")
-    shorter, longer = sorted((names, columns), key=len)
-    if JOINT not in result.provenance.model or other not in result.tensor_fields() or longer[: len(shorter)] != shorter:
-        return names, [own]
-
-    def padded(values: Any) -> Any:
-        return np.pad(np.asarray(values, dtype=float), (0, len(longer) - len(values)), constant_values=np.nan)
-
-    models = names_of_models(result.provenance.model)
-    if len(models) != 2:
-        # Both were loaded from the same class or path.
-        models = ("first model", "second model")
-    both = (own.values, own.ends), (getattr(result, other).numpy(), interval_ends(result, other))
-    looks = series_look(2, ordered=False)
-    return longer, [
-        Series(model, padded(values), ends and Ends(*map(padded, ends)), **look)
-        for model, (values, ends), look in zip(models, both, looks, strict=True)
-    ]
-
-
 def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str, str], ends: Ends | None) -> go.Figure:
     """The figure of a field over one axis."""
     declared, names, baselines = result.declared(field), result.coordinates(axis), result.baselines(field)
     if axis == "sublayer":
-        return sublayer_lines(names, values, *titles, ends)
-    if axis == "step" and len(values):
-        return with_baselines(step_curve(values, *titles, ends), baselines)
+        blocks = list(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
+        # The MLP of the first block often multiplies the norm, and would flatten all other values on a linear axis.
+        wide = is_wide(values)
+        sites = tuple(f"{block}.hook_resid_post" for block in blocks)
+        fig = lines(sites, sublayer_series(names, blocks, values, ends), *titles, "layer", wide)
+        return fig if fig.layout.yaxis.type == "log" else fig.update_yaxes(ZERO_LINE)
     twins = result.of_untrained(field)
     # Beside a reference line, the legend has no room for the unit, which stands on the axis.
     own = Series(declared.label if baselines else declared.words, values, ends)
-    names, series = _of_two_models(result, field, own, names)
-    if len(series) == 1 and twins is not None:
+    series = [own]
+    if twins is not None:
         untrained = Series(f"untrained, mean of {len(twins)} seeds", twins.mean(0).numpy(), None, GREY, "square", "dash")
         series = [own._replace(label="trained"), untrained]
     fig = lines(names, series, *titles, axis, declared.scale == "log" and is_wide(values))
-    if declared.scale == "free":
+    if declared.scale == "free" or axis == "step":
         fig.update_yaxes(rangemode="normal")
     return with_baselines(fig, baselines)
 

@@ -1,33 +1,177 @@
-"""Heat maps: layers by layers, and series by layers."""
+"""Heat maps: layers by layers, series by layers, predictions by tokens; their colour scales, and numbers in their cells."""
 
 from __future__ import annotations
 
 import html
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from ..core.fields import JOINT
+from ..core.intervals import bounds_of
 from ..core.results import Result
-from .colour_scales import MOST_NUMBERS, SPREAD, ColourScale, cell_numbers, narrow_scale, off_diagonal_scale, on_cells, scale_of
-from .interval_bands import Ends, cell_hover, interval_ends
-from .lines import known_columns
-from .site_labels import axis_title, short_names, visible_token
+from .lines import Ends, hover_texts, interval_ends, known_columns
+from .site_labels import axis_title, short_names, site_axis_title, visible_token
 from .style import (
     CELL_AXIS,
+    DIVERGING,
     HEIGHT,
     MOST_TICKS,
+    ORANGE,
+    PAPER_SIZES,
     SEQUENTIAL,
     colour_bar,
     layer_axis,
     model_name,
     styled,
-    turn_labels,
     with_subtitle,
 )
+
+# Standard deviations have a scale of their own, so that their figure is not taken for one of the values.
+SPREAD = "Magma"
+# End of the scale of p-values: 0.05 is its middle.
+HIGHEST_P = 0.1
+# Most decimals of a number in a cell.
+MOST_CELL_DECIMALS = 4
+# Similarities below this are more than noise about 0, and need a scale about 0.
+NEGATIVE = -0.1
+# Numbers at which a scale may end, times a power of ten.
+ENDS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+# Most rows and columns of a heatmap with its values in the cells.
+MOST_NUMBERS = 12
+
+
+class ColourScale(NamedTuple):
+    """The colour scale of a heat map.
+
+    Attributes:
+        name: name of plotly's scale.
+        low: value of the first colour.
+        high: value of the last colour.
+        note: note on values beyond the ends, which have the colour of the end; "" if there are none.
+    """
+
+    name: str
+    low: float
+    high: float
+    note: str = ""
+
+    def trace(self) -> dict[str, Any]:
+        """Settings of a plotly heatmap."""
+        return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
+
+    def axis(self) -> dict[str, Any]:
+        """Settings of a colour axis that several heat maps share."""
+        return {"colorscale": self.name, "cmin": self.low, "cmax": self.high}
+
+
+def scale_of(result: Result, field: str, values: Any) -> ColourScale:
+    """The colour scale of a field: with fixed ends if the field has bounds, else with ends that fit the values.
+
+    Args:
+        result: the result.
+        field: name of the field; "values" for the field of `values_name`.
+        values: the values in the figure.
+    """
+    _, high = _limits(values)
+    if field.endswith("std") or field == "sd":
+        return ColourScale(SPREAD, 0.0, end_above(high))
+    if field == "p_values":
+        beyond = f"highest colour: {HIGHEST_P:g} or more" if high > HIGHEST_P else ""
+        return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
+    bounds = bounds_of(result).get(field) or (-math.inf, math.inf)
+    return scale_within(values, bounds)
+
+
+def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
+    """The colour scale of values whose field has these bounds.
+
+    Clearly negative similarities get a scale from -1 to 1. Other scales begin at 0 or at the lowest value.
+
+    Args:
+        values: the values in the figure.
+        bounds: lowest and highest possible value; infinite if there is none.
+
+    Examples:
+        >>> scale_within([[0.2, 1.0]], (-1, 1)), scale_within([[-0.5, 1.0]], (-1, 1))
+        (ColourScale(name='Viridis', low=0.0, high=1, note=''), ColourScale(name='RdBu_r', low=-1, high=1, note=''))
+        >>> scale_within([[0.2, 17.0]], (0, float("inf"))).high
+        20.0
+    """
+    low, high = _limits(values)
+    bounded = math.isfinite(bounds[1])
+    if low < NEGATIVE:
+        far = bounds[1] if bounded else end_above(max(-low, high))
+        return ColourScale(DIVERGING, -far, far, f"lowest colour: {-far:g} or less" if low < -far else "")
+    return ColourScale(SEQUENTIAL, min(0.0, low), bounds[1] if bounded else end_above(high))
+
+
+def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
+    """The colour scale from the smallest to the largest value, for values far from the bounds of their field.
+
+    Args:
+        values: the values in the figure.
+        name: name of plotly's scale.
+    """
+    low, high = _limits(values)
+    return ColourScale(name, low, high if high > low else low + 1e-9)
+
+
+def about_zero(values: Any) -> ColourScale:
+    """The colour scale of differences, centred at 0."""
+    low, high = _limits(values)
+    far = end_above(max(high, -low))
+    return ColourScale(DIVERGING, -far, far)
+
+
+def end_above(value: float) -> float:
+    """The smallest round number at or above a value, for the end of a scale.
+
+    Examples:
+        >>> end_above(0.113), end_above(17.0), end_above(0.0)
+        (0.12, 20.0, 1.0)
+    """
+    if not value > 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(round(end * power, 12) for end in ENDS if end * power >= value * (1 - 1e-9))
+
+
+def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, Any]:
+    """Settings of a plotly heatmap that write each value into its cell if there is room.
+
+    Narrow scales get more decimals, so that the numbers in different cells differ.
+
+    Args:
+        values: the matrix, `row column`.
+        scale: colour scale of the heatmap.
+        fewest: smallest number of decimals.
+    """
+    if max(np.shape(values)) > MOST_NUMBERS:
+        return {}
+    span = scale.high - scale.low
+    low, high = _limits(values)
+    decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS) if high > low else fewest
+    texts = [
+        ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
+        for row in np.asarray(values).tolist()
+    ]
+    # Long numbers in narrow cells.
+    size = 9 if decimals > 3 else 11
+    return {"text": texts, "texttemplate": "%{text}", "textfont": {"size": size}}
+
+
+def _limits(values: Any) -> tuple[float, float]:
+    """The smallest and the largest finite value; 0 and 1 if there is none."""
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    return (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+
 
 # Axes of matrices whose two sides are of one kind.
 MATRICES = (
@@ -116,13 +260,30 @@ def heat_map(
     )
     rows.place(fig.update_yaxes)
     columns.place(fig.update_xaxes)
-    if columns.labels is None:
-        turn_labels(fig, columns.names)
     plain = CELL_AXIS | {"constrain": "domain"} if square else {"showgrid": False}
     fig.update_xaxes(**plain).update_yaxes(**plain)
     if square:
         fig.update_yaxes(autorange="reversed", scaleanchor="x")
     return styled(fig, titles[0], height=HEIGHT if square else 500)
+
+
+def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, quantity: str) -> dict[str, Any]:
+    """Data and template of the hover text at a cell: row, column, value, and interval if there is one.
+
+    Args:
+        rows: names of the rows.
+        columns: names of the columns.
+        ends: ends of the confidence intervals, `row column`; None without intervals.
+        quantity: name of the quantity, as markup.
+    """
+    texts = None if ends is None else hover_texts(ends)
+    data = [
+        [(row, column) if texts is None else (row, column, texts[i, j]) for j, column in enumerate(columns)]
+        for i, row in enumerate(rows)
+    ]
+    words = "row: %{customdata[0]}<br>column: %{customdata[1]}<br>" + quantity + ": %{z:.4f}"
+    own = "" if ends is None else "%{customdata[2]}"
+    return {"hoverongaps": False, "customdata": data, "hovertemplate": f"{words}{own}<extra></extra>"}
 
 
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
@@ -198,7 +359,7 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
         numbers = [
             [f"{100 * value:.1f}" if value >= 0.0005 else "&lt;0.1" if value > 0 else "" for value in row] for row in values
         ]
-        cells.update(text=on_cells(numbers, roots, scale), texttemplate="%{text}", textfont={"size": 9})
+        cells.update(text=numbers, texttemplate="%{text}", textfont={"size": 9})
         note = "numbers: per cent; white: none"
     return with_subtitle(fig, note)
 
@@ -222,7 +383,7 @@ def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any
         # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
         beyond = bool((np.nan_to_num(values) > 1).any())
         return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
-    return off_diagonal_scale(values, scale)
+    return scale
 
 
 def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
@@ -282,3 +443,104 @@ def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) ->
         own = " > ".join(words) if starts and ends else words[-1] if ends else words[0] if starts else ""
         labels.append(": ".join([str(block)] * (blocks or not own) + [own] * bool(own)))
     return labels
+
+
+# Pixels of a cell, which has room for so many letters of a word; below a line of cells, and around all of them.
+CELL, WORD, BELOW_LINE, AROUND = 60, 8, 46, 150
+# Pixels of a row of cells, and of a row where there are more than so many layers.
+ROW, LOW_ROW, MOST_LAYERS = 24, 18, 16
+PROBABILITY = ColourScale("Blues", 0.0, 1.0)
+
+
+def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> go.Figure:
+    """Heat map of each layer's top-1 prediction after each token, coloured by probability; bold from the saturation layer on.
+
+    Args:
+        grid: a `PredictionGrid`.
+        titles: titles of the figure and of the colour bar.
+        width: "column", "text" or None; sets the number of tokens in a line.
+    """
+    layers, tokens = grid.layers[1:], grid.tokens
+    lines = _lines(len(tokens), (PAPER_SIZES[width].width - 110) // CELL)
+    cells = (ROW if len(layers) <= MOST_LAYERS else LOW_ROW) * len(layers)
+    room = cells * len(lines) + BELOW_LINE * (len(lines) - 1)
+    fig = make_subplots(rows=len(lines), cols=1, vertical_spacing=BELOW_LINE / room if len(lines) > 1 else 0)
+    widest = max(map(len, lines))
+    for number, line in enumerate(lines, start=1):
+        fig.add_trace(_line_of_cells(grid, line), row=number, col=1)
+        for token in line:
+            layer = int(grid.saturation_layer[token])
+            box = {"x0": token - 0.48, "x1": token + 0.48, "y0": layer - 0.46, "y1": layer + 0.46}
+            fig.add_shape(type="rect", line={"color": ORANGE, "width": 2}, row=number, col=1, **box)
+        ticks = [_shown(tokens[token], WORD) for token in line]
+        plain = CELL_AXIS | {"tickmode": "array"}
+        # Lines with fewer tokens have cells of the same width.
+        places = {"tickvals": list(line), "range": [line[0] - 0.5, line[0] + widest - 0.5]}
+        fig.update_xaxes(ticktext=ticks, tickangle=0, tickfont={"size": 11}, row=number, col=1, **places, **plain)
+        step = max(1, -(-len(layers) // MOST_LAYERS))
+        names = {"tickvals": list(range(0, len(layers), step)), "ticktext": short_names(layers)[::step]}
+        fig.update_yaxes(title=site_axis_title(layers, "Block"), row=number, col=1, **names, **plain)
+    fig.update_xaxes(title="After token", row=len(lines), col=1)
+    fig.update_layout(
+        showlegend=True,
+        coloraxis={**PROBABILITY.axis(), "colorbar": colour_bar(titles[1]) | {"thickness": 16, "outlinewidth": 0}},
+    )
+    frame = {"symbol": "square-open", "size": 12, "color": ORANGE, "line": {"width": 2}}
+    fig.add_scatter(x=[None], y=[None], mode="text", name="<b>bold</b>: the final prediction")
+    fig.add_scatter(x=[None], y=[None], mode="markers", marker=frame, name="framed: saturation layer")
+    normed = grid.provenance.options.get("norm") != "none"
+    spaces = "; · is a space" if any(token[:1] == " " or token[-1:] == " " for token in tokens) else ""
+    note = f"Logit lens {'with' if normed else 'without'} the final norm below the last block{spaces}"
+    return with_subtitle(styled(fig, titles[0], height=room + AROUND), note)
+
+
+def _shown(token: str, letters: int | None = None) -> str:
+    return html.escape(visible_token(token, letters), quote=False)
+
+
+def _lines(tokens: int, longest: int) -> list[range]:
+    """Token indices of each line; lines have nearly equal length."""
+    count = max(1, -(-tokens // longest))
+    length = -(-tokens // count)
+    return [range(start, min(start + length, tokens)) for start in range(0, tokens, length)]
+
+
+def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
+    """Draw the cells of one line of tokens."""
+    layers = range(grid.values.shape[1])
+    probability = grid.values.numpy()[line.start : line.stop].T
+    words = [
+        [
+            f"<b>{word}</b>" if layer >= grid.saturation_layer[token] else word
+            for token in line
+            for word in [_shown(grid.words[token][layer], WORD)]
+        ]
+        for layer in layers
+    ]
+    return go.Heatmap(
+        z=probability,
+        x=list(line),
+        y=list(layers),
+        text=words,
+        texttemplate="%{text}",
+        textfont={"size": 10},
+        coloraxis="coloraxis",
+        xgap=1,
+        ygap=1,
+        customdata=[[_at_pointer(grid, token, layer) for token in line] for layer in layers],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _at_pointer(grid: Any, token: int, layer: int) -> str:
+    """The hover text of a cell: its position, the next token of the prompt, the likeliest tokens, and the entropy."""
+    lines = [f"after token {token} <b>{_shown(grid.tokens[token])}</b>, {html.escape(grid.layers[layer + 1], quote=False)}"]
+    if token + 1 < len(grid.tokens):
+        lines.append(f"next in the prompt: <b>{_shown(grid.tokens[token + 1])}</b>")
+    ranked = zip(grid.top_words[token][layer], grid.top_probability[token][layer].tolist(), strict=True)
+    lines += [f"{rank}. {_shown(word)}  {value:.3f}" for rank, (word, value) in enumerate(ranked, start=1)]
+    if not np.isnan(entropy := float(grid.entropy[token][layer])):
+        lines.append(f"entropy: {entropy:.2f} nats")
+    if layer >= grid.saturation_layer[token]:
+        lines.append("saturation layer" if layer == grid.saturation_layer[token] else "final prediction")
+    return "<br>".join(lines)

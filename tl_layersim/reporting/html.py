@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import Environment
-from torch import Tensor
 
-from ..core.fields import JOINT, Provenance
-from ..core.findings import site_in_words, with_margin
+from ..core.fields import Provenance
+from ..core.findings import with_margin
 from ..core.intervals import headline_texts
-from ..core.p_values import is_symmetric
 from ..core.report_tables import COLUMNS, field_table
-from ..core.results import UNTRAINED, LayerMatrix, Report, Result
+from ..core.results import UNTRAINED, Report, Result
 from ..core.storage import replacing
-from ..core.wording import number_text
-from .site_labels import axis_title, is_stream, series_label, site_ranges
+from .site_labels import axis_title, is_stream, listed_sites, series_label
 from .style import FONT, names_of_models
 
 # Headline numbers in a sentence of a result that has no words of its own.
@@ -39,10 +34,6 @@ def finding(result: Result) -> str:
     own = result.finding()
     if own:
         return own
-    if isinstance(result, LayerMatrix) and min(result.values.shape) > 1:
-        found = _extremes(result)
-        if found:
-            return found
     models, lines = side_by_side(result)
     if models:
         changes = [f"{line[0]} {' → '.join(line[1 : len(models) + 1])}" for line in lines[:MOST_CHANGES]]
@@ -76,33 +67,6 @@ def _difference_text(result: Result, before: str, after: str) -> str:
     return text if text.startswith("-") else f"+{text}"
 
 
-def _extremes(result: LayerMatrix) -> str:
-    """The highest and the lowest value between two sites, in words; empty if no value is defined."""
-    values = result.values
-    two_models = JOINT in result.provenance.model
-    rows, columns = result.layers, result.column_layers
-    compared = ~values.isnan()
-    if not two_models and rows == columns:
-        compared &= ~torch.eye(len(rows), dtype=torch.bool)
-        if is_symmetric(values):
-            compared = compared.triu()
-    if not bool(compared.any()):
-        return ""
-    high_text = _pair(result, values.where(compared, -math.inf).argmax(), two_models)
-    low_text = _pair(result, values.where(compared, math.inf).argmin(), two_models)
-    name = result.declared().words
-    return f"{name} is highest between {high_text} and lowest between {low_text}."
-
-
-def _pair(result: LayerMatrix, place: Tensor, two_models: bool) -> str:
-    """A matrix entry in words: its sites and its value. An entry chosen by the data has no interval."""
-    row, column = divmod(int(place), result.values.shape[1])
-    names: list[Any] = [site_in_words(result.layers[row]), site_in_words(result.column_layers[column])]
-    if two_models:
-        names = [f"{names[0]} of the first model", f"{names[1]} of the second"]
-    return f"{' and '.join(names)} ({number_text(float(result.values[row, column]))})"
-
-
 # Colours are those of the notebook, light or dark.
 NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""
 <div style="font-family: system-ui, sans-serif; font-size: 13px; line-height: 1.45; max-width: 900px">
@@ -127,27 +91,13 @@ NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=Tru
 def result_html(result: Result) -> str:
     """A result as HTML: a table of its headline numbers, and a line with model and data."""
     size = " x ".join(map(str, result.values.shape))
-    rows = [(name, text) for name, text in headline_texts(result).items()]
-    return _html(
-        f"{type(result).__name__}" + (f" ({size})" if size else ""),
-        measured_on(result.provenance),
-        (("measure", _value_column(result.has_intervals)), rows),
-        (".plot()", ".to_frame()", ".save(path)"),
-    )
+    title = f"{type(result).__name__}" + (f" ({size})" if size else "")
+    return _html(title, {"": result}, (".plot()", ".to_frame()", ".save(path)"))
 
 
 def report_html(report: Report) -> str:
     """A report as HTML: one table of the headline numbers of all results."""
-    first = next(iter(report.values()), None)
-    rows = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
-    with_intervals = any(result.has_intervals for result in report.values())
-    calls = (".plot()", f'["{next(iter(report))}"].plot()', ".to_html(path)", ".save(path)") if first is not None else ()
-    return _html(
-        "Report",
-        measured_on(first.provenance) if first is not None else "without results",
-        (("analyzer", "measure", _value_column(with_intervals)), rows),
-        calls,
-    )
+    return _html("Report", report, (".plot()", f'["{next(iter(report), "")}"].plot()', ".to_html(path)", ".save(path)"))
 
 
 def measured_on(provenance: Provenance) -> str:
@@ -156,13 +106,15 @@ def measured_on(provenance: Provenance) -> str:
     return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
 
 
-def _value_column(with_intervals: bool) -> str:
-    return "value (± half of the 95 % interval)" if with_intervals else "value"
-
-
-def _html(title: str, about: str, table: tuple[tuple[str, ...], list[Any]], calls: tuple[str, ...]) -> str:
-    columns, rows = table
-    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
+def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> str:
+    """The headline numbers of results by name, as HTML for a notebook. A single result has no name."""
+    rows = [(name, *line) for name, result in results.items() for line in headline_texts(result).items()]
+    first = next(iter(results.values()), None)
+    margin = " (± half of the 95 % interval)" if any(result.has_intervals for result in results.values()) else ""
+    about = "without results" if first is None else measured_on(first.provenance)
+    start = "" in results
+    columns = ("analyzer", "measure", f"value{margin}")[start:]
+    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=[row[start:] for row in rows], calls=calls)
 
 
 # Findings at the top of the page; those of further analyzers are in their sections.
@@ -212,7 +164,7 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
     html = environment.from_string(page).render(
         title=f"Layers of {names}",
         analyzers=", ".join(report) or "no results",
-        facts=_facts(report) if first else [],
+        about=measured_on(first.provenance) if first else "",
         findings=findings,
         first_plot=shown[0]["plots"][0] if shown else None,
         stream=all(is_stream(result.layers) for result in report.values()),
@@ -279,31 +231,6 @@ def _numbers(result: Result, field: str) -> dict[str, Any]:
     return {"columns": columns, "lines": table.replace("nan", "–").to_numpy().tolist()}
 
 
-def _facts(report: Mapping[str, Result]) -> list[tuple[str, str, str]]:
-    """Tiles at the top of the page, on model, data and measures: a label, a value and a remark each."""
-    results = list(report.values())
-    run = results[0].provenance
-    models = names_of_models(run.model)
-    options = run.options
-    remarks = []
-    counted = "tokens" if options.get("positions", "all") == "all" else "positions"
-    if options.get("positions", "all") != "all":
-        remarks.append(f"positions of each row: {options['positions']}")
-    if options.get("skip_first"):
-        remarks.append(f"the first {options['skip_first']} positions of each row left out")
-    sites = sorted({len(result.layers) for result in results if result.layers})
-    blocks = sorted({len(result.block_tokens) for result in results if result.has_intervals})
-    facts = [
-        ("Models" if len(models) > 1 else "Model", " and ".join(models), run.dtype.replace("torch.", "")),
-        ("Data", f"{run.tokens:,} {counted}", "; ".join([f"in {run.sequences:,} rows", *remarks])),
-    ]
-    if sites:
-        kind = "residual stream" if all(is_stream(result.layers) for result in results) else "see each section"
-        facts.append(("Sites", " to ".join(map(str, dict.fromkeys((sites[0], sites[-1])))), kind))
-    certain = f"from {blocks[0]} blocks of the data" if blocks else "intervals=True or --intervals gives them"
-    return [*facts, ("Intervals", "95 % confidence" if blocks and blocks[-1] > 1 else "none", certain)]
-
-
 def _warnings(report: Mapping[str, Result]) -> list[tuple[str, str]]:
     """The warnings of the run, each once, with the names of its results."""
     about: dict[str, list[str]] = {}
@@ -359,6 +286,6 @@ def _sites(result: Result) -> str:
     labels = {label for axis in axes for label in result.coordinates(axis)}
     # A lens has no numbers at the input of block 0, which is a site of the run.
     measured = [name for name in result.layers if name in labels] or result.layers
-    own = site_ranges(tuple(dict.fromkeys((*measured, *further))))
+    own = listed_sites(tuple(dict.fromkeys((*measured, *further))))
     columns = result.coordinates("column")
-    return own if columns == result.layers else f"{own}; second model: {site_ranges(columns)}"
+    return own if columns == result.layers else f"{own}; second model: {listed_sites(columns)}"

@@ -1,33 +1,33 @@
-"""Line plots with bands: fields over layers or numbers, quantiles, and paths in a plane."""
+"""Lines over layers or numbers, quantiles, bars, named points and paths, with intervals as bands, whiskers or hover texts."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb
 
-from .interval_bands import Ends, add_band, hover_texts, point_hover, whiskers
+from ..core.intervals import bounds_of
+from ..core.results import Result
 from .site_labels import axis_title, series_label, short_names, visible_token
 from .style import (
     BLUE,
+    DARK,
     FAINT,
     GREEN,
     GREY,
     HEIGHT,
+    INTERVALS,
     ORANGE,
     colour_bar,
     layer_axis,
     log_axis,
     ordered_colour,
-    plot_height,
     styled,
-    turn_labels,
-    with_room_for_legend,
 )
 
 # Axes of a result whose labels are layers.
@@ -38,14 +38,115 @@ LOG_FACTOR = 20
 MOST_MARKERS = 60
 # Opacities of bands of quantiles, the outermost first.
 FAN = (0.16, 0.3, 0.4)
-# Most steps in the moving mean of a training.
-SMOOTHED = 25
 # Distance of points with names, as a part of the plot.
 MOST_APART = 0.12
 # Tokens beyond which paths are fainter, and most of their letters.
 MOST_STRONG, LETTERS = 25, 14
-# Pixels between two names at the ends of lines.
-LABEL_HEIGHT = 15
+# A line at 0, for quantities of both signs.
+ZERO_LINE = {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "#888888"}
+
+
+# Opacities of a band and of its outline, which shows the interval of a point without neighbours.
+FILL, OUTLINE = 0.16, 0.22
+
+
+class Ends(NamedTuple):
+    """Lower and upper ends of 95 % intervals, two arrays in the shape of the values; NaN for unknown ends."""
+
+    low: Any
+    high: Any
+
+    def at(self, index: Any) -> Ends:
+        """The ends at an index of both arrays."""
+        return Ends(self.low[index], self.high[index])
+
+
+def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | None:
+    """The ends of the intervals of a field; None for a result or a field without intervals.
+
+    Args:
+        result: the result.
+        what: name of the field, "values" for the field of `values_name`, or a function of the result, see `Result.interval`.
+    """
+    if not result.has_intervals or (isinstance(what, str) and bounds_of(result).get(what, ()) is None):
+        return None
+    _, low, high, _ = result.interval(what)
+    return Ends(low.numpy(), high.numpy())
+
+
+def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
+    """Intervals as text after a value, such as " (0.29 to 0.33)"; empty if an end is unknown.
+
+    Args:
+        ends: ends of the intervals, arrays of any shape.
+        digits: format of a number.
+    """
+    texts = np.empty(np.shape(ends.low), dtype=object)
+    for index in np.ndindex(texts.shape):
+        low, high = float(ends.low[index]), float(ends.high[index])
+        texts[index] = f" ({low:{digits}} to {high:{digits}})" if np.isfinite(low) and np.isfinite(high) else ""
+    return texts
+
+
+def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str, Any]:
+    """Data and template of the hover text at a point: its name, its value, and its interval if there is one.
+
+    Args:
+        names: names of the points.
+        ends: ends of the confidence intervals; None without intervals.
+        label: label of the line, as markup.
+    """
+    if ends is None:
+        return {"customdata": list(names), "hovertemplate": "%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>"}
+    data = [list(pair) for pair in zip(names, hover_texts(ends), strict=True)]
+    return {"customdata": data, "hovertemplate": "%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>"}
+
+
+def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> None:
+    """Add a shaded band to a figure. Lines that are added later lie above it; points without an interval leave a gap.
+
+    Args:
+        fig: the figure.
+        x: x of the points, in ascending order.
+        ends: ends of the confidence intervals.
+        colour: colour of the line, as "#rrggbb".
+        **trace: further properties, such as `legendgroup`.
+    """
+    xs: list[Any] = []
+    ys: list[Any] = []
+    known = np.isfinite(ends.low) & np.isfinite(ends.high)
+    for run in np.split(np.arange(len(known)), np.flatnonzero(np.diff(known)) + 1):
+        if len(run) and known[run[0]]:
+            # Forth along the upper ends and back along the lower ones; None parts the runs.
+            xs += [*(x[n] for n in run), *(x[n] for n in run[::-1]), None]
+            ys += [*ends.high[run], *ends.low[run[::-1]], None]
+    if not xs:
+        return
+    shade = f"rgba({', '.join(map(str, hex_to_rgb(colour)))}, {{}})"
+    fig.add_scatter(
+        x=xs[:-1],
+        y=ys[:-1],
+        mode="lines",
+        line={"width": 1, "color": shade.format(OUTLINE)},
+        fill="toself",
+        fillcolor=shade.format(FILL),
+        hoverinfo="skip",
+        showlegend=False,
+        meta=INTERVALS,
+        **trace,
+    )
+
+
+def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
+    """Error bars for `error_x` or `error_y` of a trace; none if an end is unknown."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": ends.high - values,
+        "arrayminus": values - ends.low,
+        "thickness": 1,
+        "width": 3,
+    }
 
 
 class Series(NamedTuple):
@@ -58,6 +159,7 @@ class Series(NamedTuple):
         colour: colour of the line and its band.
         symbol: plotly's name of the marker.
         dash: plotly's name of the dash.
+        names: names of the points; None for those of the figure.
     """
 
     label: str
@@ -66,6 +168,7 @@ class Series(NamedTuple):
     colour: str = BLUE
     symbol: str = "circle"
     dash: str = "solid"
+    names: tuple[Any, ...] | None = None
 
 
 def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: str, axis: str, log: bool = False) -> go.Figure:
@@ -103,7 +206,7 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
             marker={"symbol": one.symbol, "color": one.colour},
             # Markers at 0 stand on the axis, whole.
             cliponaxis=False,
-            **point_hover(list(names), one.ends, one.label),
+            **point_hover(list(one.names or names), one.ends, one.label),
             **({} if one.ends is None else {"legendgroup": one.label}),
             **({"error_y": whiskers(one.values, one.ends)} if one.ends is not None and not bands else {}),
         )
@@ -170,7 +273,6 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
         after = not names or names[0].endswith("resid_pre")
         own = axis if axis in ("centre", "skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
         layer_axis(fig.update_xaxes, names, axis_title(own))
-        turn_labels(fig, names)
     elif is_numeric_axis(names, axis):
         fig.update_xaxes(title=axis_title(axis))
     else:
@@ -257,76 +359,56 @@ def quantile_lines(
     return styled(fig, titles[0])
 
 
-def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Line plot of a value of each sublayer over blocks: one line for attention, cross-attention and MLP each.
+def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends: Ends | None) -> list[Series]:
+    """The lines of a value of each sublayer over blocks: attention, cross-attention and MLP.
 
     Args:
         names: names of the sublayers' sites, such as `blocks.0.hook_attn_out`.
+        blocks: names of the blocks, such as `blocks.0`.
         values: `sublayer`.
-        title: title of the figure.
-        quantity: title of the vertical axis.
         ends: ends of the confidence intervals; None without intervals.
     """
-    fig = go.Figure()
-    known = values[np.isfinite(values)]
-    # The MLP of the first block often multiplies the norm, and would flatten all other values on a linear axis.
-    wide = bool((known > 0).all()) and is_wide(values)
-    drawn = on_log_axis(ends, values) if ends is not None and wide else ends
-    blocks = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
     kinds = (
         ("attn", "Attention", BLUE, "circle"),
         ("cross_attn", "Attention to the encoder", GREEN, "diamond"),
         ("mlp", "MLP", ORANGE, "square"),
     )
+    padded, series = [np.append(part, np.nan) for part in (values, *(ends or ()))], []
     for kind, label, colour, symbol in kinds:
-        chosen = [n for n, name in enumerate(names) if name.endswith(f".hook_{kind}_out")]
-        if not chosen:
-            continue
-        x = [blocks.index(names[n].rsplit(".", 1)[0]) for n in chosen]
-        if drawn is not None:
-            add_band(fig, x, drawn.at(chosen), colour, legendgroup=label)
-        fig.add_scatter(
-            x=x,
-            y=values[chosen],
-            name=label,
-            mode="lines+markers",
-            line={"color": colour},
-            marker={"color": colour, "symbol": symbol},
-            **point_hover([names[n] for n in chosen], None if ends is None else ends.at(chosen), label),
-            **({} if ends is None else {"legendgroup": label}),
-        )
-    layer_axis(fig.update_xaxes, tuple(f"{block}.hook_resid_post" for block in blocks), axis_title("layer"))
-    # Cosines have a line at 0.
-    zero = {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "#888888"}
-    fig.update_yaxes(title=quantity, **(log_axis(float(known.min()), float(known.max())) if wide else zero))
-    return styled(fig, title)
+        sites = [f"{block}.hook_{kind}_out" for block in blocks]
+        # A block without this sublayer has the last entry, NaN.
+        at = [names.index(site) if site in names else len(names) for site in sites]
+        if min(at) < len(names):
+            own, *both = (part[at] for part in padded)
+            series.append(Series(label, own, Ends(*both) if both else None, colour, symbol, names=tuple(sites)))
+    return series
 
 
-def step_curve(losses: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Line plot of the loss by training step, with its moving mean.
+def bars(names: tuple[Any, ...], values: Any, ends: Ends | None, axis: str, titles: tuple[str, str]) -> go.Figure:
+    """Bar chart with intervals as whiskers.
 
     Args:
-        losses: `step`.
-        title: title of the figure.
-        quantity: title of the vertical axis.
-        ends: ends of the confidence intervals of the losses, shown in hover texts; None without intervals.
+        names: labels along the axis.
+        values: heights of the bars.
+        ends: ends of the confidence intervals; None without intervals.
+        axis: name of the horizontal axis.
+        titles: titles of the figure and of the vertical axis.
     """
-    fig = go.Figure()
-    steps = np.arange(1, len(losses) + 1)
-    width = min(SMOOTHED, len(losses) // 4)
-    each = {"color": FAINT.format(0.45), "width": 1} if width > 1 else {"color": BLUE}
-    texts = [""] * len(losses) if ends is None else list(hover_texts(ends))
-    hover = {"customdata": texts, "hovertemplate": "step %{x}<br>%{y:.4f}%{customdata}<extra></extra>"}
-    mode = "lines" if width > 1 else "lines+markers"
-    fig.add_scatter(x=steps, y=losses, name="training, each step", mode=mode, line=each, **hover)
-    if width > 1:
-        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-        name, centre = f"training, mean of {width} steps", steps[: len(smooth)] + (width - 1) / 2
-        hover = {"hovertemplate": f"%{{y:.4f}}<extra>mean of {width} steps</extra>"}
-        fig.add_scatter(x=centre, y=smooth, mode="lines", line={"color": BLUE}, name=name, **hover)
-    fig.update_xaxes(title=axis_title("step"))
-    fig.update_yaxes(title=quantity)
-    return styled(fig, title).update_layout(showlegend=width > 1)
+    margins = [""] * len(names) if ends is None else hover_texts(ends, ",.4g")
+    fig = go.Figure(
+        go.Bar(
+            x=list(range(len(names))),
+            y=values,
+            marker={"color": BLUE},
+            # Whiskers are dark, so that they are seen inside the bar too.
+            error_y=None if ends is None else whiskers(values, ends) | {"color": DARK},
+            customdata=list(zip(names, margins, strict=True)),
+            hovertemplate="%{customdata[0]}<br>%{y:,.4g}%{customdata[1]}<extra></extra>",
+        )
+    )
+    label_axis(fig, names, axis)
+    fig.update_yaxes(title=titles[1], rangemode="tozero")
+    return styled(fig, titles[0])
 
 
 def named_points(
@@ -411,7 +493,7 @@ def paths(
             line={"color": ordered_colour(i / max(1, last)), "width": 3 if i in looks else 1.2},
             marker={"size": [7] + [4] * (len(layers) - 2) + [8], "symbol": symbols, "color": ordered_colour(i / max(1, last))},
             text=[""] * (len(layers) - 1) + [f"<b>{names[i]}</b>" if i in looks else ""],
-            textposition=_beyond(coordinates[i]),
+            textposition="top center",
             cliponaxis=False,
             customdata=[f"token <b>{names[i]}</b><br>{place}<br>{name}" for place, name in zip(places, layers, strict=True)],
             hovertemplate="%{customdata}<extra></extra>",
@@ -429,40 +511,3 @@ def paths(
     fig.update_xaxes(title=shares[0], range=[low - room, high + room])
     fig.update_yaxes(title=shares[1], scaleanchor="x", scaleratio=1)
     return styled(fig, title, height=HEIGHT + 130)
-
-
-def _beyond(path: Any) -> str:
-    """The position of a label in the direction of the path's end."""
-    x, y = path[-1] - path[-2] if len(path) > 1 else (0.0, 1.0)
-    if abs(x) > abs(y):
-        return "middle right" if x > 0 else "middle left"
-    return "top center" if y > 0 else "bottom center"
-
-
-def with_labelled_ends(fig: go.Figure, named: Sequence[tuple[Any, Any, str, str]], heading: str = "") -> go.Figure:
-    """Write the names of lines beside their right ends, in the colours of the lines.
-
-    Args:
-        fig: a figure that `styled` returned.
-        named: x, y, name and colour of each named line.
-        heading: heading above the names; "" for none.
-    """
-    ends = []
-    for x, y, name, colour in named:
-        at = np.flatnonzero(np.isfinite(np.asarray(y, dtype=float)))
-        ends += [(float(y[at[-1]]), x[at[-1]], name, colour)] if len(at) else []
-    known = [float(y) for trace in fig.data if trace.y is not None for y in trace.y if y is not None and math.isfinite(y)]
-    pixel = (max(known) - min(known) or 1.0) / plot_height(fig)
-    lowest = -math.inf
-    for number, (y, x, name, colour) in enumerate(sorted(ends), start=1):
-        # Upwards, away from the label below. The highest one says what the names are.
-        lowest = max(y, lowest + LABEL_HEIGHT * pixel)
-        text = html.escape(f"{heading} {name}" if heading and number == len(ends) else name)
-        joined = {"ax": 22, "ay": (y - lowest) / pixel, "arrowhead": 0, "arrowwidth": 1, "arrowcolor": colour, "standoff": 4}
-        fig.add_annotation(x=x, y=y, xanchor="left", text=text, font={"color": colour, "size": 12}, **joined)
-    # Names stand beside the axes; plotly would make the horizontal one longer for them.
-    across = [float(x) for trace in fig.data for x in trace.x]
-    room = 0.05 * (max(across) - min(across) or 1.0)
-    fig.update_xaxes(range=[min(across) - room, max(across) + room])
-    fig.update_layout(showlegend=False)
-    return with_room_for_legend(fig)

@@ -8,33 +8,27 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from ..core.wording import equation, number_text, p_value_text
-from .colour_scales import ColourScale, about_zero, narrow_scale, scale_within
-from .heat_map import HeatMapAxis, heat_map
-from .interval_bands import Ends, add_band, cell_hover, hover_texts, intervals_in_words, point_hover, whiskers
-from .lines import Series, lines, with_labelled_ends
+from .heat_map import ColourScale, HeatMapAxis, about_zero, heat_map, narrow_scale, scale_within
+from .lines import ZERO_LINE, Ends, Series, add_band, lines, point_hover
 from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
 from .style import (
-    CELL_AXIS,
     DARK,
     DASHES,
     GREY,
     PALETTE,
     SYMBOLS,
-    WIDTH,
-    colour_bar,
+    intervals_in_words,
     layer_axis,
     names_of_models,
-    ordered_colours,
     series_look,
     styled,
-    turn_labels,
     with_room_for_legend,
     with_subtitle,
 )
@@ -44,14 +38,8 @@ if TYPE_CHECKING:
 
 # Numbers that span this factor or more stand on a logarithmic axis.
 WIDE = 100
-# Most lines with a legend, of named runs and of runs or sites in an order; most lines with bands.
-MOST_NAMED, MOST_ORDERED, MOST_BANDS = 8, 5, 3
-# Most lines that all have their names at their ends.
-MOST_ENDS = 14
-# Matrices in a row, most ticks of one, and pixels between two and around all.
-PER_ROW, MOST_TICKS, BETWEEN, AROUND = 2, 10, 92, 160
-# Letters of a label that needs not be turned.
-SHORT_LABEL = 3
+# Most lines with bands.
+MOST_BANDS = 3
 DEPTH_TITLE = "Relative depth (0: first site, 1: last)"
 # Titles of dimensions of sites that say more than "After block".
 SIDES = {"row_block": "Jacobian of block", "column_block": "Singular vectors of block"}
@@ -77,8 +65,7 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
         each = [one.dropna(over, subset=["value"]) for one in each]
     names = _names(labels, other in sites)
     ordered = other in sites or (bool(labels) and not any(isinstance(label, str) for label in labels))
-    legend = len(each) <= (MOST_ORDERED if ordered else MOST_NAMED)
-    looks = series_look(len(each), ordered) if legend else [{"colour": c} for c in ordered_colours(len(each))]
+    looks = series_look(len(each), ordered)
     places, ticks = ([], {}) if over in sites else _places(drawn[over].values.tolist())
     fig = go.Figure()
     rows = []
@@ -95,27 +82,21 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
             y=y,
             name=html.escape(name),
             mode="lines+markers",
-            line={"color": look["colour"], "dash": look.get("dash", "solid")},
-            marker={"color": look["colour"], "symbol": look.get("symbol", "circle")},
+            line={"color": look["colour"], "dash": look["dash"]},
+            marker={"color": look["colour"], "symbol": look["symbol"]},
             **point_hover([_text(label) for label in one[over].values.tolist()], ends, html.escape(name)),
         )
     if by_depth:
         fig.update_xaxes(title=DEPTH_TITLE)
     elif over in sites:
         layer_axis(fig.update_xaxes, _labels(drawn, over), _side(drawn, over))
-        turn_labels(fig, _labels(drawn, over))
     else:
         fig.update_xaxes(title=axis_title(over), **ticks)
     fig.update_yaxes(title=_words(drawn))
     of_lines = _axis_words(drawn, other, sites) if other is not None and ordered else ""
-    styled(fig, _title(drawn, sites, "" if over in sites else over)).update_layout(showlegend=legend and len(each) > 1)
+    styled(fig, html.escape(_title(drawn, sites, "" if over in sites else over))).update_layout(showlegend=len(each) > 1)
     with_subtitle(fig, html.escape(_note(drawn, intervals_in_words(fig))))
-    if legend:
-        return with_room_for_legend(fig, of_lines if len(each) > 1 else "")
-    # Of more lines in an order than have room, the first, the middle and the last.
-    chosen = range(len(rows)) if len(rows) <= MOST_ENDS else (0, len(rows) // 2, len(rows) - 1)
-    shown = [(rows[n][0], rows[n][1], names[n], looks[n]["colour"]) for n in chosen]
-    return with_labelled_ends(fig, shown, of_lines)
+    return with_room_for_legend(fig, of_lines if len(each) > 1 else "")
 
 
 def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str]) -> go.Figure:
@@ -132,7 +113,7 @@ def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str
     drawn = drawn.transpose(over[1], over[0])
     others = [dim for dim in over if dim not in sites]
     by = others[0] if len(others) == 1 else ""
-    words = _title(drawn, sites, by), _words(drawn)
+    words = html.escape(_title(drawn, sites, by)), _words(drawn)
     sides = _map_side(drawn, over[1], sites), _map_side(drawn, over[0], sites)
     values, square = drawn["value"].values, not others
     fig = heat_map(values, sides, _scale(values, not square), words, ends=_ends(drawn), decimals=2, square=square)
@@ -140,8 +121,8 @@ def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str
     return with_subtitle(fig.update_yaxes(autorange="reversed"), html.escape(_note(drawn, "")))
 
 
-def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Figure:
-    """Heat maps of layers by layers side by side, one for each run, with one colour scale.
+def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[list[go.Figure], str]:
+    """A heat map of layers by layers for each run, all with one colour scale; and a title for all.
 
     Args:
         drawn: table over `sides` and `runs`.
@@ -149,41 +130,16 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> go.Fig
         runs: the dimension of runs.
     """
     drawn = _pairs(drawn, sides).transpose(runs, *sides)
-    each = [drawn.isel({runs: number}) for number in range(drawn.sizes[runs])]
-    for side in sides:
-        each = [one.dropna(side, how="all", subset=["value"]) for one in each]
     scale = _scale(drawn["value"].values, sides[0] in SIDES)
-    columns = min(PER_ROW, len(each))
-    rows = -(-len(each) // columns)
-    plot = rows * (WIDTH - AROUND - BETWEEN * (columns - 1)) / columns + BETWEEN * (rows - 1)
-    fig = make_subplots(
-        rows=rows,
-        cols=columns,
-        subplot_titles=[_run_title(runs, label) for label in drawn[runs].values.tolist()],
-        horizontal_spacing=BETWEEN / (WIDTH - AROUND) if columns > 1 else 0,
-        vertical_spacing=BETWEEN / plot if rows > 1 else 0,
-    )
-    fig.update_annotations(font={"size": 13})
-    plain = CELL_AXIS | {"constrain": "domain"}
-    for number, one in enumerate(each):
-        at = {"row": number // columns + 1, "col": number % columns + 1}
-        names = [_labels(one, side) for side in sides]
-        hover = cell_hover(names[0], names[1], _ends(one), html.escape(_words(drawn), quote=False))
-        places = {"x": list(range(len(names[1]))), "y": list(range(len(names[0])))}
-        fig.add_trace(go.Heatmap(z=one["value"].values, coloraxis="coloraxis", **places, **hover), **at)
-        for update, own, side in zip((fig.update_yaxes, fig.update_xaxes), names, sides, strict=True):
-            step = max(1, -(-len(own) // MOST_TICKS))
-            ticks = {"tickvals": list(range(0, len(own), step)), "ticktext": short_names(own)[::step], "tickmode": "array"}
-            words = site_axis_title(own, _side(one, side))
-            update(title=words, tickfont={"size": 10}, tickangle=0, **ticks, **plain, **at)
-        if max(map(len, short_names(names[1])), default=0) > SHORT_LABEL:
-            fig.update_xaxes(tickangle=-90, **at)
-        anchor = fig.get_subplot(at["row"], at["col"]).xaxis.plotly_name.replace("axis", "")
-        fig.update_yaxes(autorange="reversed", scaleanchor=anchor, **at)
-    bar = colour_bar(_words(drawn)) | {"thickness": 16}
-    fig.update_layout(coloraxis=scale.axis() | {"colorbar": bar})
-    styled(fig, _title(drawn, sides, ""), height=int(plot + 140))
-    return with_subtitle(fig, html.escape("; ".join(filter(None, (_note(drawn, ""), scale.note))), quote=False))
+    figures = []
+    for number, label in enumerate(drawn[runs].values.tolist()):
+        one = drawn.isel({runs: number})
+        for side in sides:
+            one = one.dropna(side, how="all", subset=["value"])
+        words = _text(label) if isinstance(label, str) else f"{axis_title(runs)} {_text(label)}"
+        axes = (_map_side(one, sides[0], sides), _map_side(one, sides[1], sides))
+        figures.append(heat_map(one["value"].values, axes, scale, (html.escape(words), _words(drawn)), ends=_ends(one)))
+    return figures, " · ".join(filter(None, (_title(drawn, sides, ""), _note(drawn, ""), scale.note)))
 
 
 def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
@@ -242,10 +198,6 @@ def _names(labels: list[Any], of_sites: bool) -> list[str]:
     return (short_names(tuple(labels)) if of_sites else [_text(label) for label in labels]) if labels else [""]
 
 
-def _run_title(dim: str, label: Any) -> str:
-    return html.escape(_text(label) if isinstance(label, str) else f"{axis_title(dim)} {_text(label)}", quote=False)
-
-
 def _text(label: Any) -> str:
     return label if isinstance(label, str) else f"{label:,}" if isinstance(label, int) else f"{label:g}"
 
@@ -276,7 +228,7 @@ def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
     names = next((_labels(drawn, dim) for dim in sites), ())
     # The title of a field is of its layers, which may have been selected or averaged away.
     words = site_words(names, str((names and about.get("description")) or about.get("long_name", "Value")))
-    return html.escape(words + (f", by {inside_title(axis_title(by).partition(' (')[0])}" if by else ""))
+    return words + (f", by {inside_title(axis_title(by).partition(' (')[0])}" if by else "")
 
 
 def _note(drawn: xarray.Dataset, more: str) -> str:
@@ -432,19 +384,12 @@ def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
     return fig.update_layout(showlegend=bool(groups), legend={"itemclick": False, "itemdoubleclick": False})
 
 
-# Lines that are nearer than the range of all values divided by this are one line on the screen.
-SAME = 1000
-# Markers of models with themselves.
-OWN_SYMBOLS = ("x", "cross", "star", "diamond-open")
-
-
 def stitch_lines(
     values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], titles: tuple[str, str]
 ) -> go.Figure:
     """Line plot of a value of each stitch over stitch points, with intervals.
 
-    Each direction between two models has its own colour; self-stitches are dashed and grey. Self-stitches with equal values,
-    such as 0, share one line.
+    Each direction between two models has its own colour; self-stitches are dashed and grey.
 
     Args:
         values: `front back point`.
@@ -454,58 +399,18 @@ def stitch_lines(
         seams: names of the stitch points.
         titles: titles of the figure and of the vertical axis.
     """
-    fig = go.Figure()
-    places = np.arange(len(seams))
-    pairs, looks = _directions(len(names))
-    own = values[range(len(names)), range(len(names))]
-    # Closer than a pixel.
-    together = len(names) > 1 and bool(np.allclose(own, own[0], rtol=0, atol=np.ptp(np.nan_to_num(values)) / SAME))
-    pairs = pairs[: 1 - len(names)] if together else pairs
-    # A little side by side, so that intervals at one point do not hide each other.
-    shifts = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(1)
-    for (a, b), shift in zip(pairs, shifts, strict=True):
-        label = "each into itself" if together and a == b else html.escape(f"{names[a]} into {names[b]}")
-        ends = Ends(low, high).at((a, b))
+    pairs, own = list(permutations(range(len(names)), 2)), [(n, n) for n in range(len(names))]
+    looks = series_look(len(pairs), ordered=False)
+    looks += [{"colour": GREY, "symbol": SYMBOLS[n % len(SYMBOLS)], "dash": DASHES[1 + n % 3]} for n, _ in own]
+    series = []
+    for pair, look in zip(pairs + own, looks, strict=True):
+        ends = Ends(low, high).at(pair)
         # Ends that equal the values are those of a field without intervals.
-        texts = hover_texts(ends) if bool((ends.low < ends.high).any()) else [""] * len(seams)
-        fig.add_scatter(
-            x=places + shift,
-            y=values[a, b],
-            name=label,
-            mode="lines+markers",
-            line=looks[a, b],
-            marker={"symbol": _symbol(a, b), "color": looks[a, b]["color"]},
-            error_y=whiskers(values[a, b], ends),
-            customdata=list(zip(seams, texts, strict=True)),
-            hovertemplate="%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>",
-        )
-    if all("," not in seam for seam in seams):
-        layer_axis(fig.update_xaxes, seams, axis_title("residual"))
-    else:
-        fig.update_xaxes(tickvals=places, ticktext=_both_sides(seams), title="Stitch point (blocks of front, back)")
-    # Near-zero penalties of models with themselves need no room below 0.
-    fig.update_yaxes(title=titles[1], rangemode="tozero", zeroline=True, zerolinecolor="#888888")
-    fig = styled(fig, titles[0], height=420).update_layout(showlegend=len(pairs) > 1)
-    return with_room_for_legend(fig) if len(pairs) > 1 else fig
-
-
-def _symbol(front: int, back: int) -> str:
-    """The marker of a stitch: the marker of its direction, or one for self-stitches."""
-    return OWN_SYMBOLS[front % len(OWN_SYMBOLS)] if front == back else "circle" if front < back else "square-open"
-
-
-def _both_sides(seams: tuple[str, ...]) -> list[str]:
-    """Tick labels of stitch points between different layers: the blocks of both models."""
-    sides = [tuple(part.strip() for part in seam.split(",")) for seam in seams]
-    return [", ".join(short_names(side)) for side in sides]
-
-
-def _directions(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], dict[str, Any]]]:
-    """Pairs of models in plotting order, with self-pairs last; and the line style of each."""
-    together = [(a, b) for a in range(count) for b in range(a + 1, count)]
-    looks = {(a, a): {"color": GREY, "dash": ("dash", "dashdot", "longdash")[a % 3], "width": 1.5} for a in range(count)}
-    directed = [pair for a, b in together for pair in ((a, b), (b, a))]
-    for number, pair in enumerate(directed):
-        dash = DASHES[number // len(PALETTE) % len(DASHES)]
-        looks[pair] = {"color": PALETTE[number % len(PALETTE)], "dash": dash}
-    return directed + [(a, a) for a in range(count)], looks
+        known = ends if bool((ends.low < ends.high).any()) else None
+        series.append(Series(html.escape(" into ".join(names[n] for n in pair)), values[pair], known, **look))
+    joined = any("," in seam for seam in seams)
+    places = tuple(", ".join(short_names(tuple(map(str.strip, seam.split(","))))) for seam in seams) if joined else seams
+    fig = lines(places, series, *titles, "seam" if joined else "site").update_yaxes(ZERO_LINE)
+    if joined:
+        fig.update_xaxes(title="Stitch point (blocks of front, back)")
+    return with_room_for_legend(fig)

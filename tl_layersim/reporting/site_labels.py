@@ -1,4 +1,4 @@
-"""Words in figures: names of axes and lines, tick labels and titles for sites, and ranges of sites."""
+"""Words in figures: names of axes and lines, tick labels and titles for sites, and lists of sites."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ STACK_TITLES = {
 }
 STREAM = ("hook_resid_pre", "hook_resid_post")
 FINAL_NORM = "ln_final.hook_normalized"
-# Names of sites that are listed one by one.
-MOST_LISTED = 6
+# Sites that are listed one by one.
+MOST_LISTED = 2
 _SITE = re.compile(
     r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
 )
@@ -291,30 +291,15 @@ def is_stream(names: tuple[str, ...]) -> bool:
     return sites is not None and all(site.place in STREAM for site in sites)
 
 
-def site_ranges(names: tuple[str, ...]) -> str:
-    """The number of sites and the names of the first and the last of each family.
-
-    The input of block 0 and the outputs of all blocks are one family, the residual stream.
+def listed_sites(names: tuple[str, ...]) -> str:
+    """The number of sites and their names; of many, the first and the last.
 
     Examples:
-        >>> site_ranges(tuple(f"blocks.{i}.hook_attn_out" for i in range(32)))
+        >>> listed_sites(tuple(f"blocks.{i}.hook_attn_out" for i in range(32)))
         '32 sites: blocks.0.hook_attn_out to blocks.31.hook_attn_out'
-        >>> site_ranges(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post", "model.norm"))
-        '4 sites: blocks.0.hook_resid_pre to blocks.1.hook_resid_post, model.norm'
     """
-    families: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        site = parse_site(name)
-        families.setdefault(("", "") if site is None else (site.stack, _family(site)), []).append(name)
-    parts: list[str] = []
-    for (_, place), own in families.items():
-        if place and len(own) > 1:
-            parts.append(f"{own[0]} to {own[-1]}")
-        elif len(own) > MOST_LISTED:
-            parts += [*own[: MOST_LISTED - 1], "...", own[-1]]
-        else:
-            parts += own
-    return f"{len(names)} site{'s' if len(names) > 1 else ''}: {', '.join(parts)}"
+    shown = ", ".join(names) if len(names) <= MOST_LISTED else f"{names[0]} to {names[-1]}"
+    return f"{len(names)} site{'s' if len(names) > 1 else ''}: {shown}"
 
 
 def visible_token(token: str, letters: int | None = None) -> str:

@@ -17,9 +17,10 @@ from plotly.colors import sample_colorscale
 
 from ..core.fields import JOINT, Provenance
 from ..core.wording import amount
-from .interval_bands import intervals_in_words
 from .site_labels import heads_in_block, short_names, site_axis_title
 
+# The mark of a trace that is the band of intervals.
+INTERVALS = "95 % intervals"
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 # Okabe and Ito's colours that have a contrast of 3 or more on white, with a darker purple and a lighter black.
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
@@ -47,13 +48,10 @@ MOST_HEADS = 16
 BUTTONS, BAR, PAPER_BAR = 24, 88, 72
 # Highest plot of square cells over its width; and in a paper, in pixels.
 HIGHEST, PAPER_HIGHEST = 1.6, 430
-# Number of letters from which a tick label is turned.
-LONG_LABEL = 6
 # Axes of cells, which need no lines; invisible ticks keep labels away from the cells.
 CELL_AXIS = {"showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
 # Width of a letter over the size of its font.
 LETTER = 0.55
-MINUS = "\u2212"
 # Numbers on axes and colour bars: powers of 10 beyond 99,999 and below 0.0001, and no letters such as µ.
 TICK_NUMBERS = {"exponentformat": "power", "minexponent": 4, "separatethousands": True}
 # Names of the templates, as `fig.update_layout(template=...)` takes them.
@@ -121,17 +119,16 @@ plotly.io.templates[SCREEN] = _template(PAPER_SIZES[None], "#999999", line=2, ma
 plotly.io.templates[PAPER] = _template(PAPER_SIZES["text"], "black", line=1.5, marker=4.5)
 
 
-def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH) -> go.Figure:
+def styled(fig: go.Figure, title: str, height: int = HEIGHT) -> go.Figure:
     """Set title, size, font and margins of a figure, and put the legend below the axes.
 
     Args:
         fig: the figure. A single heat map with square cells gets the height that it needs.
         title: title of the figure; a long title is broken into lines.
         height: height of the figure in pixels, without plotly's buttons.
-        width: width of the figure in pixels.
     """
     fig.update_layout(title={"text": title, "subtitle": {"text": ""}})
-    return _with_layout(fig, PAPER_SIZES[None]._replace(width=width), height - 94)
+    return _with_layout(fig, PAPER_SIZES[None], height - 94)
 
 
 def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
@@ -143,6 +140,22 @@ def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -
         samples: number and kind of the samples in words, if they are not the tokens or rows of the run.
     """
     return with_subtitle(fig, html.escape(" · ".join(filter(None, (on_what(provenance, samples), intervals_in_words(fig))))))
+
+
+def intervals_in_words(fig: go.Figure) -> str:
+    """How a figure marks its intervals, in words; empty if it draws none.
+
+    Args:
+        fig: a figure with bands from `add_band` and error bars from `whiskers`.
+
+    Examples:
+        >>> intervals_in_words(go.Figure(go.Scatter(x=[0], y=[0.3], error_y={"array": [0.2]})))
+        'whiskers: 95 % intervals'
+    """
+    bars = [trace[side].array for trace in fig.data for side in ("error_x", "error_y") if side in trace]
+    marks = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data)
+    marks += ["whiskers"] * any(bar is not None and np.nansum(np.array(bar, dtype=float)) > 0 for bar in bars)
+    return f"{' and '.join(marks)}: {INTERVALS}" if marks else ""
 
 
 def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
@@ -211,8 +224,6 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     turned = max((abs(math.sin(math.radians(axis.tickangle or 0))) for axis in fig.select_xaxes()), default=0.0)
     left = min(2.2 * size.font + 14 + max(labels["y"], 4.5) * letter, 0.45 * size.width)
     right: float = (PAPER_BAR if paper else BAR) if bars else 10 if paper else 24
-    # Names of lines stand at their ends.
-    right = max(right, *(letter * _letters(note.text) + 34 for note in layout.annotations if note.xanchor == "left"), 0)
     wide = size.width - left - right
     [*maps] = [trace for trace in fig.data if trace.type == "heatmap"]
     square = layout.yaxis.scaleanchor is not None and len(maps) < 2
@@ -400,46 +411,13 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
 
 
 def log_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis with labels at the powers of 10, and also at 2 and 5 if the axis is short.
-
-    Labels are plain decimals, or all powers if a decimal would be too long.
+    """A logarithmic axis. Its labels are plain decimals if it spans fewer than three decades, else powers of 10.
 
     Args:
         low: smallest value on the axis, above 0.
         high: largest value.
-
-    Examples:
-        >>> log_axis(0.5, 20)["ticktext"]
-        ['0.5', '1', '2', '5', '10', '20']
-        >>> log_axis(1e-6, 1)["ticktext"][-2:]
-        ['10<sup>−1</sup>', '10<sup>0</sup>']
     """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    step = max(1, (last - first) // 8)
-    factors = (1, 2, 5) if last - first <= 3 else (1,)
-    ticks = [factor * 10.0**decade for decade in range(first, last + 1, step) for factor in factors]
-    ticks = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5] if len(factors) > 1 else ticks
-    texts = [tick_number(tick) for tick in ticks]
-    if len(factors) == 1 and any("<sup>" in text for text in texts):
-        texts = [f"10<sup>{round(math.log10(tick))}</sup>".replace("-", MINUS) for tick in ticks]
-    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": texts}
-
-
-def tick_number(value: float) -> str:
-    """A number on a logarithmic axis: a decimal, or a power of 10 if that is shorter.
-
-    Args:
-        value: a positive number with one significant digit.
-
-    Examples:
-        >>> [tick_number(value) for value in (0.0005, 20.0, 10000.0, 1e-05, 2e-07)]
-        ['0.0005', '20', '10,000', '10<sup>−5</sup>', '2·10<sup>−7</sup>']
-    """
-    if 1e-4 <= value < 1e6:
-        return f"{value:,.4f}".rstrip("0").rstrip(".")
-    digit, _, power = f"{value:.0e}".partition("e")
-    raised = f"10<sup>{str(int(power)).replace('-', MINUS)}</sup>"
-    return raised if digit == "1" else f"{digit}·{raised}"
+    return {"type": "log"} | ({"tickformat": "~g"} if high < 1000 * low else {})
 
 
 def colour_bar(title: str) -> dict[str, Any]:
@@ -462,17 +440,3 @@ def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: 
         step = heads * max(1, -(-len(names) // (heads * MOST_TICKS)))
     at = list(range(0, len(names), step))
     update(title=site_axis_title(names, title), tickmode="array", tickvals=at, ticktext=[labels[i] for i in at])
-
-
-def turn_labels(fig: go.Figure, names: tuple[str, ...]) -> None:
-    """Turn long site labels along the horizontal axis, so that each ends at its tick and none is cut.
-
-    Args:
-        fig: a figure whose horizontal axis was labelled by `layer_axis`.
-        names: names of the sites.
-    """
-    longest = max(map(len, short_names(names)), default=0)
-    if heads_in_block(names) and len(fig.layout.xaxis.ticktext) > MOST_HEADS // 2:
-        fig.update_xaxes(tickangle=-90)
-    elif len(names) > 1 and longest > LONG_LABEL:
-        fig.update_xaxes(tickangle=-45)

@@ -31,7 +31,7 @@ from ..data.labels import NO_LABEL, warn_of_unused
 from ..engine.chosen_analyzers import shared_tokens, with_tokenizer
 from ..engine.report_assembly import record
 from ..lens.targets import answers, usual_labels
-from ..many.model_groups import group_labels
+from ..many.compare_grid import group_labels
 from ..remote.open import open_split_model
 from ..sources.inputs import position_counter
 from ..sources.model import Model

@@ -403,9 +403,8 @@ class StitchGrid(Result):
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: a line for each direction, with known intervals. Self-stitches are dashed."""
-        from ..reporting.interval_bands import intervals_in_words
         from ..reporting.many_runs import stitch_lines
-        from ..reporting.style import with_size, with_subtitle
+        from ..reporting.style import intervals_in_words, with_size, with_subtitle
 
         field = "penalty" if field in (None, "values") else field
         if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):
