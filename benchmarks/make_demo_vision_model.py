@@ -3,7 +3,7 @@
     python benchmarks/make_demo_vision_model.py --out FOLDER
 
 Both start from the same random weights and see the same images in the same order. Float16 weights are written to FOLDER and
-FOLDER/aligned, with the accuracy of each block on held-out images. README.md of `tl_layersim/demo/vision` records the run that ships.
+FOLDER/aligned, with the accuracy of each block on held-out images. README.md of `tl_layersim/demo/vision` has the run.
 """
 
 import argparse
