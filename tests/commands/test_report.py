@@ -267,37 +267,6 @@ def test_the_page_in_a_browser(page, tmp_path):
     assert len(re.findall(r'<path class="point', drawn)) > 20
 
 
-def test_the_demo_pair_stands_side_by_side(tmp_path):
-    done = run("report", "--demo-pair", "--out", tmp_path / "pair", "--max-tokens", "1024")
-    assert done.exit_code == 0, done.output
-    report = lsim.load(tmp_path / "pair" / "report.safetensors")
-    assert list(report) == ["layers", "cosine_before", "cosine_after"]
-    assert report["layers"].models == ("demo", "aligned")
-    assert report["layers"].provenance.tokens == 1024
-    figures = html_pages.figures((tmp_path / "pair" / "report.html").read_text())
-    assert {"demo", "aligned"} <= {trace.get("name") for trace in figures[0]["data"]}
-    refused = run("report", "--demo-pair", "--model", "x", "--out", tmp_path / "other")
-    assert str(refused.exception).startswith("`--model` is x")
-
-
-UNREAD = [
-    ("--option", "cka.minibatch=64"),
-    ("--analyzers", "cka"),
-    ("--device", "cpu"),
-    ("--pack",),
-    ("--at", "z"),
-    ("--intervals",),
-]
-
-
-@pytest.mark.parametrize("flags", UNREAD)
-def test_the_demo_pair_refuses_options_that_it_does_not_read(flags, tmp_path):
-    done = run("report", "--demo-pair", "--out", tmp_path / "out", *flags)
-    assert done.exit_code != 0
-    assert str(done.exception).startswith(f"`{flags[0]}` is ")
-    assert not (tmp_path / "out").exists()
-
-
 def test_blocks_of_intervals_do_not_depend_on_the_batch_size(tmp_path):
     reading = ["--analyzers", "cosine", "--seq-len", "16", "--max-tokens", "512", "--intervals", "--out"]
     for given, size in (((), 16), (("--batch-size", "1"), 1)):

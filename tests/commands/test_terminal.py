@@ -11,7 +11,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim import cli
-from tl_layersim.commands import terminal as tables
+from tl_layersim.commands import output as tables
 
 from .helpers import done, run
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations.block_call import BlockCall, again
 from ..activations.norms import norms
 from ..activations.view import View, row_ends
-from ..jacobians.replay import reproduces
+from ..jacobians.products import reproduces
 from ..lens.statistics import head_input, read_positions
 
 

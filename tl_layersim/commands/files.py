@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .generated_options import CommandCall, command, help_of
 from .inputs import ALIGNED, is_demo, named_model
-from .output import noted, prepare, print_headlines, print_run, settled_options, write_report, written
+from .options import CommandCall, command, help_of, names_of, shard_files
+from .output import prepare, print_headlines, print_run, print_table, settled_options, write_report, written
 from .run_file import shard_options
-from .terminal import print_table
-from .values import names_of, shard_files
 
 
 def saved_file(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
@@ -130,10 +128,8 @@ def merge_shards(call: CommandCall) -> None:
     prepare(call)
     paths = shard_files(call.options["files"], "files")
     report: Any = merge(paths)
-    options, settled = shard_options(paths), None
-    if options is not None:
-        report = noted(report, options.get("trust_remote_code") == "true")
-        settled = options | settled_options(report) | {"format": call.options["format"]}
+    options = shard_options(paths)
+    settled = None if options is None else options | settled_options(report) | {"format": call.options["format"]}
     print_run(report)
     of_run = {name: call.options[name] for name in ("out", "format")}
     write_report(CommandCall("report", {}, of_run), report, settled)

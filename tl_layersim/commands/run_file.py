@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError, warn, without_secrets
-from .generated_options import CommandCall, flag
+from .options import CommandCall, flag
 
 RUN_FILE = "run.yaml"
 # Keys of the file that are no options.
@@ -160,10 +160,8 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         call: the call of the command.
         report: report of this run.
     """
-    found, now = options_of(call), _record_of(report)
-    then = found.get(RECORD)
-    changed = [name for name, value in call.given.items() if name not in NOT_KEPT and not _is_text_of(found.get(name), value)]
-    if not isinstance(then, dict) or changed:
+    then, now = options_of(call).get(RECORD), _record_of(report)
+    if not isinstance(then, dict):
         return
     other = [key for key in ("data", "weights") if then.get(key, "null") not in ("null", now[key])]
     versions = then.get("versions")
@@ -172,10 +170,6 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
             other.append(f"{package} {version}")
     if other:
         warn(f"The run in {call.options['config']} had other {', '.join(other)}, so its numbers may differ.")
-
-
-def _is_text_of(text: Any, value: Any) -> bool:
-    return value is None or str(text).lower() == str(value).lower() or (isinstance(value, float) and text == f"{value:g}")
 
 
 def shard_options(files: list[Path]) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open import open_source
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
-from .run import PromptKernel, run_on_prompt
+from .run import run_on_prompt
 
 if TYPE_CHECKING:
     import pandas
@@ -180,8 +180,7 @@ def prediction_grid(
 
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
     source = open_source(model)
-    needs = PromptKernel(make=lambda _: kernel, options={"norm": norm}, check=check, lens=True)
-    out, tokens, word, provenance = run_on_prompt(source, prompt, needs)
+    out, tokens, word, provenance = run_on_prompt(source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True)
     refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(
         values=out["probability"].double().T.contiguous(),
@@ -226,7 +225,7 @@ def trajectory_pca(
     source = open_source(model)
     options = {"fit": fit} | ({} if sites == slice(None) else {"sites": str(sites)})
     kernel = partial(pca_kernel, whole=fit == "path")
-    out, tokens, _, provenance = run_on_prompt(source, prompt, PromptKernel(make=lambda _: kernel, options=options))
+    out, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
     layers = source.model.layers[sites]
     if not layers:
         raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open import open_source
 from ..sources.model import Model
-from .run import PromptKernel, connections_of, different, pair_of, run_on_prompt
+from .run import run_on_prompt
 
 # The positions at the end of a label, in digits that `int` reads.
 POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
@@ -235,8 +236,7 @@ def block_jacobians(
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
     check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
-    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
     values = out["jacobians"].double()
@@ -330,8 +330,7 @@ def coupling_matrices(
         "seed": seed,
     }
     check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
-    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
     values, null = out["values"].double(), out["null"].double()
@@ -350,6 +349,54 @@ def coupling_matrices(
         layers=source.model.layers,
         provenance=provenance,
     )
+
+
+def pair_of(position: Any, tokens: int) -> tuple[int, int]:
+    """Convert a position ("last", a token or a pair of tokens) to t_in and t_out, counted from 0."""
+    pair = (-1, -1) if position == "last" else (position, position) if isinstance(position, int) else position
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(type(token) is int for token in pair):
+        raise LayersimError(
+            f"`positions` contains {brief(position)}; it must be 'last', or hold indices of tokens or pairs (t_in, t_out)."
+        )
+    return token_of(pair[0], tokens), token_of(pair[1], tokens)
+
+
+def different(chosen: list[Any]) -> list[Any]:
+    """Return the chosen positions; raise an error if there are none, or if one is given twice."""
+    twice = [one for one, times in Counter(chosen).items() if times > 1]
+    if twice or not chosen:
+        found = f"(t_in, t_out) = {twice[0][-2:]} twice" if twice else "no token"
+        raise LayersimError(f"`positions` selects {found}; it must select one token or more, each once.")
+    return chosen
+
+
+def token_of(position: int, tokens: int) -> int:
+    """The index of a token, counted from 0."""
+    if not -tokens <= position < tokens:
+        raise LayersimError(
+            f"Token {position} does not exist: the prompt has tokens 0 to {tokens - 1}, or -1 to {-tokens} from the end."
+        )
+    return position % tokens
+
+
+def connections_of(
+    along: str, blocks: tuple[int, ...], token: int | None, positions: list[int] | None, tokens: int
+) -> list[tuple[int, int, int]]:
+    """Block, t_in and t_out of each connection."""
+    at = token_of((0 if along == "fixed-input" else -1) if token is None else token, tokens)
+    if along == "depth":
+        return [(block, at, at) for block in blocks]
+    first, last = (at, tokens) if along == "fixed-input" else (0, at + 1) if along == "fixed-output" else (0, tokens)
+    moving = list(range(first, last)) if positions is None else [token_of(p, tokens) for p in positions]
+    wrong = [t for t in moving if not first <= t < last]
+    if wrong:
+        raise LayersimError(
+            f"`positions` contains {wrong[0]}; it must be from {first} to {last - 1} for along={along!r}, as a token has "
+            "no effect on earlier ones. block_jacobians takes any pair."
+        )
+    if along == "self":
+        return [(block, t, t) for block in blocks for t in moving]
+    return [(block, at, t) if along == "fixed-input" else (block, t, at) for block in blocks for t in moving]
 
 
 def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:
