@@ -18,6 +18,7 @@ from ..runs import analyzers, hooks
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
+
 def saved(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)

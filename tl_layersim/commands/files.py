@@ -78,21 +78,13 @@ def _fields(result: Any) -> dict[str, str]:
 
 
 def _provenance_rows(report: Any) -> list[tuple[str, str]]:
-    """Rows of the common provenance, and of each result's options."""
+    """Rows of the common provenance, and of each result's options and warnings."""
     first = next(iter(report.values())).provenance
-    shared = {
-        name: value
-        for name in ("model", "source", "basis", "dtype", "attention", "config_hash", "weights_hash", "changes", "data")
-        if (value := getattr(first, name)) or name not in ("changes", "attention")
-    }
-    shared |= {"tokens": first.tokens, "rows": first.sequences, "batches": first.batches, "seconds": f"{first.seconds:.3g}"}
-    options = {name: result.provenance.options for name, result in report.items()}
-    same = {key: value for key, value in first.options.items() if all(own.get(key) == value for own in options.values())}
-    shared |= {key: value for key, value in same.items() if len(options) > 1}
-    rows = [(name, str(value)) for name, value in shared.items()]
-    for name, own in options.items():
-        rows += [(f"{name}.{key}", str(value)) for key, value in own.items() if key not in same or len(options) == 1]
-    rows += [(f"{name}.warning", text) for name, result in report.items() for text in result.provenance.warnings]
+    apart = ("options", "warnings", "versions")
+    rows = [(one.name, str(getattr(first, one.name))) for one in fields(first) if one.name not in apart]
+    for name, result in report.items():
+        rows += [(f"{name}.{key}", str(value)) for key, value in result.provenance.options.items()]
+        rows += [(f"{name}.warning", text) for text in result.provenance.warnings]
     return [*rows, ("versions", ", ".join(f"{package} {version}" for package, version in first.versions.items()))]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import LayersimError
-from ..core.wording import first_line
 from .options import CommandCall, names_of
 from .run_file import options_of
 
@@ -118,6 +117,8 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
     Raises:
         LayersimError: the data does not exist or cannot be read.
     """
+    from ..core.wording import first_line
+
     path = Path(name)
     try:
         if path.is_file():

@@ -189,10 +189,8 @@ def _row(curve: Any, threshold: float, note: str) -> list[str]:
     place = curve.thresholds.index(threshold)
     cells = []
     for name in CURVE_NUMBERS:
-        margin = math.nan
-        if curve.has_intervals:
-            found = curve.interval(name)
-            margin = float(found.high[place] - found.low[place]) / 2
+        found = curve.interval(name) if curve.has_intervals else None
+        margin = math.nan if found is None else float(found.high[place] - found.low[place]) / 2
         cells.append(margin_text(float(getattr(curve, name)[place]), margin))
     return [f"{threshold:g}", *cells, note]
 

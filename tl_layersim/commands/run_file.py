@@ -103,38 +103,26 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
         settled: values in the run of options whose default depends on model and data.
         report: report of the run, whose provenance is recorded; None for a shard.
     """
-    options = {key: settled.get(key, value) for key, value in call.options.items()} | dict(settled)
-    kept = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
-    return write_options(folder / name, call.command, kept, report)
-
-
-def write_options(path: Path, command: str, options: Mapping[str, Any], report: Any = None) -> Path:
-    """Write options to a run file.
-
-    Args:
-        path: path of the file.
-        command: name of the command.
-        options: values of the options, by name.
-        report: see `write_run_file`.
-    """
     import yaml
 
     from ..core.storage import replacing
 
-    content = {COMMAND: command, **{key: _written_value(key, value) for key, value in options.items()}}
+    options = {key: settled.get(key, value) for key, value in call.options.items()} | dict(settled)
+    options = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
+    content = {COMMAND: call.command, **{key: _written_value(key, value) for key, value in options.items()}}
     if report is not None:
         content[RECORD] = _record_of(report)
     # The folder of the trained model is required, and another run must not replace it unasked.
-    further = " --save-to FOLDER" if command == "train" else ""
+    further = " --save-to FOLDER" if call.command == "train" else ""
     further += " --trust-remote-code" if str(options.get("trust_remote_code")).lower() == "true" else ""
     further += f" --server {options['server']}" if options.get("server") else ""
     named = ",".join(options.get("analyzers") or [])
     further += f" --analyzers {named}" if ":" in named else ""
-    heading = f"# tl-layersim {command} --config {path.name}{further} repeats this run.\n"
+    heading = f"# tl-layersim {call.command} --config {name}{further} repeats this run.\n"
     text = heading + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
-    with replacing(path) as file:
+    with replacing(folder / name) as file:
         file.write(without_secrets(text).encode())
-    return path
+    return folder / name
 
 
 def _written_value(name: str, value: Any) -> Any:

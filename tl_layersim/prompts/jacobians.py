@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,30 +24,6 @@ from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open import open_source
 from ..sources.model import Model
 from .run import run_on_prompt
-
-# The positions at the end of a label, in digits that `int` reads.
-POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
-
-
-def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
-    """Raise an error for labels of Jacobians that figures cannot read, such as labels in a malformed file.
-
-    Args:
-        field: name of the attribute that holds the labels.
-        labels: labels of the Jacobians.
-        form: form of each label, in words.
-        start: regular expression for the part of a label before the positions.
-        tokens: tokens of the prompt, to which the positions refer.
-
-    Raises:
-        LayersimError: a label has another form, or a position that does not exist in the prompt.
-    """
-    for label in labels:
-        found = re.fullmatch(start + POSITIONS, label)
-        if found is None or max(map(int, found.groups())) >= len(tokens):
-            raise LayersimError(
-                f"`{field}` contains {brief(label)}; a label must be {form}, with positions below {len(tokens)}."
-            )
 
 
 @typed
@@ -86,10 +60,6 @@ class BlockJacobians(Result):
     blocks: tuple[str, ...]
     pairs: tuple[str, ...]
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_pair_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
 
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}
@@ -156,10 +126,6 @@ class CouplingMatrices(Result):
     connections: tuple[str, ...]
     method: str
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -231,7 +197,7 @@ def block_jacobians(
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        pairs[:] = different([pair_of(one, tokens) for one in requested])
+        pairs[:] = [pair_of(one, tokens) for one in requested]
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
@@ -311,7 +277,7 @@ def coupling_matrices(
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        where[:] = different(connections_of(along, chosen, token, positions, tokens))
+        where[:] = connections_of(along, chosen, token, positions, tokens)
         picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
         return partial(
             matrices_kernel,
@@ -359,15 +325,6 @@ def pair_of(position: Any, tokens: int) -> tuple[int, int]:
             f"`positions` contains {brief(position)}; it must be 'last', or hold indices of tokens or pairs (t_in, t_out)."
         )
     return token_of(pair[0], tokens), token_of(pair[1], tokens)
-
-
-def different(chosen: list[Any]) -> list[Any]:
-    """Return the chosen positions; raise an error if there are none, or if one is given twice."""
-    twice = [one for one, times in Counter(chosen).items() if times > 1]
-    if twice or not chosen:
-        found = f"(t_in, t_out) = {twice[0][-2:]} twice" if twice else "no token"
-        raise LayersimError(f"`positions` selects {found}; it must select one token or more, each once.")
-    return chosen
 
 
 def token_of(position: int, tokens: int) -> int:

@@ -44,20 +44,18 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
         analyzer.check(*plan.models(name, [source.model], [source]))
-        instead = "lsim.analyze(model, data, analyzers)"
-        if analyzer.label_source:
-            reason = f"labels={analyzer.options().get('labels')!r} come from the data, and a loop has only tokens"
-        elif analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every":
-            reason = f"the head of {source.model.name} classifies whole rows, and it is not known where a row ends"
-        elif analyzer.needs_rows:
-            reason = "it holds out rows of the data, and it is not known which rows run"
-        elif analyzer.needs_calls:
-            reason = "it replays blocks, which would run without your interventions and add forward passes to your loop"
-        elif analyzer.first_kernel() is not None:
-            reason, instead = "it needs a first pass over the data", analyzer.one_pass or instead
-        else:
-            continue
-        raise LayersimError(f"{type(analyzer).__name__} cannot be attached: {reason}. Use {instead}.")
+        one_pass = analyzer.first_kernel() is None
+        whole_rows = analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every"
+        needs = {
+            f"labels={analyzer.options().get('labels')!r} of the data": bool(analyzer.label_source),
+            f"whole rows, which the head of {source.model.name} classifies": whole_rows,
+            "rows of the data that it holds out": analyzer.needs_rows,
+            "replays of blocks": analyzer.needs_calls,
+            "a first pass over the data": not one_pass,
+        }
+        if need := next((need for need, applies in needs.items() if applies), None):
+            instead = (not one_pass and analyzer.one_pass) or "lsim.analyze(model, data, analyzers)"
+            raise LayersimError(f"{type(analyzer).__name__} cannot be attached: it needs {need}. Use {instead}.")
 
 
 def refuse_untraceable(source: NNsightSource) -> None:

@@ -217,8 +217,7 @@ class LoopProbe(Probe):
             )
         if self._tokens == 0:
             raise LayersimError(
-                "The probe measured nothing: `probe.mask`, the attention mask or `positions=` excludes every position of the "
-                f"forward passes so far ({self._forwards})."
+                f"The probe measured nothing: a mask or `positions` excludes every position of {self._forwards} forward passes."
             )
         if not self._checked:
             raise LayersimError(
