@@ -13,8 +13,8 @@ from typing import TextIO
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from .commands import files, measure, training
+from .commands.output import print_error, print_warning
 from .commands.run_file import read_run_file
-from .commands.terminal import print_error, print_warning
 from .core.errors import LayersimError, LayersimWarning
 
 app = App(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from tl_layersim.commands import files, measure, training
-from tl_layersim.commands.generated_options import PANELS, Command, flag
+from tl_layersim.commands.options import PANELS, Command, flag
 
 PAGE = Path(__file__).parents[2] / "docs/api/cli.md"
 COMMANDS = (

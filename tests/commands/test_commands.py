@@ -188,12 +188,6 @@ def test_an_unknown_format_is_refused_before_the_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_in_place_of_a_file_is_refused_before_the_run(tmp_path):
-    (tmp_path / "report.html").mkdir()
-    assert refused("report", "--format", "json", "--out", tmp_path).startswith(f"`--out` is {tmp_path}")
-    assert not (tmp_path / "report.safetensors").exists()
-
-
 def test_every_format_is_written(tmp_path):
     import pandas
 

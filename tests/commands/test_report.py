@@ -68,13 +68,6 @@ def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
     assert "`--save-to` is 'part'" in str(run("report", "--save-to", "part").exception)
 
 
-def test_an_option_of_an_analyzer_reaches_the_result(tmp_path):
-    options = ["--option", "cka.minibatch=64", "--option", "cosine.center=none"]
-    done = run("report", "--max-tokens", 512, "--seq-len", 64, "--out", tmp_path, *options)
-    assert done.exit_code == 0, done.output
-    report = lsim.load(tmp_path / "report.safetensors")
-    assert report["cka"].provenance.options["minibatch"] == 64
-    assert report["cosine"].provenance.options["center"] == "none"
 
 
 @pytest.mark.parametrize(("text", "count"), [("last", 8), ("2:5", 24), ("-1:", 8)])
@@ -104,11 +97,6 @@ def test_intervals_reach_the_result_and_the_page(tmp_path):
     assert [trace for trace in traces if trace.get("fill") == "toself"]
 
 
-def test_an_option_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
-    done = run("report", "--out", tmp_path / "out", "--option", "cka.minibach=64")
-    assert done.exit_code != 0
-    assert "minibach" in str(done.exception)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_weights_and_a_text_file(tmp_path):
@@ -219,18 +207,8 @@ def test_sites_are_listed_without_weights(tmp_path):
     assert str(refused.exception).startswith("`--model`")
 
 
-def test_analyzers_are_listed_with_a_line_each():
-    done = run("analyzers")
-    assert done.exit_code == 0
-    assert re.search(r"^cka +Linear CKA", done.output, re.M)
-    assert re.search(r"^cosine +Cosine similarity", done.output, re.M)
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("report", "--help"), ("analyzers", "--help"), ("sites", "--help")])
-def test_help_is_everywhere(arguments):
-    done = run(*arguments)
-    assert done.exit_code == 0
-    assert "Usage" in done.output
 
 
 def test_refusals_are_printed_not_traced(tmp_path):
@@ -265,37 +243,6 @@ def test_the_page_in_a_browser(page, tmp_path):
     # Heatmaps are drawn as an image, lines as paths with points.
     assert drawn.count('class="heatmaplayer mlayer"') >= 2
     assert len(re.findall(r'<path class="point', drawn)) > 20
-
-
-def test_the_demo_pair_stands_side_by_side(tmp_path):
-    done = run("report", "--demo-pair", "--out", tmp_path / "pair", "--max-tokens", "1024")
-    assert done.exit_code == 0, done.output
-    report = lsim.load(tmp_path / "pair" / "report.safetensors")
-    assert list(report) == ["layers", "cosine_before", "cosine_after"]
-    assert report["layers"].models == ("demo", "aligned")
-    assert report["layers"].provenance.tokens == 1024
-    figures = html_pages.figures((tmp_path / "pair" / "report.html").read_text())
-    assert {"demo", "aligned"} <= {trace.get("name") for trace in figures[0]["data"]}
-    refused = run("report", "--demo-pair", "--model", "x", "--out", tmp_path / "other")
-    assert str(refused.exception).startswith("`--model` is x")
-
-
-UNREAD = [
-    ("--option", "cka.minibatch=64"),
-    ("--analyzers", "cka"),
-    ("--device", "cpu"),
-    ("--pack",),
-    ("--at", "z"),
-    ("--intervals",),
-]
-
-
-@pytest.mark.parametrize("flags", UNREAD)
-def test_the_demo_pair_refuses_options_that_it_does_not_read(flags, tmp_path):
-    done = run("report", "--demo-pair", "--out", tmp_path / "out", *flags)
-    assert done.exit_code != 0
-    assert str(done.exception).startswith(f"`{flags[0]}` is ")
-    assert not (tmp_path / "out").exists()
 
 
 def test_blocks_of_intervals_do_not_depend_on_the_batch_size(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pty
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim import cli
-from tl_layersim.commands import terminal as tables
+from tl_layersim.commands import output as tables
 
 from .helpers import done, run
 
@@ -48,10 +47,6 @@ def test_a_table_in_a_terminal_is_drawn_and_whole(capsys, terminal):
     assert "b[0]" in plain
 
 
-def test_no_colour_where_the_environment_says_so(capsys, terminal, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    tables.print_table(("site", "value"), [("a", 1)])
-    assert not re.search(r"\x1b\[3\d", capsys.readouterr().out)
 
 
 def test_an_error_is_a_panel_in_a_terminal_and_text_in_a_pipe(capsys, terminal, monkeypatch):
@@ -95,21 +90,8 @@ def test_options_have_the_defaults_of_python():
         assert {name: options[name].default for name in shared} == {name: defaults[name] for name in shared}
 
 
-def test_options_of_a_report_stand_in_panels():
-    shown = done("report", "--help").stdout
-    assert [name for name in re.findall(r"╭─ (\w+) ─", shown) if name != "Options"] == [
-        "Model",
-        "Data",
-        "Measures",
-        "Run",
-        "Output",
-    ]
 
 
-def test_the_first_help_has_a_line_for_each_command():
-    shown = done("--help").stdout
-    for command in COMMANDS:
-        assert len(re.findall(rf"^│ {command} +\S.*\.\s*│$", shown, re.M)) == 1, command
 
 
 def test_the_version():
@@ -163,22 +145,3 @@ def test_a_warning_is_one_line_without_code(monkeypatch, capsys, tmp_path):
     assert cli.warnings.showwarning is shown
 
 
-def test_a_real_terminal_gets_a_drawn_table():
-    """The command itself, whose output is a terminal."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from tl_layersim.cli import main; main()", "analyzers"]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs)
-    chunks = []
-    import os
-
-    os.close(theirs)
-    try:
-        while chunk := os.read(ours, 65536):
-            chunks.append(chunk)
-    except OSError:
-        # Linux ends a terminal whose other side is closed with an error.
-        pass
-    assert process.wait() == 0
-    text = b"".join(chunks).decode()
-    assert "─" in text
-    assert "cosine" in text

@@ -57,12 +57,12 @@ def test_code_of_a_model_does_not_run_and_nothing_is_asked(folder, monkeypatch):
     assert not (folder.parent / "it ran").exists()
 
 
-def test_code_of_a_model_runs_where_the_user_says_so_and_the_provenance_tells(folder):
+def test_code_of_a_model_runs_where_the_user_says_so_and_the_record_tells(folder):
     done, out = report(folder, "--trust-remote-code")
     assert done.exit_code == 0, done.output
     assert (folder.parent / "it ran").exists()
     known = lsim.load(out / "report.safetensors")["cosine"].provenance
-    assert known.options["trust_remote_code"] is True
+    assert "\ntrust_remote_code: true\n" in (out / "run.yaml").read_text()
     assert known.source.startswith("OwnForCausalLM")
 
 
@@ -82,7 +82,7 @@ def test_a_model_of_transformers_says_that_no_code_was_trusted(folder):
     tiny_llama().save_pretrained(folder)
     done, out = report(folder)
     assert done.exit_code == 0, done.output
-    assert lsim.load(out / "report.safetensors")["cosine"].provenance.options["trust_remote_code"] is False
+    assert "\ntrust_remote_code: false\n" in (out / "run.yaml").read_text()
 
 
 def test_an_architecture_that_is_no_model_is_not_called(folder):

@@ -20,7 +20,7 @@ def test_it_is_small_and_complete(demo):
     assert demo.config.num_hidden_layers == 8
     assert 128 <= demo.config.hidden_size <= 192
     assert 1000 <= len(demo.tokenizer) <= 4096
-    for name in ("README.md", "make_demo_model.py", "loss_curve.csv", "perplexity.csv", "text.txt"):
+    for name in ("README.md", "loss_curve.csv", "perplexity.csv", "text.txt"):
         assert (FOLDER / name).is_file()
 
 

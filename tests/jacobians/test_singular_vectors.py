@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.jacobians.coupling import krylov, top_of
 from tl_layersim.jacobians.jacobian import Jacobian
-from tl_layersim.jacobians.singular_vectors import krylov, top_of
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import MEMORY, calls_of

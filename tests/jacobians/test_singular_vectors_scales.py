@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_layersim.jacobians.singular_vectors import krylov, top_of
+from tl_layersim.jacobians.coupling import krylov, top_of
 
 
 class Matrix:

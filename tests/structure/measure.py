@@ -61,8 +61,8 @@ class Import:
 
 
 def files() -> list[Path]:
-    """Every module but the script that made the demo model."""
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "make_demo_model.py")
+    """Every module of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
 
 
 def dotted(path: Path) -> str:

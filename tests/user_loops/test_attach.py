@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..runs import analyzers, each_model, hooks, logits
+from ..runs import analyzers, each_model, hooks, lenses, logits
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 from ..wrapped_models import nnsight
@@ -41,7 +41,7 @@ def test_outputs_gradients_and_hooks_are_untouched(make):
     plain_out, plain_grads = step(model)
     # Counted after a first pass: a bridge wires hooks of its own in it.
     before = hooks(model)
-    with lsim.attach(model, analyzers()) as probe:
+    with lsim.attach(model, [*analyzers(), *lenses()]) as probe:
         out, grads = step(model)
     assert torch.equal(out, plain_out)
     assert len(grads) == len(plain_grads) > 0
@@ -127,12 +127,6 @@ def test_nothing_seen_and_not_a_number():
         probe.results()
 
 
-def test_the_probe_of_an_nnsight_model_reads_traces_and_is_no_context():
-    with (
-        pytest.raises(lsim.LayersimError, match=r"probe\.read"),
-        lsim.attach(nnsight(tiny_llama()), analyzers()),
-    ):
-        pass
 
 
 def test_asking_for_results_does_not_change_them():

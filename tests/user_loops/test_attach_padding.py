@@ -36,14 +36,6 @@ def test_a_mask_leaves_padding_out(make):
         assert worst(seen[name], expected[name]) < 1e-6
 
 
-def test_a_mask_without_positions_is_named():
-    model = tiny_llama()
-    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
-        probe.mask = torch.zeros(2, 5)
-        model(random_tokens(2, 5))
-        assert probe.headline() == {}
-    with pytest.raises(lsim.LayersimError, match=r"`probe\.mask`.*\b1\b"):
-        probe.results()
 
 
 def test_a_mask_of_the_wrong_shape_is_refused():

@@ -282,8 +282,3 @@ def test_the_gradients_of_a_trace_are_those_without_a_probe():
     assert torch.equal(gradient(True), gradient(False))
 
 
-def test_a_probe_of_traces_is_not_copied():
-    import copy
-
-    with pytest.raises(lsim.LayersimError, match=r"probe\.results"):
-        copy.deepcopy(lsim.attach(traced(tiny_llama()), QUICK))

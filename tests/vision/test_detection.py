@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.data.annotations import Objects
 from tl_layersim.vision import detection_by_layer
-from tl_layersim.vision.detection import DetectionWeights, generalised_iou, match
+from tl_layersim.vision.detection import Objects, generalised_iou, match
 
 from ..detectors import CLASSES, LAYERS, QUERIES, annotation, outputs_by_layer, scenes, tiny_detr
 
@@ -129,7 +128,7 @@ def test_matching_equals_that_of_transformers():
     from transformers.loss.loss_for_object_detection import HungarianMatcher
 
     generator = torch.Generator().manual_seed(3)
-    weights = DetectionWeights(1, 5, 2, 0.1, 5, 2)
+    weights = {"class_cost": 1, "bbox_cost": 5, "giou_cost": 2}
     for count in (0, 1, 5, 12):
         logits = torch.randn(8, CLASSES + 1, generator=generator).double()
         boxes = annotation(8, generator)["boxes"].double()

@@ -184,8 +184,8 @@ TOKENS, MASK, PIXELS = DATA["input_ids"], DATA["attention_mask"], DATA["pixel_va
 BAD = {
     "texts alone": ({"input_ids": TOKENS, "attention_mask": MASK}, "texts without images"),
     "tokens alone": (torch.full((9, 4), 98), "texts without images"),
-    "images alone": (PIXELS, "images without texts"),
-    "images in a mapping": ({"pixel_values": PIXELS}, "images without texts"),
+    "images alone": (PIXELS, "`data`.* token ids"),
+    "images in a mapping": ({"pixel_values": PIXELS}, "`data`.*pixel_values"),
     "another size": ({**DATA, "pixel_values": PIXELS[..., :4]}, "`pixel_values`.* 3 x 8 x 4"),
     "fewer images": ({**DATA, "pixel_values": PIXELS[:3]}, r"`pixel_values`.*\(3, 3, 8, 8\).* 9\b"),
     "no end of text": ({**DATA, "input_ids": TOKENS.masked_fill(TOKENS == 98, 5)}, r"`data`.* 7 .* 98\b"),

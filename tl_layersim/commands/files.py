@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .generated_options import CommandCall, command, help_of
 from .inputs import ALIGNED, is_demo, named_model
-from .output import noted, prepare, print_headlines, print_run, settled_options, write_report, written
+from .options import CommandCall, command, help_of, names_of, shard_files
+from .output import prepare, print_headlines, print_run, print_table, settled_options, write_report, written
 from .run_file import shard_options
-from .terminal import print_table
-from .values import names_of, shard_files
 
 
 def saved_file(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
@@ -80,21 +78,13 @@ def _fields(result: Any) -> dict[str, str]:
 
 
 def _provenance_rows(report: Any) -> list[tuple[str, str]]:
-    """Rows of the common provenance, and of each result's options."""
+    """Rows of the common provenance, and of each result's options and warnings."""
     first = next(iter(report.values())).provenance
-    shared = {
-        name: value
-        for name in ("model", "source", "basis", "dtype", "attention", "config_hash", "weights_hash", "changes", "data")
-        if (value := getattr(first, name)) or name not in ("changes", "attention")
-    }
-    shared |= {"tokens": first.tokens, "rows": first.sequences, "batches": first.batches, "seconds": f"{first.seconds:.3g}"}
-    options = {name: result.provenance.options for name, result in report.items()}
-    same = {key: value for key, value in first.options.items() if all(own.get(key) == value for own in options.values())}
-    shared |= {key: value for key, value in same.items() if len(options) > 1}
-    rows = [(name, str(value)) for name, value in shared.items()]
-    for name, own in options.items():
-        rows += [(f"{name}.{key}", str(value)) for key, value in own.items() if key not in same or len(options) == 1]
-    rows += [(f"{name}.warning", text) for name, result in report.items() for text in result.provenance.warnings]
+    apart = ("options", "warnings", "versions")
+    rows = [(one.name, str(getattr(first, one.name))) for one in fields(first) if one.name not in apart]
+    for name, result in report.items():
+        rows += [(f"{name}.{key}", str(value)) for key, value in result.provenance.options.items()]
+        rows += [(f"{name}.warning", text) for text in result.provenance.warnings]
     return [*rows, ("versions", ", ".join(f"{package} {version}" for package, version in first.versions.items()))]
 
 
@@ -130,10 +120,8 @@ def merge_shards(call: CommandCall) -> None:
     prepare(call)
     paths = shard_files(call.options["files"], "files")
     report: Any = merge(paths)
-    options, settled = shard_options(paths), None
-    if options is not None:
-        report = noted(report, options.get("trust_remote_code") == "true")
-        settled = options | settled_options(report) | {"format": call.options["format"]}
+    options = shard_options(paths)
+    settled = None if options is None else options | settled_options(report) | {"format": call.options["format"]}
     print_run(report)
     of_run = {name: call.options[name] for name in ("out", "format")}
     write_report(CommandCall("report", {}, of_run), report, settled)

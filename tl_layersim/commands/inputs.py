@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import LayersimError
-from .generated_options import CommandCall
+from .options import CommandCall, names_of
 from .run_file import options_of
-from .values import names_of
 
 if TYPE_CHECKING:
     from ..data.data import Data
@@ -100,10 +101,58 @@ def named_data(*, data: str | None = None, split: str = "test", pack: bool | Non
     Raises:
         LayersimError: there is no such data, or it cannot be read.
     """
-    from ..data.named_data import load_data
     from ..demo import demo_text
 
     return demo_text() if data is None else load_data(data, split)
+
+
+def load_data(name: str, split: str, option: str = "--data") -> Any:
+    """Load a table, a text file, a saved data set, or a data set of the hub.
+
+    Args:
+        name: path of a file or folder, or name on the hub.
+        split: split of the data set.
+        option: the option that holds the name, for messages.
+
+    Raises:
+        LayersimError: the data does not exist or cannot be read.
+    """
+    from ..core.wording import first_line
+
+    path = Path(name)
+    try:
+        if path.is_file():
+            return _read_file(path)
+        import datasets
+
+        if path.is_dir():
+            dataset = datasets.load_from_disk(name)
+            return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+        return datasets.load_dataset(name, split=split, streaming=True)
+    # Whatever a library raises while it reads data is about these data.
+    except Exception as error:
+        raise LayersimError(
+            f"`{option}` is {name}, which cannot be read as a text in UTF-8, a table, the folder of a saved data set or a data "
+            f"set of the hub, with a split {split}: {first_line(error)}."
+        ) from error
+
+
+def _read_file(path: Path) -> Any:
+    """Read a table, or the paragraphs of a text file."""
+    if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
+        import pandas
+
+        readers: dict[str, Any] = {
+            ".csv": pandas.read_csv,
+            ".tsv": partial(pandas.read_csv, sep="\t", quoting=csv.QUOTE_NONE),
+            ".jsonl": partial(pandas.read_json, lines=True),
+            ".parquet": pandas.read_parquet,
+        }
+        return readers[path.suffix](path)
+    text = path.read_text(encoding="utf-8")
+    if "\0" in text:
+        raise ValueError("it holds zero bytes")
+    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
 
 
 def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
@@ -136,8 +185,7 @@ def read_held_out(call: CommandCall) -> Any:
     """Read the held-out data of a call; None to hold out a part of its data."""
     if call.options["eval_data"] is None:
         return None
-    with renamed("--data", "--eval-data"):
-        return named_data(data=call.options["eval_data"], split=call.options["split"])
+    return load_data(call.options["eval_data"], call.options["split"], "--eval-data")
 
 
 def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None = None) -> None:  # noqa: B006
@@ -180,20 +228,14 @@ def own_analyzer(name: str) -> Any:
     Raises:
         LayersimError: the file or the class does not exist, or raises an error.
     """
-    import importlib.util
+    import runpy
 
     path, _, cls = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise LayersimError(f"`analyzers` is {name}; {path} must be a Python file.")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        found = getattr(module, cls)()
+        return runpy.run_path(path)[cls]()
     # Any error of the user's file.
     except Exception as error:
         raise LayersimError(f"`analyzers` is {name}, which raises {type(error).__name__}: {error}") from error
-    return found
 
 
 @contextmanager

@@ -7,36 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .generated_options import CommandCall, command
 from .inputs import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
+from .options import CommandCall, command
 from .output import (
     analyzer_settings,
     make_folder,
-    noted,
     prepare,
     print_files,
     print_run,
+    print_table,
     settled_options,
     write_report,
     written,
 )
 from .run_file import run_file, write_run_file
-from .terminal import print_table
 
-# Options that `--demo-pair` reads.
-OF_THE_PAIR = (
-    "demo_pair",
-    "data",
-    "split",
-    "column",
-    "max_tokens",
-    "seq_len",
-    "skip_first",
-    "positions",
-    "batch_size",
-    "out",
-    "format",
-)
 # Beside the recommended threshold.
 MARK = "*"
 # Of many thresholds, the table shows these and the recommended one.
@@ -46,18 +31,10 @@ CURVE_NUMBERS = ("speedup", "agreement", "accuracy", "perplexity")
 CURVE_COLUMNS = ("threshold", "speed-up", "agreement", "accuracy", "perplexity", "")
 
 
-def demo(*, demo_pair: bool = False) -> None:
-    """The demo models.
-
-    Args:
-        demo_pair: compare the demo model with its fine-tune by aligned training, layer by layer.
-    """
-
-
 @command(
     "report",
     {
-        "Model": (named_model, "open_model", demo),
+        "Model": (named_model, "open_model"),
         "Data": (named_data, "Data"),
         "Measures": (measures, "analyze"),
         "Run": (run_file,),
@@ -78,9 +55,6 @@ def report_on_model(call: CommandCall) -> None:
     """
     from .. import analyze
 
-    if call.options["demo_pair"]:
-        _report_demo_pair(call)
-        return
     analyzers = chosen_analyzers(call)
     options = call.of("analyze")
     if "shard" in options:
@@ -97,19 +71,7 @@ def report_on_model(call: CommandCall) -> None:
         print_files({"Shard": result, "Config": write_run_file(result.parent, f"{result.stem}.yaml", call, settled)})
         return
     print_run(result)
-    write_report(call, noted(result, call.options["trust_remote_code"]), settled_options(result, analyzers))
-
-
-def _report_demo_pair(call: CommandCall) -> None:
-    """Compare the demo model with its fine-tune by aligned training, layer by layer."""
-    from .. import demo_model, evaluate_layers
-
-    call.refuse([name for name in call.given if name not in (*OF_THE_PAIR, "config")], "with `demo_pair`")
-    prepare(call)
-    result = evaluate_layers(demo_model(), demo_model(aligned=True), read_data(call), names=("demo", "aligned"))
-    print_run(result)
-    own = CommandCall(call.command, call.given, {name: call.options[name] for name in (*OF_THE_PAIR, "config")})
-    write_report(own, result, {})
+    write_report(call, result, settled_options(result, analyzers))
 
 
 def two_models(model_a: str, model_b: str) -> None:
@@ -151,7 +113,7 @@ def compare_models(call: CommandCall) -> None:
     data = read_data(call)
     result: Any = compare(opened(call, "model_a"), opened(call, "model_b"), data, analyzers, **call.of("compare"))
     print_run(result)
-    write_report(call, noted(result, call.options["trust_remote_code"]), settled_options(result, analyzers))
+    write_report(call, result, settled_options(result, analyzers))
 
 
 def recommended(*, agreement: float = 0.95) -> None:
@@ -193,7 +155,7 @@ def measure_exits(call: CommandCall) -> None:
     print_run(result)
     _print_curve(result["exit_curve"], agreement)
     settled = settled_options(result) | {"thresholds": list(map(str, result["exit_curve"].thresholds))}
-    write_report(call, noted(result, call.options["trust_remote_code"]), settled)
+    write_report(call, result, settled)
 
 
 def _print_curve(curve: Any, agreement: float) -> None:
@@ -227,10 +189,8 @@ def _row(curve: Any, threshold: float, note: str) -> list[str]:
     place = curve.thresholds.index(threshold)
     cells = []
     for name in CURVE_NUMBERS:
-        margin = math.nan
-        if curve.has_intervals:
-            found = curve.interval(name)
-            margin = float(found.high[place] - found.low[place]) / 2
+        found = curve.interval(name) if curve.has_intervals else None
+        margin = math.nan if found is None else float(found.high[place] - found.low[place]) / 2
         cells.append(margin_text(float(getattr(curve, name)[place]), margin))
     return [f"{threshold:g}", *cells, note]
 

@@ -1,18 +1,14 @@
-"""Output of a command: the numbers in a table, the files of a report, and its run file."""
+"""Output of a command: tables, warnings and errors in a terminal or a pipe, the files of a report, and its run file."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import LayersimError
-from .generated_options import CommandCall
+from ..core.errors import LayersimError, without_secrets
+from .options import CommandCall, names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_run_file
-from .terminal import print_table
-from .values import names_of
 
 # By format: the method of a report that writes it, the name of the file, and what it is.
 FORMATS = {
@@ -40,18 +36,15 @@ def make_folder(out: Path, option: str = "out") -> None:
         option: name of the option, for messages.
 
     Raises:
-        LayersimError: the folder cannot be created or written to, or holds a folder with the name of an output file.
+        LayersimError: the folder cannot be created or written to.
     """
-    from ..core.storage import REPORT_FILE, refuse_unwritable_folder
+    from ..core.storage import refuse_unwritable_folder
 
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LayersimError(f"`{option}` is {out}, a folder that cannot be created: {error.strerror or error}.") from None
     refuse_unwritable_folder(out, option)
-    for name in (REPORT_FILE, RUN_FILE, *(file for _, file, _ in FORMATS.values())):
-        if (out / name).is_dir():
-            raise LayersimError(f"`{option}` is {out}; it must not hold a folder named {name}, the name of an output file.")
 
 
 def prepare(call: CommandCall) -> None:
@@ -104,27 +97,16 @@ def print_files(files: dict[str, Path]) -> None:
 
 def print_headlines(report: Any) -> None:
     """Print the headline numbers of all results of a report, with their 95 % intervals."""
+    from ..core.intervals import headline_texts
     from ..core.wording import MEANING_OF_MARGINS
 
-    rows = [row for name, result in report.items() for row in _headline_rows(name, result)]
+    texts = [(name, number, text) for name, result in report.items() for number, text in headline_texts(result).items()]
+    rows = [(name, number.strip(), *text.partition(" ± ")[::2]) for name, number, text in texts]
     with_margins = any(row[3] for row in rows)
     columns = HEADLINES if with_margins else HEADLINES[:3]
     if rows:
         title = "Headline numbers" + (f"; {MEANING_OF_MARGINS}" if with_margins else "")
         print_table(columns, [row[: len(columns)] for row in rows], title, numbers=HEADLINES[2:])
-
-
-def _headline_rows(name: str, result: Any) -> list[tuple[str, ...]]:
-    from ..core.intervals import headline_margins, is_p_value, margin_text
-    from ..core.wording import p_value_text
-
-    margins = headline_margins(result)
-    rows: list[tuple[str, ...]] = []
-    for number, value in result.headline().items():
-        margin = margins.get(number, math.nan)
-        text, _, half = (p_value_text(value) if is_p_value(number) else margin_text(value, margin)).partition(" ± ")
-        rows.append((name, number.strip(), "-" if math.isnan(value) else text, half))
-    return rows
 
 
 def print_run(report: Any) -> None:
@@ -141,22 +123,6 @@ def print_run(report: Any) -> None:
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
     sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
     print(f"{run.model}: {run.tokens} tokens{stopped}, in {run.sequences} rows ({how}){left}{sites}")
-
-
-def noted(report: Any, trust_remote_code: bool) -> Any:
-    """Record the option `trust_remote_code` in the provenance of a report.
-
-    Args:
-        report: the report.
-        trust_remote_code: whether code of the model could run.
-    """
-    from ..core.results import Report
-
-    results = {}
-    for name, result in report.items():
-        options = {**result.provenance.options, "trust_remote_code": trust_remote_code}
-        results[name] = replace(result, provenance=replace(result.provenance, options=options))
-    return Report(results)
 
 
 def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -180,3 +146,54 @@ def analyzer_settings(analyzers: Mapping[str, Any]) -> list[str]:
     from ..analyzers.text_options import as_settings
 
     return [setting for analyzer in analyzers.values() for setting in as_settings(analyzer)]
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", numbers: Sequence[str] = ()) -> None:
+    """Print a table. In a pipe, no cell is wrapped, cut or coloured.
+
+    Args:
+        columns: headings.
+        rows: cells of each row.
+        title: title above the table, only in a terminal.
+        numbers: headings of the columns that are right-aligned in a terminal.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[str(cell) for cell in row] for row in rows]
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        for row in [list(columns), *cells]:
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", header_style="bold cyan")
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in cells:
+        # Text, not markup: names of sites hold brackets.
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error without its traceback: a panel in a terminal, one line otherwise."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    console, text = Console(stderr=True, highlight=False, soft_wrap=True), without_secrets(str(error))
+    panel = Panel(Text(text), title="Error", title_align="left", border_style="red")
+    console.print(panel if console.is_terminal else Text(f"Error: {text}"))
+
+
+def print_warning(text: str) -> None:
+    """Print a warning on the error stream."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("Warning: ", "yellow bold"), without_secrets(text)))

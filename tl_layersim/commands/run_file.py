@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError, warn, without_secrets
-from .generated_options import CommandCall, flag
+from .options import CommandCall, flag
 
 RUN_FILE = "run.yaml"
 # Keys of the file that are no options.
@@ -103,38 +103,26 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
         settled: values in the run of options whose default depends on model and data.
         report: report of the run, whose provenance is recorded; None for a shard.
     """
-    options = {key: settled.get(key, value) for key, value in call.options.items()} | dict(settled)
-    kept = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
-    return write_options(folder / name, call.command, kept, report)
-
-
-def write_options(path: Path, command: str, options: Mapping[str, Any], report: Any = None) -> Path:
-    """Write options to a run file.
-
-    Args:
-        path: path of the file.
-        command: name of the command.
-        options: values of the options, by name.
-        report: see `write_run_file`.
-    """
     import yaml
 
     from ..core.storage import replacing
 
-    content = {COMMAND: command, **{key: _written_value(key, value) for key, value in options.items()}}
+    options = {key: settled.get(key, value) for key, value in call.options.items()} | dict(settled)
+    options = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
+    content = {COMMAND: call.command, **{key: _written_value(key, value) for key, value in options.items()}}
     if report is not None:
         content[RECORD] = _record_of(report)
     # The folder of the trained model is required, and another run must not replace it unasked.
-    further = " --save-to FOLDER" if command == "train" else ""
+    further = " --save-to FOLDER" if call.command == "train" else ""
     further += " --trust-remote-code" if str(options.get("trust_remote_code")).lower() == "true" else ""
     further += f" --server {options['server']}" if options.get("server") else ""
     named = ",".join(options.get("analyzers") or [])
     further += f" --analyzers {named}" if ":" in named else ""
-    heading = f"# tl-layersim {command} --config {path.name}{further} repeats this run.\n"
+    heading = f"# tl-layersim {call.command} --config {name}{further} repeats this run.\n"
     text = heading + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
-    with replacing(path) as file:
+    with replacing(folder / name) as file:
         file.write(without_secrets(text).encode())
-    return path
+    return folder / name
 
 
 def _written_value(name: str, value: Any) -> Any:
@@ -160,10 +148,8 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         call: the call of the command.
         report: report of this run.
     """
-    found, now = options_of(call), _record_of(report)
-    then = found.get(RECORD)
-    changed = [name for name, value in call.given.items() if name not in NOT_KEPT and not _is_text_of(found.get(name), value)]
-    if not isinstance(then, dict) or changed:
+    then, now = options_of(call).get(RECORD), _record_of(report)
+    if not isinstance(then, dict):
         return
     other = [key for key in ("data", "weights") if then.get(key, "null") not in ("null", now[key])]
     versions = then.get("versions")
@@ -172,10 +158,6 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
             other.append(f"{package} {version}")
     if other:
         warn(f"The run in {call.options['config']} had other {', '.join(other)}, so its numbers may differ.")
-
-
-def _is_text_of(text: Any, value: Any) -> bool:
-    return value is None or str(text).lower() == str(value).lower() or (isinstance(value, float) and text == f"{value:g}")
 
 
 def shard_options(files: list[Path]) -> dict[str, Any] | None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .generated_options import CommandCall, command
 from .inputs import evaluation_data, named_data, named_model, opened, read_data, read_held_out
-from .output import make_folder, noted, prepare, print_run, settled_options, write_report, written
+from .options import CommandCall, command, stitch_point
+from .output import make_folder, prepare, print_run, settled_options, write_report, written
 from .run_file import run_file
-from .values import stitch_point
 
 
 def stitched(front: str, back: str) -> None:
@@ -40,7 +39,7 @@ def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
         "Model": (stitched, named_model),
         "Data": (named_data, evaluation_data, "Data"),
         "Measures": (stitching, "stitch"),
-        "Run": ("StitchTraining", run_file),
+        "Run": ("stitching.StitchTraining", run_file),
         "Output": (written,),
     },
     without=["model", "remote", "server"],
@@ -53,11 +52,12 @@ def stitch_models(call: CommandCall) -> None:
     tl-layersim stitch gpt2 gpt2-medium --at 6:12 --data text.txt --steps 500
     tl-layersim stitch base/ tuned/ --adapter identity
     """
-    from .. import StitchTraining, stitch, stitch_grid
+    from .. import Report, stitch, stitch_grid
+    from ..stitching import StitchTraining
 
     points = list(dict.fromkeys(stitch_point(text) for text in call.options["at"] or []))
     paper = call.options["paper"]
-    training = replace(StitchTraining.paper() if paper else StitchTraining(), **call.of("StitchTraining"))
+    training = replace(StitchTraining.paper() if paper else StitchTraining(), **call.of("stitching.StitchTraining"))
     options: dict[str, Any] = ({"adapter": "affine-norm", "fit": "sgd"} if paper else {}) | call.of("stitch", without=["at"])
     # Without a training by gradients, settings other than the defaults are refused.
     if training != StitchTraining():
@@ -72,7 +72,7 @@ def stitch_models(call: CommandCall) -> None:
         names = (front, back) if front != back else (f"{front} (front)", f"{back} (back)")
         layers = dict(zip(names, map(list, zip(*points, strict=True)), strict=True)) if points else None
         result = stitch_grid(dict(zip(names, models, strict=True)), data, layers=layers, **options)
-    report = noted({"stitch": result}, call.options["trust_remote_code"])
+    report = Report({"stitch": result})
     print_run(report)
     as_run = _as_run(call, training) | {name: options[name] for name in ("adapter", "fit") if name in options}
     write_report(call, report, settled_options(report) | as_run)
@@ -110,7 +110,7 @@ def train_model(call: CommandCall) -> None:
     tl-layersim train gpt2 --data text.txt --save-to tuned --checkpoint run.ckpt
     tl-layersim train gpt2 --lora 8 --mixed-precision bf16 --save-to tuned
     """
-    from .. import AlignedTraining, finetune_aligned
+    from .. import AlignedTraining, Report, finetune_aligned
 
     start = AlignedTraining.paper_gpt2() if call.options["paper"] else AlignedTraining()
     settings = call.of("AlignedTraining")
@@ -119,7 +119,7 @@ def train_model(call: CommandCall) -> None:
     prepare(call)
     data, eval_data = read_data(call), read_held_out(call)
     result: Any = finetune_aligned(opened(call), data, training, eval_data=eval_data, **call.of("finetune_aligned"))
-    report = noted({"training": result}, call.options["trust_remote_code"])
+    report = Report({"training": result})
     print_run(report)
     write_report(call, report, settled_options(report) | _as_run(call, training))
     print(f"Model:   {call.options['save_to'].resolve()}")

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, in_words
-from .chat import Chat, ChatEncoder
 from .data import MOST_KEPT, Data, KeptRows, Notes
-from .inputs import TOKEN_IDS, collated, cut_to_longest, decoder_alone, reads_decoder
+from .inputs import TOKEN_IDS, collated, cut_to_longest
 from .labels import NO_LABEL
 from .positions import Positions
 from .readers import Reader, refuse_path
 from .rows import ModelInputs, Row
-from .texts import Encoded, Text, TextRows, row_too_long
+from .texts import Chat, Text, TextRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
@@ -56,7 +55,6 @@ def new_digest() -> Any:
     return hashlib.sha256()
 
 
-TEXTS_AT_ONCE = 64
 # Rows whose mean number of counted positions decides how many rows a pool needs.
 FIRST_ROWS = 16
 # Positions of a row that is run to find out how a model runs.
@@ -405,15 +403,8 @@ class Batches:
     def _rows(self, texts: TextRows) -> Iterator[Row]:
         """Rows of at most `seq_len` tokens, checked against the model."""
         self.notes.begin()
-        pieces: Iterator[Row]
-        if self.data.pack:
-            pieces = texts.packed(self._encoded(texts))
-        else:
-            pieces = itertools.chain.from_iterable(
-                self._split(item) if isinstance(item, Row) else texts.windows(item) for item in self._encoded(texts)
-            )
         context = self.model.context
-        for row in pieces:
+        for row in texts.rows(self._items()):
             if context and len(row.tokens) > context:
                 raise LayersimError(
                     f"`data` has a row of {len(row.tokens)} tokens, and the context of {self.model.name} has {context}. "
@@ -435,18 +426,12 @@ class Batches:
             raise LayersimError(
                 f"`data` has rows without token ids ({', '.join(row.inputs)}); this call takes texts or token ids."
             )
-        given = {name: getattr(self.data, name) for name in ("seq_len", "max_tokens")}
-        if named := [f"`{name}` is {value}" for name, value in given.items() if value is not None]:
-            raise LayersimError(
-                f"{named[0]}; it applies to tokens, but the rows have none. "
-                "Pass fewer rows instead, such as data.select(range(n))."
-            )
-
-    def _split(self, row: Row) -> Iterator[Row]:
-        parts = [part for part in row.split(self.data.seq_len or len(row.tokens)) if part.attention.any()]
-        if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
-            raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
-        return iter(parts)
+        for name in ("seq_len", "max_tokens"):
+            if (value := getattr(self.data, name)) is not None:
+                raise LayersimError(
+                    f"`{name}` is {value}; it applies to tokens, but the rows have none. Pass fewer rows instead, such as "
+                    "data.select(range(n))."
+                )
 
     def count_rows(self) -> int:
         """Number of rows in the data, before tokenisation and splitting of long rows."""
@@ -454,36 +439,10 @@ class Batches:
 
     def _items(self) -> Iterator[Text | Chat | Row]:
         """Texts, chats and rows in the order of the data."""
-        rule = self.data.selection
-        reader = Reader(self.data.column, self.labelled, self.model, self.notes, rule.column, rule.rule == "padded")
         try:
-            yield from reader.items(self.data.source)
+            yield from Reader(self.data, self.model, self.labelled, self.notes).items(self.data.source)
         except RecursionError as error:
             raise LayersimError("`data` has lists or mappings that contain themselves.") from error
-
-    def _encoded(self, texts: TextRows) -> Iterator[Encoded | Row]:
-        """Encode chats and texts as token ids, texts in groups; rows of tokens are passed on in order."""
-        waiting: list[tuple[int, Text]] = []
-        chats = ChatEncoder(self.model, self.data)
-        for number, item in enumerate(self._items()):
-            if not isinstance(item, Chat):
-                chats.refuse_idle_options()
-            if reads_decoder(self.model) and not (isinstance(item, Row) and (item.inputs or not len(item.tokens))):
-                raise decoder_alone("a row of token ids alone" if isinstance(item, Row) else "a text alone", self.model)
-            if isinstance(item, Text):
-                waiting.append((number, item))
-                if len(waiting) == TEXTS_AT_ONCE:
-                    yield from texts.encoded(waiting)
-                    waiting = []
-            else:
-                yield from texts.encoded(waiting)
-                waiting = []
-                if isinstance(item, Chat):
-                    ids, marks = chats.encode(item, number)
-                    yield Encoded(ids, item.label, number, inputs=item.inputs, chat=True, marks=marks)
-                else:
-                    yield replace(item, source=number)
-        yield from texts.encoded(waiting)
 
 
 class BatchSize(NamedTuple):

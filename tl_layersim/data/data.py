@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import html
 from collections.abc import Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
@@ -264,37 +263,22 @@ class Data:
         column = list(self.column) if isinstance(self.column, tuple) else self.column
         return known | {"column": column, "positions": self.selection.record(), "chat_template": _short(self.chat_template)}
 
-    def __dir__(self) -> list[str]:
-        # What a user sets; other members are for functions that read the data.
-        return [one.name for one in fields(self) if one.init]
-
     def __repr__(self) -> str:
-        title, lines = self._shown()
-        return "\n  ".join([title, *lines])
-
-    def _repr_html_(self) -> str:
-        title, lines = self._shown()
-        return f"<b>{html.escape(title)}</b><br>" + "<br>".join(map(html.escape, lines))
-
-    def _shown(self) -> tuple[str, list[str]]:
         options = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init and f.name != "source"]
         given = [f"{name}={brief(value)}" for name, value, default in options if value != default]
         title = f"Data({', '.join([brief(self.source), *given])})"
         read = next((kept for kept in self._kept.values() if kept.notes is not None), None)
         if read is None or not read.rows:
-            return title, ["not read yet, or not kept: a call with a model reads it"]
+            return f"{title}\n  not read yet, or not kept: a call with a model reads it"
         counted = sum(int((row.attention if row.counted is None else row.counted).sum()) for row in read.rows)
-        lines = [
-            f"{len(read.rows):,} rows, {sum(len(row.tokens) for row in read.rows):,} positions, {counted:,} of them counted"
-        ]
-        first = read.rows[0]
+        positions, first = sum(len(row.tokens) for row in read.rows), read.rows[0]
         if first.has_tokens:
             ids = first.tokens.tolist()
             text = brief(ids[:8]) if read.tokenizer is None else read.tokenizer.decode(ids)
-            lines.append(f"first row: {text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + '...'}")
+            text = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "..."
         else:
-            lines.append(f"first row: {', '.join(f'{name} {tuple(value.shape)}' for name, value in first.inputs.items())}")
-        return title, lines
+            text = ", ".join(f"{name} {tuple(value.shape)}" for name, value in first.inputs.items())
+        return f"{title}\n  {len(read.rows):,} rows, {positions:,} positions, {counted:,} of them counted\n  first row: {text}"
 
 
 # Options that a result records as they are; a tokenizer is recorded by its class and size.

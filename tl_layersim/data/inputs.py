@@ -1,4 +1,4 @@
-"""Inputs besides tokens: their columns, recognition of a column's content, and inputs of an encoder-decoder's other stack.
+"""Inputs besides token ids: images, features and embeddings as rows, and the inputs of an encoder-decoder's other stack.
 
 An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
 
@@ -8,7 +8,7 @@ them on the right with their own mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .labels import LABELS, is_missing, number_tensor
+from .labels import LABELS, is_missing, number_tensor, whole_numbers
 from .padding import as_mask, mask_of
-from .rows import ModelInputs, Row
+from .rows import NOTHING, ModelInputs, Row
 
 TOKEN_IDS = "input_ids"
 EMBEDDINGS = "inputs_embeds"
@@ -35,6 +35,7 @@ OF_TOKENS = ("token_type_ids", "position_ids")
 ENCODER = {"attention_mask": ("input_ids", "inputs_embeds")}
 DECODER = {"decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds")}
 DECODER_IDS = "decoder_input_ids"
+MASK = "attention_mask"
 # Lists in lists beyond this depth contain themselves.
 DEEPEST = 16
 ATTACH = "with lsim.attach(model, analyzers) as probe: "
@@ -213,13 +214,8 @@ def is_images(value: Any) -> bool:
 
 def is_floats(value: Any) -> bool:
     """Whether a value is a table of floating-point numbers."""
-    return _holds(value, float)
-
-
-def _holds(value: Any, kind: type[int | float]) -> bool:
-    """Whether a value is a table of numbers of a kind; a bool is an int."""
     value = innermost(value)
-    return isinstance(value, kind) or (isinstance(value, Tensor | np.ndarray) and kind.__name__ in str(value.dtype))
+    return isinstance(value, float) or (isinstance(value, Tensor | np.ndarray) and "float" in str(value.dtype))
 
 
 def is_text(value: Any) -> bool:
@@ -227,24 +223,6 @@ def is_text(value: Any) -> bool:
     if not isinstance(value, list):
         return isinstance(value, str)
     return any(isinstance(x, str) for x in value) and all(isinstance(x, str) or is_missing(x) for x in value)
-
-
-def readable(text: str | None, number: int) -> str:
-    """Return the text of a row. Raise an error if it is missing or not valid Unicode.
-
-    Raises:
-        LayersimError: the text is missing or cannot be encoded as UTF-8.
-    """
-    if text is None:
-        raise LayersimError(f"`data` has no text in row {number}. Leave such rows out: data.filter(...), table.dropna().")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise LayersimError(
-            f"`data` has a lone surrogate in row {number}, which no tokenizer reads: "
-            f"{text[max(0, error.start - 20) : error.end + 20]!r}. Use text.encode('utf-8', 'replace').decode()."
-        ) from error
-    return text
 
 
 def as_plain(value: Any) -> Any:
@@ -278,17 +256,11 @@ def find_column(data: Mapping[str, Any]) -> str | None:
 def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
     """The error for a mapping in which the column of tokens, texts or the main input is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
-    named = [name for name in data if isinstance(name, str) and name not in LABELS]
-    likely = [name for name in named if is_text(data[name]) or _holds(data[name], int)]
-    if model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
-        likely = [name for name in data if name not in LABELS and is_floats(data[name])] or likely
-    do = f" Name it: column={likely[0]!r}." if likely else ""
-    do = f" Pass one split: data[{splits[0]!r}]." if splits else do
+    do = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name it: column={next(iter(data), None)!r}"
     other = "" if model.main_input == TOKEN_IDS else f" or of `{model.main_input}`"
+    given = f", and `column` is {column!r}" if column else ""
     return LayersimError(
-        f"`data` has no unambiguous column of texts or token ids{other} among {brief(list(data))}"
-        + (f", and `column` is {column!r}" if column else "")
-        + f".{do}"
+        f"`data` has no unambiguous column of texts or token ids{other} among {brief(list(data))}{given}. {do}."
     )
 
 
@@ -375,3 +347,144 @@ def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
         f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
         f"`decoder_input_ids`. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
     )
+
+
+def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels: Any, model: ModelInputs) -> Iterator[Row]:
+    """Rows of a mapping whose main input is not token ids.
+
+    Args:
+        data: columns by name.
+        main: the column of the main input.
+        level: see `Level`.
+        labels: labels of the rows; None if there are none.
+        model: the model that the rows are for.
+    """
+    name = main if main == EMBEDDINGS else model.main_input
+    values = main_rows(name, data[main], level)
+    refuse_integers(name, values[0])
+    count, alone = len(values), len(values) == 1
+    further = {
+        other: [as_values(other, column)] if alone and _is_row(other, column, level) else by_row(other, column, count)
+        for other, column in accepted(data, model, (main, name, MASK)).items()
+    }
+    targets = None if labels is None else _row_targets(whole_numbers(labels), count)
+    for i, value in enumerate(values):
+        inputs = {name: value} | without_padding({other: column[i] for other, column in further.items()}, model)
+        length = len(value) if name == EMBEDDINGS else 1
+        attention = torch.ones(length, dtype=torch.bool)
+        if data.get(MASK) is not None and model.mask_input == MASK:
+            attention = _row_mask(data[MASK], i, count, length)
+        target = None if targets is None else targets[i].expand(length)
+        row = Row(
+            torch.zeros(length, dtype=torch.int64),
+            attention,
+            target,
+            inputs=inputs,
+            positional=positional(inputs, None, model),
+            has_tokens=False,
+        )
+        attended = attention.nonzero()[:, 0]
+        yield row[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING
+
+
+def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
+    """Whether the data's first row has labels and no tokens.
+
+    Args:
+        data: data of any accepted kind. For an iterator the answer is False, because looking would consume a row.
+        model: the model that the rows are for.
+    """
+    table = isinstance(data, Mapping) or hasattr(data, "to_dict")
+    if not table and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+        data = data[0]
+    if not isinstance(data, Mapping) and not (hasattr(data, "columns") and hasattr(data, "to_dict")):
+        return False
+    return main_column(data, model) is not None and any(name in data for name in LABELS)
+
+
+def _is_row(name: str, column: Any, level: Level) -> bool:
+    """Whether a column holds the input of a single row, without an axis of rows."""
+    shape = as_values(name, column).shape
+    return level == "row" or shape[:1] != (1,)
+
+
+def _row_targets(labels: Tensor, count: int) -> Tensor:
+    """Labels of rows without tokens: `row 1` for one class per row, or `row pos`."""
+    labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
+    labels = labels[:, None] if labels.dim() == 1 else labels
+    if labels.dim() != 2 or len(labels) != count:
+        raise LayersimError(f"`labels` has shape {tuple(labels.shape)} for {count} rows; it must hold one label for each row.")
+    return labels
+
+
+def _row_mask(mask: Any, number: int, count: int, length: int) -> Tensor:
+    """The attention mask of one row. It must be all ones unless positions are known before a forward pass.
+
+    Raises:
+        LayersimError: the mask hides parts of an image or of features, or has the wrong shape.
+    """
+    table = as_mask(mask)
+    table = table[None] if table.dim() == 1 and count == 1 else table
+    if len(table) != count:
+        raise LayersimError(f"`attention_mask` has shape {tuple(table.shape)} for {count} rows.")
+    if table.shape[1:] == (length,):
+        return table[number]
+    if not bool(table.all()):
+        raise LayersimError(
+            f"`attention_mask` has {int((~table).sum())} zeros and the shape {tuple(table.shape)}, and the positions of rows "
+            "without token ids are not known. Pass rows of one length each, with `batch_size=1`, or `inputs_embeds`."
+        )
+    return torch.ones(length, dtype=torch.bool)
+
+
+def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
+    """The inputs that the model's processor makes from images, each with an axis of rows.
+
+    Raises:
+        LayersimError: the model has no processor, or the processor returns another number of rows.
+    """
+    if model.processor is None:
+        raise LayersimError(
+            "`data` contains images, but no image processor is known for the model. Pass "
+            "`Data(..., tokenizer=AutoImageProcessor.from_pretrained(name))`."
+        )
+    found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
+    if model.main_input == PIXELS and len(found[PIXELS]) != len(images):
+        raise LayersimError(
+            f"`data` has {len(images)} rows, but the processor makes {len(found[PIXELS])} images; a row of {model.name} "
+            "is one image."
+        )
+    return {name: found[name] for name in found if name == model.main_input or name in model.inputs}
+
+
+def _as_image(image: Any) -> Any:
+    """Convert an integer image, as `datasets` formats return it, to uint8; other images are unchanged."""
+    if not isinstance(image, list | np.ndarray | Tensor):
+        return image
+    table = np.asarray(image)
+    return table.astype(np.uint8) if table.dtype.kind in "iu" else image
+
+
+def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None) -> str | None:
+    """The column of images that the model's processor reads; None if the data has none, or the model takes no images.
+
+    Args:
+        data: columns by name.
+        model: the model.
+        column: the column that the user names.
+
+    Raises:
+        LayersimError: there are several columns of images.
+    """
+    if PIXELS in data or PIXELS not in (model.main_input, *model.inputs):
+        return None
+    names = [name for name in data if name not in (TOKEN_IDS, *LABELS) and (is_image(data[name]) or is_images(data[name]))]
+    if column is not None and (
+        column in names or (column in data and model.main_input == PIXELS and not is_text(data[column]))
+    ):
+        # A column that is named may also hold whole numbers of another type.
+        return None if is_floats(data[column]) else column
+    if len(names) > 1:
+        do = f"Name it: column={names[0]!r}" if model.main_input == PIXELS else f"Keep one: data.remove_columns({names[1:]})"
+        raise LayersimError(f"`data` has several columns of images, {', '.join(names)}. {do}.")
+    return names[0] if names else None

@@ -38,15 +38,8 @@ def number_tensor(values: Any) -> Tensor:
         table = _joined(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{brief(values)}: {first_line(error)}") from error
-    kinds = {
-        "nested": table.is_nested,
-        f"{table.layout}": table.layout != torch.strided,
-        "meta": table.is_meta,
-        "quantised": table.is_quantized,
-        "complex": table.is_complex(),
-    }
-    if kind := next((kind for kind, found in kinds.items() if found), ""):
-        raise ValueError(f"values of {table.dtype} in a {kind} {type(values).__name__}")
+    if table.is_nested or table.layout != torch.strided or table.is_meta or table.is_quantized or table.is_complex():
+        raise ValueError(f"{table.dtype} in a {type(values).__name__} that is nested, sparse, meta, quantised or complex")
     return table.detach().cpu()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,31 +124,25 @@ class Positions:
         try:
             found = number_tensor(given)
         except ValueError:
-            raise _unusable(brief(given), len(tokens)) from None
-        if found.numel() == 0 and found.dim() == 1:
-            return torch.zeros(0, dtype=torch.int64)
-        said = f"{found.dtype} of shape {tuple(found.shape)}"
-        if found.dtype == torch.bool:
-            if found.shape != tokens.shape:
-                raise _unusable(said, len(tokens))
+            found = torch.full((1,), torch.nan)
+        if found.dtype == torch.bool and found.shape == tokens.shape:
             return found.nonzero()[:, 0]
-        if found.is_floating_point() or found.dim() > 1:
-            raise _unusable(said, len(tokens))
-        found = found.long().reshape(-1)
-        if bool(((found < -len(tokens)) | (found >= len(tokens))).any()):
-            raise _unusable(f"indices from {int(found.min())} to {int(found.max())}", len(tokens))
-        found = found % len(tokens)
-        if len(set(found.tolist())) < len(found):
-            raise _unusable(f"{said} in which an index occurs twice, as in a mask of ones and zeros", len(tokens))
-        return found
+        count, known = len(tokens), found.dtype != torch.bool and not found.is_floating_point() and found.dim() < 2
+        indices = found.long().reshape(-1) if known or not found.numel() else torch.full((1,), count)
+        inside = bool(((indices >= -count) & (indices < count)).all())
+        if not inside or len(set((indices % max(count, 1)).tolist())) < len(indices):
+            raise LayersimError(
+                f"`positions` returned {brief(given)} for a row of {count} tokens; it must return a bool mask of the row or "
+                f"different indices from {-count} to {count - 1}."
+            )
+        return indices % count
 
     def _unmarked(self) -> LayersimError:
         if self.rule == "assistant":
             return LayersimError("`positions='assistant'` needs chat messages, but `data` has rows of another kind.")
-        near = difflib.get_close_matches(str(self.rule), RULES, n=1)
         return LayersimError(
             f"`positions` is {self.rule!r}; it must be {', '.join(map(repr, RULES))}, a slice, a function of a row's token "
-            "ids, or the name of a mask column beside the tokens of the data." + (f" Did you mean {near[0]!r}?" if near else "")
+            "ids, or the name of a mask column beside the tokens of the data."
         )
 
 
@@ -186,10 +179,3 @@ def as_marks(values: Any, column: str | None, shape: torch.Size) -> Tensor:
             "ones and zeros, one for each token."
         )
     return mask.bool()
-
-
-def _unusable(given: str, length: int) -> LayersimError:
-    return LayersimError(
-        f"`positions` returned {given} for a row of {length} tokens; it must return a bool mask of the row or different "
-        f"indices from {-length} to {length - 1}."
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief, with_article
-from .chat import Chat, chats_in, is_chat
-from .data import Column, Notes
+from .data import Column, Data, Notes
 from .inputs import (
     OF_TOKENS,
     PIXELS,
@@ -28,14 +27,17 @@ from .inputs import (
     decoder_alone,
     decoder_mask,
     find_column,
+    image_column,
     is_floats,
     is_image,
     is_images,
     is_text,
     main_column,
     positional,
+    processed,
     reads_decoder,
     rows_of,
+    rows_without_tokens,
     unclear_columns,
     without_padding,
 )
@@ -43,8 +45,7 @@ from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
 from .padding import as_mask, mask_of, masked_warning
 from .positions import as_marks
 from .rows import NOTHING, ModelInputs, Row
-from .rows_without_tokens import image_column, processed, rows_without_tokens
-from .texts import Text
+from .texts import Chat, Text, chats_in, is_chat
 
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids or other inputs of the model by name, a datasets.Dataset or "
@@ -58,20 +59,26 @@ class Reader:
     """Reads data of any accepted kind as texts, chats and rows.
 
     Args:
-        column: the column of texts, tokens or images, or a pair of text columns; None to find it.
-        labelled: whether to read labels. If False, a column with their name may hold anything.
+        data: the options of reading.
         model: the model's inputs, tokenizer and padding ids.
+        labelled: whether to read labels. If False, a column with their name may hold anything.
         notes: counts of the pass, which the reader updates.
-        marks: the mask column of the counted positions; None if there is none.
-        padding: whether the padding of rows of tokens is kept, because it is counted.
     """
 
-    column: Column | None
-    labelled: bool
+    data: Data
     model: ModelInputs
+    labelled: bool
     notes: Notes
-    marks: str | None = None
-    padding: bool = False
+
+    @property
+    def column(self) -> Column | None:
+        """The column of texts, tokens or images, or a pair of text columns; None to find it."""
+        return self.data.column
+
+    @property
+    def marks(self) -> str | None:
+        """The mask column of the counted positions; None if there is none."""
+        return self.data.selection.column
 
     def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Chat | Row]:
         """Texts, chats and rows of tokens or other inputs, in the order of the data.
@@ -103,18 +110,13 @@ class Reader:
             # A pandas table, which iterates over the names of its columns.
             yield from self._mapping({name: data[name].tolist() for name in data.columns}, "batch")
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
-            yield from self._token_rows(_tensor(data))
+            yield from self._token_rows(data)
         elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.column is None and is_chat(data):
             yield Chat(data, None)
         elif isinstance(data, tuple) and len(data) != 1:
-            if self.model.main_input != TOKEN_IDS and data and (is_floats(data[0]) or is_image(data[0]) or is_images(data[0])):
-                raise LayersimError(
-                    "`data` holds several inputs without names. Pass a mapping for each batch, such as "
-                    f"{{'{self.model.main_input}': x, 'label': y}} for (x, y)."
-                )
             raise LayersimError(
-                f"`data` holds batches of {len(data)} unnamed tensors, as from a DataLoader. Pass the tokens alone, or "
-                "{'input_ids': ..., 'attention_mask': ...}."
+                f"`data` holds batches of {len(data)} unnamed tensors, as from a DataLoader. Pass a mapping for each batch, "
+                f"such as {{'{self.model.main_input}': x, 'label': y}} for (x, y)."
             )
         elif isinstance(data, Iterable) and not isinstance(data, bytes):
             inner = _level_of_items(data)
@@ -137,7 +139,7 @@ class Reader:
         if table is not None and table.numel() and main != TOKEN_IDS and images_or_features:
             yield from rows_without_tokens({main: table}, main, level, None, self.model)
         else:
-            yield from self._token_rows(table)
+            yield from self._token_rows(values)
 
     def _image(self, image: Any) -> Iterator[Row]:
         """The row that the model's processor makes from an image."""
@@ -203,7 +205,7 @@ class Reader:
         else:
             labels = labels_in(data) if self.labelled else None
             marks = None if self.marks is None else data.get(self.marks)
-            yield from self._token_rows(_tensor(values), data.get(self.model.mask_input), labels, marks, values, inputs)
+            yield from self._token_rows(values, data.get(self.model.mask_input), labels, marks, inputs)
 
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
         """The texts of a column, or pairs of texts of two columns."""
@@ -246,22 +248,23 @@ class Reader:
 
     def _token_rows(
         self,
-        tokens: Tensor | None,
+        values: Any,
         mask: Any = None,
         labels: Any = None,
         marks: Any = None,
-        ragged: Any = None,
         inputs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Iterator[Row]:
+        tokens = _tensor(values)
         if tokens is None:
-            by_row = [[None] * len(ragged) if given is None else given for given in (mask, labels, marks)]
+            # Rows of different lengths.
+            by_row = [[None] * len(values) if given is None else given for given in (mask, labels, marks)]
             if mask is not None and any(each is None for each in mask):
                 raise LayersimError(f"`attention_mask` is {brief(mask)}; it must be ones and zeros of the tokens' shape.")
             for kind, given in zip(("attention_mask", "labels", self.marks), by_row, strict=True):
-                if len(given) != len(ragged):
-                    raise LayersimError(f"`{kind}` has {len(given)} rows, and the tokens have {len(ragged)}.")
-            for row, row_mask, row_labels, row_marks, own in zip(ragged, *by_row, rows_of(inputs, len(ragged)), strict=True):
-                yield from self._token_rows(_tensor(row), row_mask, row_labels, row_marks, row, own)
+                if len(given) != len(values):
+                    raise LayersimError(f"`{kind}` has {len(given)} rows, and the tokens have {len(values)}.")
+            for row, *of_row in zip(values, *by_row, rows_of(inputs, len(values)), strict=True):
+                yield from self._token_rows(row, *of_row)
             return
         if tokens.numel() == 0:
             # An empty row still counts as a row of the data.
@@ -293,12 +296,12 @@ class Reader:
         for i, (row, row_mask, own) in enumerate(zip(rows, attention, further, strict=True)):
             # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
             # depend on the side.
-            kept = (row_mask | self.padding).nonzero()[:, 0]
+            kept = (row_mask | (self.data.positions == "padded")).nonzero()[:, 0]
             row_labels = targets[i] if targets is not None else None
-            row_with_padding = Row(row, row_mask, row_labels, inputs=own, positional=positional(own, len(row), self.model))
-            if marked is not None:
-                row_with_padding = replace(row_with_padding, marks=marked[i])
-            yield row_with_padding[int(kept[0]) : int(kept[-1]) + 1] if len(kept) else NOTHING
+            row_marks = marked[i] if marked is not None else None
+            along = positional(own, len(row), self.model)
+            whole = Row(row, row_mask, row_labels, marks=row_marks, inputs=own, positional=along)
+            yield whole[int(kept[0]) : int(kept[-1]) + 1] if len(kept) else NOTHING
 
 
 def _level_of_items(data: Any) -> Level:
@@ -315,20 +318,14 @@ def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
         LayersimError: the numbers are floats or bools, or have too many axes.
     """
     if tokens.dim() > 2 and not tokens.is_floating_point() and model.main_input != TOKEN_IDS:
-        last = ", with channels first: .movedim(-1, -3)" if tokens.shape[-1] in (1, 3, 4) else ""
         raise LayersimError(
-            f"`data` holds whole numbers of {tokens.dim()} axes, such as uint8 images, but {model.name} takes "
-            f"`{model.main_input}`. Pass floats: torch.as_tensor(data).float() / 255{last}."
-        )
-    if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
-        raise LayersimError(
-            f"`data` contains images, features or embeddings, but {model.name} takes token ids. Name other inputs as its "
-            "forward does, such as {'inputs_embeds': embeddings}."
+            f"`data` holds {tokens.dtype} of shape {tuple(tokens.shape)}, such as uint8 images, but {model.name} takes "
+            f"`{model.main_input}`. Pass floats, with channels first: torch.as_tensor(data).float() / 255."
         )
     if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise LayersimError(
-            f"`data` holds {tokens.dtype} of shape {tuple(tokens.shape)}; token ids are integers of shape (batch, pos) or "
-            "(pos,)."
+            f"`data` holds {tokens.dtype} of shape {tuple(tokens.shape)}, but {model.name} takes token ids, integers of shape "
+            "(batch, pos) or (pos,). Name other inputs as its forward does, such as {'inputs_embeds': embeddings}."
         )
 
 
@@ -341,16 +338,12 @@ def refuse_path(text: Any) -> None:
     name = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(name, str) or len(name) > 300 or "\n" in name:
         return
-    exists = os.path.isfile(name) or (os.sep in name and os.path.isdir(name))
-    bare = not any(c.isspace() for c in name) or name.startswith((os.sep, f".{os.sep}", f"..{os.sep}", "~"))
-    if exists:
+    plain = not any(c.isspace() for c in name) or name.startswith((os.sep, f".{os.sep}", f"..{os.sep}", "~"))
+    named = plain and name.lower().endswith(FILES)
+    if isinstance(text, os.PathLike) or named or os.path.isfile(name) or (os.sep in name and os.path.isdir(name)):
         raise LayersimError(
             f"`data` is the path of a file or folder, {name!r}. Pass what it holds: Path(path).read_text(), split into texts, "
             "or datasets.load_from_disk(path)."
-        )
-    if isinstance(text, os.PathLike) or (bare and name.lower().endswith(FILES)):
-        raise LayersimError(
-            f"`data` is the path of a file that does not exist, {name!r}. If this is a text that ends so, add a line break."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,32 +74,23 @@ class Row:
 NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
 
 
-class ModelInputs(Protocol):
-    """The inputs and the tokenizer of a model; the fields are explained in `Model`."""
+class ModelInputs:
+    """The inputs and the tokenizer of a model: base class of `Model`, which explains the attributes."""
+
+    name: str
+    tokenizer: Any
+    vocabulary: int | None
+    context: int | None
+    inputs: Mapping[str, int | None]
+    main_input: str
+    token_input: str
+    mask_input: str
+    processor: Any
+    pads: tuple[int, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
 
     @property
-    def name(self) -> str: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def vocabulary(self) -> int | None: ...
-    @property
-    def context(self) -> int | None: ...
-    @property
-    def inputs(self) -> Mapping[str, int | None]: ...
-    @property
-    def main_input(self) -> str: ...
-    @property
-    def token_input(self) -> str: ...
-    @property
-    def mask_input(self) -> str: ...
-    @property
-    def processor(self) -> Any: ...
-    @property
-    def pads(self) -> tuple[int, ...]: ...
-    @property
-    def starts(self) -> tuple[int, ...]: ...
-    @property
-    def ends(self) -> tuple[int, ...]: ...
-    @property
-    def reads_rows(self) -> bool: ...
+    def reads_rows(self) -> bool:
+        """Whether the head makes one prediction per row."""
+        raise NotImplementedError

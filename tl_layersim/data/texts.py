@@ -1,22 +1,28 @@
-"""Texts as rows of tokens: tokenisation, and cutting of single or joined texts into rows."""
+"""Texts and chats as rows of tokens: tokenisation, and cutting of single or joined texts into rows."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import brief, first_line
 from .data import Data, Notes
-from .inputs import ROW_AXES, readable
+from .inputs import ATTACH, ROW_AXES, as_plain, decoder_alone, innermost, reads_decoder
 from .rows import ModelInputs, Row
 
 SEGMENTS = "token_type_ids"
+DEFAULT_SEQ_LEN = 256
+TEXTS_AT_ONCE = 64
+# How a template marks the tokens of the assistant.
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -36,30 +42,62 @@ class Text:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A chat in the data.
+
+    Attributes:
+        messages: mappings with role and content, in order; None if the row has no chat.
+        label: class of the chat, None if the data has no labels.
+        inputs: further inputs of the row by name, without an axis of rows.
+    """
+
+    messages: list[dict[str, Any]] | None
+    label: int | None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class Encoded(NamedTuple):
     """Token ids of a text without BOS, or of a chat with the special tokens of its template.
 
     Attributes:
         ids: the token ids.
-        label: class of the text; None if it has none.
-        number: index of the text in the data.
+        item: the text or the chat.
+        number: index of the item in the data.
         own: whether the text itself begins with a special token, so that no BOS is added.
         segments: the segment id of each token; None if the model takes none or all are 0.
-        inputs: see `Text`.
-        chat: whether it is a chat.
-        marks: see `EncodedChat`.
+        marks: for each token of a chat, whether it belongs to the assistant; None unless requested.
         cut: whether the text was too long and was cut to one row.
     """
 
     ids: list[int]
-    label: int | None
+    item: Text | Chat
     number: int
     own: bool = False
     segments: list[int] | None = None
-    inputs: Mapping[str, Tensor] = MappingProxyType({})
-    chat: bool = False
     marks: list[bool] | None = None
     cut: bool = False
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is one or several chats: lists of mappings with role and content."""
+    value = innermost(value)
+    return isinstance(value, Mapping) and {"role", "content"} <= set(value)
+
+
+def chats_in(value: Any) -> list[list[dict[str, Any]] | None]:
+    """The chats in a column: one for an example, several for a batch or a table."""
+    value = _as_messages(value)
+    if any(isinstance(item, Mapping) and not isinstance(item.get("role"), list) for item in value):
+        return [value]
+    return [None if chat is None else _as_messages(chat) for chat in value]
+
+
+def _as_messages(value: Any) -> Any:
+    """A chat as a list of messages, also if a data set stores it as lists of roles and of contents."""
+    if isinstance(value, Mapping):
+        return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
+    return as_plain(value)
 
 
 def adds_specials(tokenizer: Any) -> bool:
@@ -92,18 +130,19 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int |
         longest: number of tokens to which the tokenizer cuts each text; None to cut none.
 
     Raises:
-        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or unreadable.
+        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing.
     """
-    pairs = [item.second is not None for _, item in items]
-    if any(pairs) and not all(pairs):
-        return [each for _, group in groupby(items, lambda i: i[1].second is not None) for each in encode(list(group), model)]
+    for number, item in items:
+        if item.text is None:
+            raise LayersimError(f"`data` has no text in row {number}. Leave such rows out: data.filter(...), table.dropna().")
     if not items:
         return []
-    texts = [readable(item.text, number) for number, item in items]
     tokenizer = tokenizer_of(model)
     specials = adds_specials(tokenizer)
-    second = [readable(item.second, number) for number, item in items] if any(pairs) else None
-    if second is not None and not specials:
+    texts = [[item.text for _, item in items]]
+    if items[0][1].second is not None:
+        texts.append([item.second for _, item in items])
+    if len(texts) > 1 and not specials:
         raise LayersimError(
             f"`column` names a pair of texts, and the tokenizer, a {type(tokenizer).__name__}, has no special tokens that "
             "separate the two."
@@ -113,18 +152,14 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int |
     options: dict[str, Any] = {"add_special_tokens": specials, "verbose": False}
     if longest is not None:
         options |= {"truncation": True, "max_length": longest}
-    found = tokenizer(texts, second, **options) if second is not None else tokenizer(texts, **options)
+    found = tokenizer(*texts, **options)
+    # Segments of 0 are the default.
     segments = found.get(SEGMENTS) if SEGMENTS in model.inputs else None
+    segments = [None] * len(items) if segments is None else [list(row) if any(row) else None for row in segments]
     return [
-        _undoubled(Encoded(ids, item.label, number, False, _segments(segments, place), item.inputs), tokenizer)
-        for place, (ids, (number, item)) in enumerate(zip(found["input_ids"], items, strict=True))
+        _undoubled(Encoded(ids, item, number, segments=own), tokenizer)
+        for ids, own, (number, item) in zip(found["input_ids"], segments, items, strict=True)
     ]
-
-
-def _segments(segments: Any, place: int) -> list[int] | None:
-    """The segment ids of one text; None if all are 0, the default."""
-    row = None if segments is None else list(segments[place])
-    return row if row is not None and any(row) else None
 
 
 def _undoubled(text: Encoded, tokenizer: Any) -> Encoded:
@@ -140,12 +175,9 @@ def _undoubled(text: Encoded, tokenizer: Any) -> Encoded:
     return text._replace(ids=ids[span], own=own, segments=None if text.segments is None else text.segments[span])
 
 
-DEFAULT_SEQ_LEN = 256
-
-
 @dataclass(frozen=True)
 class TextRows:
-    """Cuts encoded texts into rows.
+    """Turns texts and chats into rows of tokens.
 
     Args:
         model: the model whose tokenizer and context are used.
@@ -168,7 +200,43 @@ class TextRows:
         bos = self.model.tokenizer.bos_token_id
         return [bos] if self.data.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
 
-    def encoded(self, items: Sequence[tuple[int, Text]]) -> list[Encoded]:
+    def rows(self, items: Iterator[Text | Chat | Row]) -> Iterator[Row]:
+        """Rows of at most `seq_len` tokens, in the order of the data.
+
+        Args:
+            items: texts, chats and rows of the data.
+        """
+        encoded = self._encoded(items)
+        if self.data.pack:
+            return self.packed(encoded)
+        return itertools.chain.from_iterable(self._split(x) if isinstance(x, Row) else self.windows(x) for x in encoded)
+
+    def _encoded(self, items: Iterator[Text | Chat | Row]) -> Iterator[Encoded | Row]:
+        """Encode chats and texts as token ids, texts in groups; rows of tokens are passed on in order."""
+        for kind, group in itertools.groupby(enumerate(items), lambda each: type(each[1])):
+            if kind is not Chat and (self.data.chat_template is not None or self.data.add_generation_prompt):
+                name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
+                raise LayersimError(f"`{name}` applies to chat messages only, and `data` holds texts or tokens.")
+            if reads_decoder(self.model) and kind is not Row:
+                raise decoder_alone("a text alone", self.model)
+            if kind is Text:
+                while some := list(itertools.islice(group, TEXTS_AT_ONCE)):
+                    yield from self._texts([(number, item) for number, item in some if isinstance(item, Text)])
+            for number, item in group:
+                if isinstance(item, Chat):
+                    yield self._chat(item, number)
+                elif isinstance(item, Row):
+                    if reads_decoder(self.model) and not item.inputs and len(item.tokens):
+                        raise decoder_alone("a row of token ids alone", self.model)
+                    yield replace(item, source=number)
+
+    def _split(self, row: Row) -> Iterator[Row]:
+        parts = [part for part in row.split(self.data.seq_len or len(row.tokens)) if part.attention.any()]
+        if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
+            raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
+        return iter(parts)
+
+    def _texts(self, items: Sequence[tuple[int, Text]]) -> list[Encoded]:
         """Tokenise texts, given with their index in the data. For a row classifier, each text is cut to one row."""
         texts = encode(items, self.model)
         if not self.model.reads_rows:
@@ -192,6 +260,58 @@ class TextRows:
         [cut] = encode([item], self.model, room + text.own)
         return cut._replace(cut=True)
 
+    def _chat(self, chat: Chat, number: int) -> Encoded:
+        """The tokens of a chat. All special tokens come from its template: no BOS is added.
+
+        Args:
+            chat: the chat.
+            number: index of its row in the data, for messages.
+
+        Raises:
+            LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
+        """
+        template, tokenizer = self._template(), self.model.tokenizer
+        messages = _text_messages(chat.messages, number)
+        given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
+            if self.data.selection.rule != "assistant":
+                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                return Encoded(ids, chat, number)
+            spans = _assistant_spans(tokenizer, messages, text, given)
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LayersimError(
+                f"`data` has a chat in row {number} that the chat template cannot render: {type(error).__name__}: "
+                f"{first_line(error)}."
+            ) from error
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        marks = [
+            any(start < stop and max(end, start + 1) > begin for begin, stop in spans)
+            for start, end in encoded["offset_mapping"]
+        ]
+        return Encoded(encoded["input_ids"], chat, number, marks=marks)
+
+    def _template(self) -> str:
+        """The text of the template. Raise an error if `positions` needs marks that the template lacks."""
+        tokenizer = tokenizer_of(self.model)
+        try:
+            template: str = tokenizer.get_chat_template(self.data.chat_template)
+        except (AttributeError, ValueError):
+            raise LayersimError(
+                f"`data` contains chat messages, and the tokenizer of {self.model.name} has no chat template for them. Pass "
+                "`Data(..., chat_template=...)` with the template that they are meant for."
+            ) from None
+        if self.data.selection.rule == "assistant" and not (GENERATION.search(template) and tokenizer.is_fast):
+            raise LayersimError(
+                "`positions='assistant'` needs a chat template that marks the assistant's tokens, and a fast tokenizer. "
+                + (
+                    "This tokenizer is not fast."
+                    if GENERATION.search(template)
+                    else "Write {% generation %} ... {% endgeneration %} around the assistant's messages in `chat_template`."
+                )
+            )
+        return template
+
     def warn_of_cut(self) -> None:
         """Warn that texts were cut to one row."""
         if self.notes.cut:
@@ -203,18 +323,18 @@ class TextRows:
 
     def windows(self, text: Encoded) -> Iterator[Row]:
         """Split a text's tokens into rows; a long text continues in further rows, and no token is lost."""
-        if text.chat and self.model.reads_rows and len(text.ids) > self.length:
+        if isinstance(text.item, Chat) and self.model.reads_rows and len(text.ids) > self.length:
             raise row_too_long(len(text.ids), self.length, self.model, "a chat")
         self.notes.texts += 1
         self.notes.cut += text.cut
         self.notes.own_bos += text.own
         # Rows of a chat whose template writes no BOS have none.
-        adds = not text.chat or text.ids[:1] == self.bos
+        adds = isinstance(text.item, Text) or text.ids[:1] == self.bos
         start = 0
         while start < len(text.ids):
             row, taken = self.row(text.ids[start : start + self.length], text.ids[start] in self.bos, adds)
-            labels = None if text.label is None else torch.full_like(row, text.label)
-            inputs, positional = dict(text.inputs), frozenset[str]()
+            labels = None if text.item.label is None else torch.full_like(row, text.item.label)
+            inputs, positional = dict(text.item.inputs), frozenset[str]()
             if text.segments is not None:
                 # Tokenizers that give segments add all special tokens themselves: no BOS comes before the ids.
                 inputs[SEGMENTS] = torch.tensor(text.segments[start : start + taken])
@@ -261,16 +381,16 @@ class TextRows:
             del held[:start], separates[:start]
 
         for item in items:
-            if isinstance(item, Row) or item.chat:
+            if isinstance(item, Row) or isinstance(item.item, Chat):
                 raise LayersimError(
                     f"`pack` applies to texts only, and `data` has {'rows of tokens' if isinstance(item, Row) else 'chats'}."
                 )
             end = self.model.tokenizer.eos_token_id
             ids = item.ids
-            if item.inputs or item.segments is not None:
+            if item.item.inputs or item.segments is not None:
                 raise LayersimError(
                     "`pack` is True, which joins texts, but each text has its own inputs: "
-                    f"{', '.join(item.inputs) or SEGMENTS}."
+                    f"{', '.join(item.item.inputs) or SEGMENTS}."
                 )
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
                 # The separator is the BOS of this text.
@@ -296,3 +416,46 @@ def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> L
         f"`data` has {given} of {tokens} tokens, but `seq_len` is {longest}, and the head of {model.name} makes one prediction "
         f"per row, so the row is not split. Pass {remedy}, or texts."
     )
+
+
+def _assistant_spans(
+    tokenizer: Any, messages: list[dict[str, Any]], text: str, given: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """Start and end (exclusive) of each part of the rendered text that the template marks.
+
+    `return_assistant_tokens_mask=True` maps these characters to tokens one by one: where a part begins or ends with a character
+    without a token, as spaces are to some tokenizers, its mask ends too early or too late.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, spans = render_jinja_template(
+        [messages], return_assistant_tokens_mask=True, **given, **tokenizer.special_tokens_map
+    )
+    if rendered[0] != text:
+        raise ValueError("the template renders the same messages differently with marks")
+    return [(int(start), int(stop)) for start, stop in spans[0]]
+
+
+def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[dict[str, Any]]:
+    """The messages without empty fields. Raise an error if there are none, or if one holds more than text."""
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise LayersimError(
+            f"`data` has no chat in row {number}, but {brief(messages)}; a chat is a list of messages with role and content."
+        )
+    for message in messages:
+        parts = message.get("content")
+        kinds = {part.get("type", "text") for part in parts if isinstance(part, Mapping)} if isinstance(parts, list) else set()
+        if kinds - {"text"}:
+            raise LayersimError(
+                f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
+                f"read. Run the model itself on the others: {ATTACH}model(...)."
+            )
+    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in found:
+        # A template writes nothing for a key that it does not know.
+        if "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            raise LayersimError(
+                f"`data` has a chat in row {number} with a message whose keys are {', '.join(message) or 'none'}; a message "
+                "has role and content."
+            )
+    return found

@@ -1,4 +1,4 @@
-"""Coupling of Jacobians: each Jacobian in the singular bases of the others, and a null from random bases.
+"""Singular vectors of Jacobians, and their coupling: each Jacobian in the singular bases of the others, and a null.
 
 This module is serialised by value and runs on NDIF servers too.
 """
@@ -12,10 +12,107 @@ from torch import Tensor
 
 from ..activations.block_call import BlockCall
 from .jacobian import Jacobian, computing_dtype
-from .singular_vectors import krylov, top_of
 
+# Krylov: largest error of the singular vectors relative to the largest singular value, and number of additional vectors.
+TOLERANCE, OVERSAMPLING = 1e-4, 6
 # Draws of random vectors behind the null: with eight, its mean scatters as little as a measured coupling.
 DRAWS = 8
+
+
+@dataclass(frozen=True)
+class Top:
+    """The top singular triplets of each sample's Jacobian.
+
+    Attributes:
+        u: `sample d_model k`, left singular vectors.
+        s: `sample k`, singular values in descending order.
+        v: `sample d_model k`, right singular vectors.
+        residual: `sample`, the largest |J'u_i - s_i v_i| over i, divided by s_1; 0 for a full decomposition.
+        products: number of products with J or J'.
+    """
+
+    u: Tensor
+    s: Tensor
+    v: Tensor
+    residual: Tensor
+    products: int
+
+
+def top_of(dense: Tensor, k: int) -> Top:
+    """Top singular triplets by full SVD.
+
+    Args:
+        dense: `sample d_model d_model`, dense Jacobians.
+        k: number of triplets.
+    """
+    u, s, vh = torch.linalg.svd(dense)
+    exact = torch.zeros(len(dense), dtype=dense.dtype, device=dense.device)
+    return Top(u[..., :k], s[..., :k], vh[..., :k, :].mT, exact, dense.shape[-1])
+
+
+def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
+    """Top singular triplets by block Golub-Kahan-Lanczos with full reorthogonalisation, from a random block.
+
+    Iterates until the residual is at most `TOLERANCE`. Source: Golub, Luk and Overton 1981; randomised block Krylov in Musco
+    and Musco 2015 (arXiv 1504.05477).
+
+    Args:
+        jacobian: products with J and J'.
+        k: number of triplets.
+        seed: seed of the random block.
+    """
+    samples, d = len(jacobian.row), jacobian.d_model
+    width = min(k + OVERSAMPLING, d)
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(samples, d, width, generator=generator, dtype=torch.float64)
+    block = torch.linalg.qr(start.to(jacobian.row.device, jacobian.dtype))[0]
+    left, right, images, back = [list[Tensor]() for _ in range(4)]
+    products = 0
+    while True:
+        right.append(block)
+        images.append(jacobian.forward(block))
+        left.append(orthogonal_to(images[-1], left, generator))
+        back.append(jacobian.transposed(left[-1]))
+        products += 2 * block.shape[-1]
+        u_all, v_all = torch.cat(left, -1), torch.cat(right, -1)
+        image, back_all = torch.cat(images, -1), torch.cat(back, -1)
+        x, s, yh = torch.linalg.svd(u_all.mT @ image)
+        u, v = u_all @ x[..., :k], v_all @ yh[..., :k, :].mT
+        off = (back_all @ x[..., :k] - v * s[..., None, :k]).norm(dim=-2).amax(-1) / s[..., 0].clamp(min=1e-30)
+        left_room = d - v_all.shape[-1]
+        if left_room == 0 or bool((off <= TOLERANCE).all()):
+            return Top(u, s[..., :k], v, off, products)
+        block = orthogonal_to(back[-1][..., : min(width, left_room)], right, generator)
+
+
+def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
+    """Orthonormalise `block` against `basis`; random directions replace linearly dependent columns.
+
+    Args:
+        block: `sample d_model n`.
+        basis: orthonormal blocks.
+        generator: generator of the random directions.
+    """
+
+    def without(x: Tensor) -> Tensor:
+        for known in basis:
+            x = x - known @ (known.mT @ x)
+        return x
+
+    # A column counts as dependent if less than this fraction of it remains, which is rounding error. Random ones lose little.
+    remaining = 1e-4
+    for _ in range(8):
+        size = block.norm(dim=-2).clamp(min=1e-30)
+        block, r = torch.linalg.qr(without(block))
+        dependent = r.diagonal(dim1=-2, dim2=-1).abs() <= remaining * size
+        if not bool(dependent.any()):
+            break
+        drawn = torch.randn(block.shape, generator=generator, dtype=torch.float64).to(block)
+        block = torch.where(dependent[..., None, :], drawn / drawn.norm(dim=-2, keepdim=True), block)
+        remaining = 1e-2
+    # Twice more: the remainder of a column that lost nearly all of its length is not orthogonal up to rounding.
+    block = torch.linalg.qr(without(block))[0]
+    return torch.linalg.qr(without(block))[0]  # type: ignore[no-any-return]  # torch does not say
 
 
 @dataclass(frozen=True)
@@ -33,6 +130,10 @@ class Connections:
     block: tuple[int, ...]
     t_in: Tensor
     t_out: Tensor
+
+
+# Row of the batch, index of the sample and index of the connection of each Jacobian that is computed together with others.
+Chunk = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,7 +166,7 @@ class Coupled:
         null_miscoupling: `null_off`, but each draw is divided by its own |A|_F.
         defined: `k sample connection connection`, whether a, and k singular values of b, exceed rounding error.
         singular_values: `sample connection k`.
-        residual: `sample connection`, residual of `krylov`, see `singular_vectors.Top`.
+        residual: `sample connection`, residual of `krylov`, see `Top`.
         step_error: `sample connection`, error of finite differences, see `Jacobian`.
         whole_rows: `connection`, whether the block was replayed on whole rows.
         failures: `connection`, failed checks of the replay as bits, see `Jacobian.failures`.
@@ -172,10 +273,9 @@ def couple(
         path: whether to return `LinearPath`. The connections must then be all blocks in order, each at one token.
     """
     k = min(max(options.ks), calls[0].hidden.shape[-1])
-    spectra = _decompose(calls, which, options, k)
+    (u, v, s), checks, chunks = _decompose(calls, which, options, k)
     samples, connections = which.t_in.shape
     d, device = calls[0].hidden.shape[-1], calls[0].hidden.device
-    u, v, s = spectra.u, spectra.v, spectra.s
     ks = [min(k, one) for one in options.ks]
     off = torch.zeros(len(ks), samples, connections, connections, dtype=torch.float64, device=device)
     norm, null_off, null_miscoupling = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
@@ -185,7 +285,7 @@ def couple(
     alignment = torch.zeros(3, samples, connections, connections, dtype=torch.float64, device=device)
     linear = LinearPath(calls, which, u, v) if path else None
     left, right = random_frames(connections, d, k, options.seed, u)
-    for (row, sample, connection), dense in zip(spectra.chunks, spectra.dense, strict=True):
+    for (row, sample, connection), dense in chunks:
         # `sample d_model (connection k)`, followed by the random frames.
         bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
         # Residuals apart from the bases, whose products would have other roundings with more columns.
@@ -214,59 +314,36 @@ def couple(
             whole[sample, connection], bases_whole[:, sample, connection] = a, shared
     for matrix in (null_off, null_miscoupling):
         matrix.diagonal(dim1=-2, dim2=-1).zero_()
-    floor = rounding_floor(s, spectra.step_error, d, computing_dtype(calls[0]))
+    floor = rounding_floor(s, checks["step_error"], d, computing_dtype(calls[0]))
     nonzero = s[..., 0] > floor
     defined = torch.stack([nonzero[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
     if linear is not None:
         known = s > floor[..., None]
         linear.left_share, linear.right_share = (one.where(known, torch.nan) for one in (linear.left_share, linear.right_share))
     return Coupled(
-        off,
-        norm,
-        null_off,
-        null_miscoupling,
-        defined,
-        s,
-        spectra.residual,
-        spectra.step_error,
-        spectra.whole_rows,
-        spectra.failures,
-        alignment.clamp(max=1).where(defined[0] & defined[0].mT, torch.nan),
-        whole,
-        bases_whole,
-        linear,
+        off=off,
+        norm=norm,
+        null_off=null_off,
+        null_miscoupling=null_miscoupling,
+        defined=defined,
+        singular_values=s,
+        alignment=alignment.clamp(max=1).where(defined[0] & defined[0].mT, torch.nan),
+        matrices=whole,
+        bases=bases_whole,
+        path=linear,
+        **checks,
     )
 
 
-@dataclass(frozen=True)
-class _Spectra:
-    """Top singular vectors of all Jacobians.
+def _decompose(
+    calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, k: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor], list[tuple[Chunk, Tensor | None]]]:
+    """The k top singular vectors of each connection's Jacobian.
 
-    Attributes:
-        u: `sample connection d_model k`, left singular vectors.
-        s: `sample connection k`, singular values.
-        v: `sample connection d_model k`, right singular vectors.
-        residual: as in `Coupled`.
-        step_error: as in `Coupled`.
-        whole_rows: as in `Coupled`.
-        failures: as in `Coupled`.
-        chunks: row, sample and connection of the Jacobians that are computed together.
-        dense: for each chunk, the dense Jacobians if they are kept; else None.
+    Returns:
+        Left singular vectors `sample connection d_model k`, right ones, and singular values `sample connection k`; checks of
+        the computation, see `Coupled`; and the Jacobians that are computed together, with the dense matrices if they are kept.
     """
-
-    u: Tensor
-    s: Tensor
-    v: Tensor
-    residual: Tensor
-    step_error: Tensor
-    whole_rows: Tensor
-    failures: Tensor
-    chunks: list[tuple[Tensor, Tensor, Tensor]]
-    dense: list[Tensor | None]
-
-
-def _decompose(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, k: int) -> _Spectra:
-    """The k top singular vectors of each connection's Jacobian."""
     samples, connections = which.t_in.shape
     d, device = calls[0].hidden.shape[-1], calls[0].hidden.device
     wide = torch.float64 if calls[0].hidden.dtype == torch.float64 else torch.float32
@@ -278,10 +355,10 @@ def _decompose(calls: tuple[BlockCall, ...], which: Connections, options: Coupli
     failures = torch.zeros(connections, dtype=torch.int64, device=device)
     size = wide.itemsize * d * d
     keep = options.method != "krylov" and samples * connections * size <= options.memory_mb * 5e5
-    kept: list[Tensor | None] = []
-    chunks = chunks_of(which, max(1, int(options.memory_mb * 1e6 / (6 * size))))
-    for row, sample, connection in chunks:
-        with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
+    kept: list[tuple[Chunk, Tensor | None]] = []
+    for chunk in chunks_of(which, max(1, int(options.memory_mb * 1e6 / (6 * size)))):
+        _, sample, connection = chunk
+        with jacobian_of(calls, which, options, *chunk) as jacobian:
             dense = None
             if options.method == "krylov":
                 top = krylov(jacobian, k, options.seed)
@@ -293,8 +370,9 @@ def _decompose(calls: tuple[BlockCall, ...], which: Connections, options: Coupli
             step_error[sample, connection] = jacobian.step_error.to(device)
             whole_rows[connection] |= jacobian.whole_rows
             failures[connection] |= jacobian.failures
-        kept.append(dense if keep else None)
-    return _Spectra(u, s, v, residual, step_error, whole_rows, failures, chunks, kept)
+        kept.append((chunk, dense if keep else None))
+    checks = {"residual": residual, "step_error": step_error, "whole_rows": whole_rows, "failures": failures}
+    return (u, v, s), checks, kept
 
 
 def jacobian_of(
@@ -316,7 +394,7 @@ def jacobian_of(
     return Jacobian(call, row.to(here), t_in, t_out, options.memory_mb, options.method == "finite-difference")
 
 
-def chunks_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
     """Split all Jacobians into chunks, block by block; each chunk gives row, sample and connection indices.
 
     Args:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import BlockCall, FewTokens, Widened, plain_attention
-from .replay import is_remote, lengthening, reproduces
-from .single_token_products import TokenProducts, TokenReplayMismatch
-from .whole_row_products import GraphProducts, RowProducts
+from .products import GraphProducts, RowProducts, TokenProducts, TokenReplayMismatch, is_remote, lengthening, reproduces
 
 
 def computing_dtype(call: BlockCall) -> torch.dtype:

@@ -12,8 +12,8 @@ from ..activations.view import targets, tokens_alone
 from ..architectures.output_heads import is_detr
 from ..core.errors import LayersimError
 from ..data.batches import Batch
+from ..data.inputs import labelled_without_tokens
 from ..data.labels import NO_LABEL, as_labels
-from ..data.rows_without_tokens import labelled_without_tokens
 from ..sources.model import Model
 
 

@@ -16,13 +16,12 @@ from ..analyzers.analyzer import need_head
 from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
-from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open import open_source
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
-from .run import PromptKernel, run_on_prompt
+from .run import run_on_prompt
 
 if TYPE_CHECKING:
     import pandas
@@ -71,14 +70,6 @@ class PredictionGrid(Result):
     words: tuple[tuple[str, ...], ...]
     top_words: tuple[tuple[tuple[str, ...], ...], ...]
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        Result.__post_init__(self)
-        if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
-            raise LayersimError(
-                f"`words` has rows of {brief([len(row) for row in self.words])} words; it must have "
-                f"{tuple(self.values.shape)}, `token layer`."
-            )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -129,13 +120,6 @@ class TrajectoryPCA(Result):
     explained: Float64[Tensor, " component"] = axes("component", label="Explained variance", unit="fraction", within=(0, 1))
     tokens: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        skipped = self.provenance.options.get("skip_first", 0)
-        # A bool is an int; positions of a figure are counted from this number.
-        if type(skipped) is not int or not 0 <= skipped < 2**31:
-            raise LayersimError(f"`skip_first` of the provenance is {brief(skipped)}; it must be a whole number of 0 or more.")
-
     @property
     def components(self) -> tuple[str, ...]:
         """Labels of the `component` axis."""
@@ -180,8 +164,7 @@ def prediction_grid(
 
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
     source = open_source(model)
-    needs = PromptKernel(make=lambda _: kernel, options={"norm": norm}, check=check, lens=True)
-    out, tokens, word, provenance = run_on_prompt(source, prompt, needs)
+    out, tokens, word, provenance = run_on_prompt(source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True)
     refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(
         values=out["probability"].double().T.contiguous(),
@@ -226,7 +209,7 @@ def trajectory_pca(
     source = open_source(model)
     options = {"fit": fit} | ({} if sites == slice(None) else {"sites": str(sites)})
     kernel = partial(pca_kernel, whole=fit == "path")
-    out, tokens, _, provenance = run_on_prompt(source, prompt, PromptKernel(make=lambda _: kernel, options=options))
+    out, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
     layers = source.model.layers[sites]
     if not layers:
         raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")

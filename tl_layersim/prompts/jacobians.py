@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,31 +23,7 @@ from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open import open_source
 from ..sources.model import Model
-from .run import PromptKernel, connections_of, different, pair_of, run_on_prompt
-
-# The positions at the end of a label, in digits that `int` reads.
-POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
-
-
-def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
-    """Raise an error for labels of Jacobians that figures cannot read, such as labels in a malformed file.
-
-    Args:
-        field: name of the attribute that holds the labels.
-        labels: labels of the Jacobians.
-        form: form of each label, in words.
-        start: regular expression for the part of a label before the positions.
-        tokens: tokens of the prompt, to which the positions refer.
-
-    Raises:
-        LayersimError: a label has another form, or a position that does not exist in the prompt.
-    """
-    for label in labels:
-        found = re.fullmatch(start + POSITIONS, label)
-        if found is None or max(map(int, found.groups())) >= len(tokens):
-            raise LayersimError(
-                f"`{field}` contains {brief(label)}; a label must be {form}, with positions below {len(tokens)}."
-            )
+from .run import run_on_prompt
 
 
 @typed
@@ -85,10 +60,6 @@ class BlockJacobians(Result):
     blocks: tuple[str, ...]
     pairs: tuple[str, ...]
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_pair_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
 
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}
@@ -155,10 +126,6 @@ class CouplingMatrices(Result):
     connections: tuple[str, ...]
     method: str
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -230,13 +197,12 @@ def block_jacobians(
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        pairs[:] = different([pair_of(one, tokens) for one in requested])
+        pairs[:] = [pair_of(one, tokens) for one in requested]
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
     check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
-    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
     values = out["jacobians"].double()
@@ -311,7 +277,7 @@ def coupling_matrices(
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        where[:] = different(connections_of(along, chosen, token, positions, tokens))
+        where[:] = connections_of(along, chosen, token, positions, tokens)
         picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
         return partial(
             matrices_kernel,
@@ -330,8 +296,7 @@ def coupling_matrices(
         "seed": seed,
     }
     check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
-    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, needs)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
     values, null = out["values"].double(), out["null"].double()
@@ -350,6 +315,45 @@ def coupling_matrices(
         layers=source.model.layers,
         provenance=provenance,
     )
+
+
+def pair_of(position: Any, tokens: int) -> tuple[int, int]:
+    """Convert a position ("last", a token or a pair of tokens) to t_in and t_out, counted from 0."""
+    pair = (-1, -1) if position == "last" else (position, position) if isinstance(position, int) else position
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(type(token) is int for token in pair):
+        raise LayersimError(
+            f"`positions` contains {brief(position)}; it must be 'last', or hold indices of tokens or pairs (t_in, t_out)."
+        )
+    return token_of(pair[0], tokens), token_of(pair[1], tokens)
+
+
+def token_of(position: int, tokens: int) -> int:
+    """The index of a token, counted from 0."""
+    if not -tokens <= position < tokens:
+        raise LayersimError(
+            f"Token {position} does not exist: the prompt has tokens 0 to {tokens - 1}, or -1 to {-tokens} from the end."
+        )
+    return position % tokens
+
+
+def connections_of(
+    along: str, blocks: tuple[int, ...], token: int | None, positions: list[int] | None, tokens: int
+) -> list[tuple[int, int, int]]:
+    """Block, t_in and t_out of each connection."""
+    at = token_of((0 if along == "fixed-input" else -1) if token is None else token, tokens)
+    if along == "depth":
+        return [(block, at, at) for block in blocks]
+    first, last = (at, tokens) if along == "fixed-input" else (0, at + 1) if along == "fixed-output" else (0, tokens)
+    moving = list(range(first, last)) if positions is None else [token_of(p, tokens) for p in positions]
+    wrong = [t for t in moving if not first <= t < last]
+    if wrong:
+        raise LayersimError(
+            f"`positions` contains {wrong[0]}; it must be from {first} to {last - 1} for along={along!r}, as a token has "
+            "no effect on earlier ones. block_jacobians takes any pair."
+        )
+    if along == "self":
+        return [(block, t, t) for block in blocks for t in moving]
+    return [(block, at, t) if along == "fixed-input" else (block, t, at) for block in blocks for t in moving]
 
 
 def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:

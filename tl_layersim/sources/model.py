@@ -35,11 +35,12 @@ from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
 from ..core.errors import LayersimError, without_secrets
 from ..data.inputs import PIXELS
+from ..data.rows import ModelInputs
 from .identity import StoredWeights, hooks_on, refuse_unknown
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(ModelInputs):
     """Description of a model from its modules and configuration, before it runs.
 
     Attributes:

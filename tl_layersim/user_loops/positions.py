@@ -14,7 +14,7 @@ from ..data.data import Notes
 from ..data.padding import mask_of, masked_warning
 from ..data.positions import Positions
 from ..sources.hooked import HookedSource
-from .recorder import Call, Choice
+from .recorder import Call
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ForwardPassPositions:
     whole_rows: bool
     notes: Notes = field(default_factory=Notes)
 
-    def choose(self, call: Call, mask: Tensor | None) -> Choice:
-        """Mask of the counted and mask of the attended positions of a forward pass.
+    def choose(self, call: Call, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Masks of the counted and of the attended positions of a forward pass, each `batch pos`.
 
         Args:
             call: the forward pass.
@@ -45,8 +45,7 @@ class ForwardPassPositions:
         """
         known, pos, attention = self._known(call, mask), call.shape[1], call.attention
         attended = attention[:, -pos:].bool().cpu() if _has_mask_shape(attention, call) else known.cpu()
-        has_tokens = call.tokens is not None or attention is not None
-        return Choice(self._selected(call, known), attended, self.rule.pooled, has_tokens)
+        return self._selected(call, known), attended
 
     def _selected(self, call: Call, known: Tensor) -> Tensor:
         """Mask of the positions that the rule selects, among the positions of the given mask."""

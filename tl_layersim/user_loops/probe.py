@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..activations.row_pools import ROWS, SAMPLES_OF_ROW, PoolKernel
+from ..activations.view import View, reduce
 from ..analyzers.analyzer import Analyzer
-from ..core.errors import LayersimError, recorded_warnings
+from ..core.errors import LOG, LayersimError, recorded_warnings, warn
 from ..core.results import Report
-from ..core.sums import SumTree, Tally
+from ..core.sums import DataBlock, Sums, SumTree, Tally
+from ..core.wording import first_line
 from ..data.batches import new_digest
 from ..data.padding import as_mask
 from ..data.positions import Positions
+from ..engine.memory_checks import refuse_large_blocks
 from ..engine.plan import SitePlan
 from ..engine.report_assembly import make_report
+from ..engine.run import sums_of, sums_so_far
+from ..remote.trace_reader import PROBES, PassReader, ShippedProbe
+from ..remote.traces import partial_sums
+from ..sources.checks import refuse_not_finite, refuse_other_logits
+from ..sources.hooked import HookedSource
 from ..sources.hooks import kernels_alone
 from ..sources.model import Model
+from ..sources.nnsight import NNsightSource, shippable
+from ..sources.source import OnServer
+from .positions import ForwardPassPositions, continues
+from .recorder import Call, Recorder
+
+# Counted positions for one call of a kernel: cached generation gives one at a time, and few calls are faster than many.
+BUFFERED_TOKENS = 2048
 
 
 class Probe:
@@ -40,15 +59,6 @@ class Probe:
         # Forward passes stand in the place of rows.
         self._tree = SumTree(1 if self._intervals else None)
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise _not_copied()
-
-    def __copy__(self) -> Probe:
-        raise _not_copied()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
-        raise _not_copied()
 
     def __enter__(self) -> Probe:
         raise LayersimError(
@@ -153,7 +163,324 @@ class Probe:
         return make_report(analyzers, models, tally, tree.total().sums, {}, how, blocks)
 
 
-def _not_copied() -> LayersimError:
-    return LayersimError(
-        "A probe cannot be copied or pickled, because it belongs to its model. Use probe.results(), a report that can be saved."
+class LoopProbe(Probe):
+    """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`."""
+
+    def __init__(
+        self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
+    ) -> None:
+        self._source = source
+        self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
+        self._hooks: AbstractContextManager[None] | None = None
+        kernels = plan.kernels(analyzers, {})
+        self._pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
+        # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
+        needing_head = [name for name in kernels if name in analyzers and analyzers[name].needs_unembed]
+        self._immediate = {name: kernels[name] for name in needing_head}
+        self._deferred = {name: kernel for name, kernel in kernels.items() if name not in (self._immediate | self._pooled)}
+        self._checked = not self._immediate
+        self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
+        self._error: LayersimError | None = None
+        super().__init__(analyzers, plan, positions, intervals)
+
+    def _begin(self) -> None:
+        super()._begin()
+        # By kernel, the views that wait until they are enough for one call.
+        self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
+        # Index of the first row of the last forward pass, and its number of rows.
+        self._last = (0, 0)
+        # Number of rows of all forward passes.
+        self._rows = 0
+        self._dtypes = self._dtypes[-1:]
+        self._positions.notes.begin()
+
+    def __enter__(self) -> LoopProbe:
+        if self._hooks is not None:
+            raise LayersimError("The probe was already attached; each `lsim.attach(...)` can be entered once.")
+        compare = None if self._checked else self._compare
+        recorder = Recorder(self._source, self._rule.pooled, self._choose, self._add, self._fail, compare)
+        self._hooks = recorder.attached()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._hooks is not None
+        self._hooks.__exit__(kind, error, trace)
+
+    def _sums(self) -> SumTree:
+        if self._error:
+            raise self._error
+        if self._forwards == 0:
+            raise LayersimError(
+                "The probe measured nothing: no forward pass ran inside its `with` block. Call model(tokens), not "
+                'model.forward(tokens); a compiled model also needs torch.compiler.set_stance("force_eager").'
+            )
+        if self._tokens == 0:
+            raise LayersimError(
+                f"The probe measured nothing: a mask or `positions` excludes every position of {self._forwards} forward passes."
+            )
+        if not self._checked:
+            raise LayersimError(
+                f"The lens cannot be checked: the head never ran in {self._forwards} forward passes of the blocks alone. Run "
+                "the whole model once inside the `with` block."
+            )
+        # Views that wait are reduced for this report and wait on: calling results() must not change the minibatches.
+        pending = {name: self._reduced(name, views) for name, views in self._waiting.items() if views}
+        if self._error:
+            raise self._error
+        self._positions.notes.once(self._positions.notes.runs.warning(self._source.model))
+        # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
+        self._plan.check_sites(self._analyzers, [self._source])
+        return self._tree.add(self._block(0, pending)) if pending else self._tree
+
+    def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
+        model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
+        return self._plan.models_by_analyzer([model], [self._source]), {"masked_by_pad_id": self._positions.notes.masked}
+
+    def _fail(self, error: Exception) -> None:
+        """Keep an error for `results()`, so that the user's loop continues."""
+        # The frames of a traceback would keep activations in memory.
+        LOG.debug("The probe stopped measuring.", exc_info=error)
+        link: BaseException | None = error
+        while link is not None:
+            link = link.with_traceback(None)
+            link = link.__cause__ or link.__context__
+        if not isinstance(error, LayersimError):
+            refusal = LayersimError(
+                "A forward pass could not be measured; the loop continued without the probe. "
+                f"{type(error).__name__}: {first_line(error)}"
+            )
+            refusal.__cause__, error = error, refusal
+        if self._error is not None:
+            return
+        self._error = error
+        # A filter of the user may make errors of warnings.
+        with suppress(Warning):
+            warn(f"The probe stopped measuring, and probe.results() raises the reason: {error}")
+
+    def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
+        """Compare the lens with the model's own logits on the first forward pass that reaches the head."""
+        self._checked = True
+        refuse_other_logits(gap, self._source.model, computed)
+
+    def _choose(self, call: Call) -> tuple[Tensor, Tensor]:
+        return self._positions.choose(call, self._mask)
+
+    @kernels_alone()
+    def _add(self, view: View, call: Call) -> None:
+        self._forwards += 1
+        self._source.note_widths(view)
+        dtype = _dtype_of(self._source)
+        if dtype != self._dtype:
+            self._dtypes, self._dtype = [*self._dtypes, dtype], dtype
+        count = view.tokens.numel()
+        if count == 0:
+            return
+        self._tokens += count
+        self._digest.update(view.tokens.cpu().numpy().tobytes())
+        own = {name: self._reduced(name, [view]) for name in self._immediate}
+        first, continued = self._first_row(call)
+        self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
+        for name, views in self._waiting.items():
+            views.append(replace(view, sequence=view.sequence + first) if name in self._pooled else view)
+            if self._is_enough(name, views, continued):
+                own[name] = self._reduced(name, views)
+                self._waiting[name] = []
+        self._tree = self._tree.add(self._block(count, own))
+
+    def _first_row(self, call: Call) -> tuple[int, bool]:
+        """Index of a forward pass's first row among all rows, and whether its rows continue the pass before.
+
+        Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
+        """
+        rows = call.shape[0]
+        if continues(call) and self._last[1] == rows:
+            return self._last[0], True
+        self._last = (self._rows, rows)
+        self._rows += rows
+        return self._last[0], False
+
+    def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
+        """Whether there are enough views to call a kernel: many tokens, or a pool of rows.
+
+        Cached generation gives one position at a time, and few calls are faster than many.
+        """
+        kernel = self._pooled.get(name)
+        if kernel is None:
+            return sum(view.tokens.numel() for view in views) >= BUFFERED_TOKENS
+        counts = torch.unique(torch.cat([view.sequence for view in views]), return_counts=True)[1]
+        rows, taken = len(counts), counts.clamp(max=SAMPLES_OF_ROW)
+        if continued and bool((counts >= SAMPLES_OF_ROW).all()):
+            # Further steps would add to the memory alone.
+            return True
+        return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
+
+    def _block(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
+        """Sums of one forward pass."""
+        names = (*self._immediate, *self._waiting)
+        return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
+
+    def _reduced(self, name: str, views: list[View]) -> Sums:
+        """Output of a kernel for some views; empty if the kernel fails."""
+        kernel = (self._immediate | self._deferred | self._pooled)[name]
+        try:
+            joined = _by_row(views) if name in self._pooled else _joined(views)
+            not_finite, out = reduce({name: kernel}, joined)
+            refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
+            own = sums_of((name,), out, sums_so_far(self._tree))
+            if self._intervals:
+                refuse_large_blocks(own)
+            return own[name]
+        except Exception as error:
+            self._fail(error)
+            return Sums()
+
+
+def _dtype_of(source: HookedSource) -> str:
+    """Current dtype of the model's first weights."""
+    first = next(source.module.parameters(), None)
+    return str(first.dtype) if first is not None else "unknown"
+
+
+def _joined(views: list[View]) -> View:
+    """Join several views into one; rows of different views get different sequence numbers."""
+    if len(views) == 1:
+        return views[0]
+    rows, offset = [], 0
+    for view in views:
+        rows.append(view.sequence + offset)
+        offset += int(view.sequence.max()) + 1
+    return _with_sequence(views, torch.cat(rows))
+
+
+def _by_row(views: list[View]) -> View:
+    """Join several views whose sequence numbers count all rows, so that the samples of a row follow each other."""
+    rows = torch.cat([view.sequence for view in views])
+    number = torch.unique(rows, return_inverse=True)[1]
+    joined = _with_sequence(views, number)
+    if bool((number[1:] >= number[:-1]).all()):
+        return joined
+    order = number.argsort(stable=True)
+    return replace(
+        joined,
+        activations=joined.activations[:, order.to(joined.activations.device)],
+        tokens=joined.tokens[order.to(joined.tokens.device)],
+        sequence=number[order],
+        position=joined.position[order.to(joined.position.device)],
+        next_token=None,
     )
+
+
+def _with_sequence(views: list[View], sequence: Tensor) -> View:
+    return View(
+        activations=torch.cat([v.activations for v in views], dim=1),
+        tokens=torch.cat([v.tokens for v in views]),
+        sequence=sequence,
+        position=torch.cat([v.position for v in views]),
+        next_token=torch.cat([v.next_token for v in views if v.next_token is not None]),
+        sites=views[0].sites,
+        widths=views[0].widths,
+    )
+
+
+class TraceProbe(Probe):
+    """Adds up sums of forward passes in the user's own nnsight traces, each of which calls `probe.read()` in an empty invoke.
+
+    `results()` is the report of all traces so far; `reset()` begins anew.
+    """
+
+    def __init__(
+        self, source: NNsightSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
+    ) -> None:
+        # Tickets of requests whose results have not arrived.
+        self.sent: set[str] = set()
+        self._key = uuid.uuid4().hex
+        PROBES[self._key] = self
+        self._source: NNsightSource = source
+        self._kernels = shippable(plan.kernels(analyzers, {}))
+        super().__init__(analyzers, plan, positions, intervals)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._padded = 0
+
+    def read(self) -> TraceProbe:
+        self.add(self._reader().read(False))
+        return self
+
+    def _reader(self) -> PassReader:
+        source, known = self._source, self._source.model
+        edges = {*known.starts, *known.ends}
+        return PassReader(
+            source.envoy,
+            source.sites,
+            source.steps(),
+            source.lens,
+            self._kernels,
+            self._rule,
+            known.mask_input,
+            any(analyzer.whole_rows for analyzer in self._analyzers.values()),
+            tuple(pad for pad in known.pads if pad not in edges),
+            self._sequences,
+        )
+
+    @property
+    def mask(self) -> Tensor | None:
+        """None: the mask of a trace is that with which nnsight calls the model."""
+        return None
+
+    @mask.setter
+    def mask(self, mask: Tensor | None) -> None:
+        raise LayersimError(
+            "`probe.mask` cannot be set for an nnsight model. Pass {'input_ids': tokens, 'attention_mask': mask} to the invoke."
+        )
+
+    def _sums(self) -> SumTree:
+        if self._tokens:
+            return self._tree
+        if self.sent:
+            raise LayersimError(
+                f"The probe was sent with {len(self.sent)} traces, and none of their results has arrived. The probe must have "
+                "a name of its own in the function that opens the trace: an argument, or `probe = self.probe`."
+            )
+        raise LayersimError("The probe measured nothing: no trace called probe.read(), or none at counted positions.")
+
+    def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
+        source = self._source
+        places = {"remote": [source.record()]} if isinstance(source, OnServer) else {}
+        models = self._plan.models_by_analyzer([source.model.as_it_is_now()], [source])
+        return models, {"in_traces": True, "rows_with_attended_padding": self._padded} | places
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A `ShippedProbe`: nnsight pickles a probe to ship it with a trace."""
+        ticket = uuid.uuid4().hex
+        self.sent.add(ticket)
+        return ShippedProbe, (self._key, ticket, self._reader())
+
+    def add(self, read: Mapping[str, Any]) -> None:
+        """Add the sums of one forward pass.
+
+        Args:
+            read: output of `PassReader.read`.
+
+        Raises:
+            LayersimError: activations are not finite.
+        """
+        self._forwards += 1
+        if read["padded"] and not self._padded:
+            warn(
+                f"{read['padded']} rows of a trace start or end with a padding id that its attention mask does not exclude, "
+                "and are measured as they are. Pass {'input_ids': tokens, 'attention_mask': mask} to the invoke."
+            )
+        self._padded += read["padded"]
+        if not read["tokens"]:
+            return
+        [part] = partial_sums([(1, read["sums"])])
+        refuse_not_finite(part.not_finite, [self._source.sites], f"forward pass {self._forwards}")
+        own = sums_of(tuple(self._kernels), part.out, sums_so_far(self._tree))
+        if self._intervals:
+            refuse_large_blocks(own)
+        self._sequences += read["rows"]
+        self._tokens += read["tokens"]
+        self._digest.update(read["hash"].numpy().tobytes())
+        self._tree = self._tree.add(DataBlock(1, read["tokens"], own))

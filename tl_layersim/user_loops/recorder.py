@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -32,17 +32,14 @@ from ..sources.hooks import StopForward, is_unrecorded, on_enter, on_leave, temp
 
 
 class ProbeHook:
-    """A forward hook or forward pre-hook that is not copied when its module is copied.
-
-    A deep copy of the module has no hook in place of this one. A pickled module has a hook that does nothing.
+    """A forward hook or forward pre-hook. A copied or pickled module has a hook that does nothing in its place.
 
     Args:
-        module: the module that the hook is registered on.
         call: the function that torch calls.
     """
 
-    def __init__(self, module: torch.nn.Module, call: Callable[..., None]) -> None:
-        self.module, self.call = module, call
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
 
     def __call__(self, *args: Any) -> None:
         self.call(*args)
@@ -51,35 +48,6 @@ class ProbeHook:
         # A function of the standard library that accepts any arguments and returns None, so that a pickled model can be
         # loaded without this package.
         return getattr, (nullcontext(), "__exit__")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        made = memo.get(id(self.module))
-        if isinstance(made, torch.nn.Module):
-            # `copy` keeps this list alive until the whole copy is made.
-            memo.setdefault(id(memo), []).append(_Sweeper(made))
-        return _nothing
-
-
-class _Sweeper:
-    """Removes the placeholder hooks of a copied module when the sweeper is freed.
-
-    Args:
-        module: the copy.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-    def __del__(self) -> None:
-        state = vars(self.module)
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            for number in [number for number, hook in state.get(name, {}).items() if hook is _nothing]:
-                for kind in (name, f"{name}_with_kwargs", f"{name}_always_called"):
-                    state.get(kind, {}).pop(number, None)
-
-
-def _nothing(*_: Any) -> None:
-    """Do nothing: a copy of a hooked module holds this hook until `_Sweeper` removes it."""
 
 
 def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
@@ -138,40 +106,10 @@ class Call:
     cached: bool = False
     start: int | None = None
 
-
-@dataclass(frozen=True)
-class Choice:
-    """Positions of a forward pass that are counted, and positions that the model attends to.
-
-    Attributes:
-        counted: `batch pos`, positions that become tokens of the view.
-        attended: `batch pos`, positions that the model attends to.
-        pooled: whether a sample is the mean of a row's counted positions.
-        has_tokens: see `SiteBuffer`.
-    """
-
-    counted: Tensor
-    attended: Tensor
-    pooled: bool = False
-    has_tokens: bool = True
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Functions that a recorder calls.
-
-    Attributes:
-        on_view: receives the view of each complete forward pass, and its call.
-        choose: returns the positions of a call that count.
-        compare: receives, once the head has run for the first time, the `unembed_gap` between lens and logits and the dtype of
-            the logits; None to compare nothing.
-        on_error: receives errors, which must not end the user's forward pass.
-    """
-
-    on_view: Callable[[View, Call], None]
-    choose: Callable[[Call], Choice]
-    compare: Callable[[Tensor, torch.dtype], None] | None
-    on_error: Callable[[Exception], None]
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the positions are those of tokens, as tokens or a mask show."""
+        return self.tokens is not None or self.attention is not None
 
 
 @dataclass
@@ -180,15 +118,15 @@ class Pass:
 
     Attributes:
         call: its shape and inputs.
-        choice: its counted positions.
-        buffer: the activations.
+        attended: `batch pos`, positions that the model attends to.
+        buffer: the activations at the counted positions.
         seen: the sites that were read, in order.
     """
 
     call: Call
-    choice: Choice
+    attended: Tensor
     buffer: SiteBuffer
-    seen: list[int]
+    seen: list[int] = field(default_factory=list)
 
 
 class Frame:
@@ -242,14 +180,26 @@ class Recorder:
 
     Args:
         source: the model.
-        callbacks: functions that receive views, choose positions, compare logits and receive errors.
+        pooled: whether a sample is the mean of a row's counted positions.
+        choose: returns the positions of a call that count, and those that the model attends to, each `batch pos`.
+        on_view: receives the view of each complete forward pass, and its call.
+        on_error: receives errors, which must not end the user's forward pass.
+        compare: receives, once the head has run for the first time, the `unembed_gap` between lens and logits and the dtype of
+            the logits; None to compare nothing.
     """
 
-    def __init__(self, source: HookedSource, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        source: HookedSource,
+        pooled: bool,
+        choose: Callable[[Call], tuple[Tensor, Tensor]],
+        on_view: Callable[[View, Call], None],
+        on_error: Callable[[Exception], None],
+        compare: Callable[[Tensor, torch.dtype], None] | None,
+    ) -> None:
         self.source, self.points, self.order = source, source.points_read, source.order
-        self.names = source.sites
-        self.on_view, self.choose = callbacks.on_view, callbacks.choose
-        self.compare, self.on_error = callbacks.compare, callbacks.on_error
+        self.names, self.pooled = source.sites, pooled
+        self.choose, self.on_view, self.on_error, self.compare = choose, on_view, on_error, compare
         # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
         self.direct = is_transformer_lens(source.module)
         # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
@@ -276,7 +226,7 @@ class Recorder:
             for level, module in enumerate(_stacks(source)):
                 handles.append(self._on_enter(module, partial(self._begin, level)))
                 # Also after an exception, so that a later call does not see the state of a failed one.
-                handles.append(on_leave(module, self._hook(module, self._end), always=True))
+                handles.append(on_leave(module, self._hook(self._end), always=True))
             if source.embed is not None:
                 handles.append(self._on_enter(source.embed, self._see_tokens))
             if self.direct:
@@ -284,7 +234,7 @@ class Recorder:
             for (module, incoming), sites in source.modules_read().items():
                 handles.append(self._watch(module, incoming, partial(self._see, sites)))
             if self.compare is not None and source.head is not None:
-                handles.append(on_leave(source.head, self._hook(source.head, self._see_logits)))
+                handles.append(on_leave(source.head, self._hook(self._see_logits)))
             yield
 
     # ---- registration of hooks
@@ -293,12 +243,12 @@ class Recorder:
         """Register a hook that reads the first tensor of a module's input or output."""
         if incoming:
             return self._on_enter(module, lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
-        return on_leave(module, self._hook(module, lambda _m, _args, output: see(first_tensor(output))))
+        return on_leave(module, self._hook(lambda _m, _args, output: see(first_tensor(output))))
 
     def _on_enter(self, module: torch.nn.Module, handle: Callable[..., None]) -> RemovableHandle:
-        return on_enter(module, self._hook(module, handle))
+        return on_enter(module, self._hook(handle))
 
-    def _hook(self, module: torch.nn.Module, handle: Callable[..., None]) -> ProbeHook:
+    def _hook(self, handle: Callable[..., None]) -> ProbeHook:
         """Wrap a hook so that its errors do not end the user's forward pass."""
 
         def call(*args: Any) -> None:
@@ -317,7 +267,7 @@ class Recorder:
             except Exception as error:
                 self._stop(error)
 
-        return ProbeHook(module, uncompiled(call, self._miss))
+        return ProbeHook(uncompiled(call, self._miss))
 
     def _stop(self, error: Exception) -> None:
         """Report the first error, and stop reading."""
@@ -479,17 +429,17 @@ class Recorder:
             # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
             shape = (here.tokens.shape[0], here.tokens.shape[1])
         call = Call(shape, here.tokens, here.attention, here.cached, self.start)
-        choice = self.choose(call)
-        if choice.pooled and not choice.has_tokens:
+        counted, attended = self.choose(call)
+        if self.pooled and not call.has_tokens:
             # Each site of an image may have positions of its own, of which the mean is taken.
-            shape = (choice.counted.shape[0], choice.counted.shape[1])
-        if tuple(choice.counted.shape) != shape:
+            shape = (counted.shape[0], counted.shape[1])
+        if tuple(counted.shape) != shape:
             raise LayersimError(
                 f"The activations at {self.names[site]} are {' x '.join(map(str, hidden.shape))}; they must be "
-                f"{' x '.join(map(str, choice.counted.shape))} x width, the shape of the input tokens."
+                f"{' x '.join(map(str, counted.shape))} x width, the shape of the input tokens."
             )
-        keep = choice.counted.reshape(-1).nonzero()[:, 0]
-        return Pass(call, choice, SiteBuffer(self.names, keep, shape, choice.pooled, choice.has_tokens), [])
+        keep = counted.reshape(-1).nonzero()[:, 0]
+        return Pass(call, attended, SiteBuffer(self.names, keep, shape, self.pooled, call.has_tokens))
 
     def _not_once(self, site: int, why: str) -> LayersimError:
         return not_once(self.names[site], self.points[site].module, why)
@@ -512,7 +462,7 @@ class Recorder:
                 )
             tokens = read.expand(shape)
             if not buffer.pooled:
-                following = next_tokens(tokens, reading.choice.attended.to(tokens.device))
+                following = next_tokens(tokens, reading.attended.to(tokens.device))
         known = {"tokens": tokens, "next_token": following}
         fields: dict[str, Any] = {name: values.to(samples.device).reshape(-1)[samples] for name, values in known.items()}
         return View(**buffer.fields(), **fields, unembed=self._lens())

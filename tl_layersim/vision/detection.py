@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -22,9 +23,10 @@ from ..core.errors import LayersimError, warn
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount, brief
-from ..data.annotations import AnnotatedImages, Objects
 from ..data.batches import Batch, Batches
 from ..data.data import Data
+from ..data.inputs import is_image
+from ..data.labels import LABELS
 from ..engine.analyze_and_compare import run_analysis
 from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
@@ -33,33 +35,153 @@ from ..remote.open import open_source
 from ..sources.hooked import HookedSource
 from ..sources.model import Model
 
+# Settings of a DETR's matching cost and loss in its configuration, by the name under which a result records them.
+WEIGHTS = {
+    "class_cost": "class_cost",
+    "bbox_cost": "bbox_cost",
+    "giou_cost": "giou_cost",
+    "no_object": "eos_coefficient",
+    "bbox_loss": "bbox_loss_coefficient",
+    "giou_loss": "giou_loss_coefficient",
+}
+# Of quotients in float32.
+BOX_ROUNDING = 1e-6
+SHAPE = "{'class_labels': (objects,) whole numbers, 'boxes': (objects, 4)} for each image"
 
-@dataclass(frozen=True)
-class DetectionWeights:
-    """Weights of the terms in a DETR's matching cost and loss, from its configuration.
+
+class Objects(NamedTuple):
+    """The objects in one image.
 
     Attributes:
-        class_cost: weight of the probability of the object's class, in the matching cost.
-        bbox_cost: weight of the L1 distance between boxes, in the matching cost.
-        giou_cost: weight of the generalised IoU of boxes, in the matching cost.
-        no_object: weight of the class "no object" in the cross-entropy.
-        bbox_loss: weight of the L1 distance between boxes, in the loss.
-        giou_loss: weight of 1 - generalised IoU, in the loss.
+        classes: `object`, int64.
+        boxes: `object 4`, float64: centre x, centre y, width and height as fractions of the image.
     """
 
-    class_cost: float
-    bbox_cost: float
-    giou_cost: float
-    no_object: float
-    bbox_loss: float
-    giou_loss: float
+    classes: Tensor
+    boxes: Tensor
 
-    @staticmethod
-    def of(config: Any) -> DetectionWeights:
-        """Read the weights from the configuration of a DETR."""
-        costs = (config.class_cost, config.bbox_cost, config.giou_cost)
-        losses = (config.eos_coefficient, config.bbox_loss_coefficient, config.giou_loss_coefficient)
-        return DetectionWeights(*map(float, (*costs, *losses)))
+
+class AnnotatedImages:
+    """Images with the objects in each of them, in the order of the rows.
+
+    Args:
+        data: images as `analyze` takes them.
+        annotations: one annotation for each image; None to take the column `labels` while the data is read.
+        classes: number of classes that the model predicts, without "no object".
+
+    Raises:
+        LayersimError: an annotation has the wrong format.
+    """
+
+    def __init__(self, data: Any, annotations: Any, classes: int) -> None:
+        self.classes, self.objects = classes, list[Objects]()
+        if hasattr(data, "columns") and hasattr(data, "to_dict"):
+            # A pandas table.
+            data = {name: data[name].tolist() for name in data.columns}
+        self.data = data
+        if annotations is not None:
+            self._add(annotations)
+        elif isinstance(data, Mapping):
+            self.note(data)
+        elif isinstance(data, Iterable) and not isinstance(data, str | bytes | Tensor | np.ndarray) and not is_image(data):
+            self.data = _Noting(data, self)
+
+    def refuse_other_count(self, rows: int, more_to_come: bool) -> None:
+        """Raise an error if there are fewer annotations than rows read, or more than rows in all.
+
+        Args:
+            rows: number of rows read.
+            more_to_come: whether further rows may follow.
+
+        Raises:
+            LayersimError: the numbers differ.
+        """
+        if not self.objects:
+            raise LayersimError(f"`data` has {rows} images without annotations of their objects; `labels` must be {SHAPE}.")
+        if len(self.objects) < rows or (len(self.objects) > rows and not more_to_come):
+            raise LayersimError(
+                f"`labels` holds {len(self.objects)} annotations for {rows}{' or more' if more_to_come else ''} images; an "
+                "image without objects has an empty one."
+            )
+
+    def note(self, item: Any) -> None:
+        """Keep the annotations of one item of the data: a row or a batch."""
+        found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
+        if found:
+            self._add(found[:1] if isinstance(found[0], Mapping) else found[0])
+
+    def _add(self, annotations: Any) -> None:
+        if isinstance(annotations, Mapping | str) or not isinstance(annotations, Iterable):
+            raise LayersimError(f"`labels` is {brief(annotations)}; it must be {SHAPE}.")
+        for one in annotations:
+            self.objects.append(as_objects(one, len(self.objects), self.classes))
+
+
+class _Noting:
+    """Iterates over data and keeps the annotations of each item that is read.
+
+    Args:
+        data: the iterable.
+        to: the images that keep the annotations.
+    """
+
+    def __init__(self, data: Iterable[Any], to: AnnotatedImages) -> None:
+        self.data, self.to = data, to
+
+    def __iter__(self) -> Iterator[Any]:
+        self.to.objects.clear()
+        for item in self.data:
+            self.to.note(item)
+            yield item
+
+    def __getattr__(self, name: str) -> Any:
+        # Readers tell a data set from a DataLoader by its attributes.
+        return getattr(self.data, name)
+
+
+def as_objects(annotation: Any, row: int, classes: int) -> Objects:
+    """The objects of one image.
+
+    Args:
+        annotation: mapping with `class_labels` and `boxes`; further entries are not read.
+        row: index of the image, for messages.
+        classes: number of classes that the model predicts, without "no object".
+
+    Raises:
+        LayersimError: the format is wrong, a class is out of range, or the boxes are not normalised.
+
+    Examples:
+        >>> as_objects({"class_labels": [2], "boxes": [[0.5, 0.5, 0.2, 0.4]]}, row=0, classes=3).boxes.shape
+        torch.Size([1, 4])
+    """
+    of = f"`labels` of image {row}"
+    try:
+        given = [annotation[name] for name in ("class_labels", "boxes")]
+        # By numpy, so that lists of floats keep float64.
+        numbers, boxes = (x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x)) for x in given)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError):
+        raise LayersimError(f"{of} is {brief(annotation)}; it must be {SHAPE}.") from None
+    if not numbers.numel():
+        numbers, boxes = numbers.long(), boxes.reshape(-1, 4)
+    whole = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
+    if not whole or boxes.shape != (len(numbers), 4):
+        raise LayersimError(
+            f"{of} is class_labels {numbers.dtype} of shape {tuple(numbers.shape)}, boxes of shape {tuple(boxes.shape)}; it "
+            f"must be {SHAPE}."
+        )
+    numbers, boxes = numbers.long(), boxes.double()
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
+        raise LayersimError(
+            f"{of} holds classes from {int(numbers.min())} to {int(numbers.max())}; the model predicts 0 to {classes - 1}, and "
+            f"{classes} for no object."
+        )
+    if not bool(((boxes >= 0) & (boxes <= 1 + BOX_ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
+        raise LayersimError(
+            f"{of} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and "
+            f"a smallest width or height of {float(boxes[:, 2:].min()):.4g}; a box is centre x, centre y, width and height as "
+            "fractions of the image, and has an area."
+        )
+    return Objects(numbers, boxes)
 
 
 def corners(boxes: Tensor) -> Tensor:
@@ -96,7 +218,7 @@ def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
     return overlap / union - (around - union) / around
 
 
-def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: DetectionWeights) -> tuple[Tensor, Tensor]:
+def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """Match queries and objects one to one with the smallest total cost.
 
     The cost of a query and an object is that of transformers' `HungarianMatcher`: minus the probability of the object's class,
@@ -106,22 +228,22 @@ def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: DetectionWei
         logits: `query class`, float64.
         boxes: `query 4`, float64.
         objects: the objects in the image.
-        weights: weights of the cost.
+        weights: `class_cost`, `bbox_cost` and `giou_cost`.
 
     Returns:
         Indices of matched queries, ascending, and of their objects. There are as many as the smaller of both numbers.
     """
     from scipy.optimize import linear_sum_assignment
 
-    cost = -weights.class_cost * logits.softmax(-1)[:, objects.classes]
-    cost = cost + weights.bbox_cost * (boxes[:, None] - objects.boxes).abs().sum(-1)
-    cost = cost - weights.giou_cost * generalised_iou(boxes[:, None], objects.boxes)
+    cost = -weights["class_cost"] * logits.softmax(-1)[:, objects.classes]
+    cost = cost + weights["bbox_cost"] * (boxes[:, None] - objects.boxes).abs().sum(-1)
+    cost = cost - weights["giou_cost"] * generalised_iou(boxes[:, None], objects.boxes)
     queries, found = linear_sum_assignment(cost.numpy())
     return torch.as_tensor(queries), torch.as_tensor(found)
 
 
 def detection_kernel(
-    view: View, *, heads: DetectionHeads, objects: Sequence[Objects], weights: DetectionWeights
+    view: View, *, heads: DetectionHeads, objects: Sequence[Objects], weights: Mapping[str, float]
 ) -> dict[str, Tensor]:
     """Sums over images of the errors of matched queries at every layer, and numbers of queries and objects.
 
@@ -129,7 +251,7 @@ def detection_kernel(
         view: activations of one batch, all queries of each image.
         heads: the heads of the model.
         objects: the objects, by row of the data.
-        weights: weights of the matching cost and the loss.
+        weights: weights of the matching cost and the loss, see `WEIGHTS`.
     """
     assert view.row is not None
     logits, boxes = heads(view.activations[1:])
@@ -152,7 +274,7 @@ def detection_kernel(
     return sums | {name: torch.tensor(count) for name, count in counts.items()}
 
 
-def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: DetectionWeights) -> dict[str, Tensor]:
+def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str, float]) -> dict[str, Tensor]:
     """The sums of one image at one layer."""
     queries, found = match(logits, boxes, objects, weights)
     none = logits.shape[-1] - 1
@@ -161,7 +283,7 @@ def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Detect
     matched = torch.zeros(len(logits), dtype=torch.bool)
     matched[queries] = True
     best = logits.argmax(-1)
-    importance = torch.full((len(logits),), weights.no_object, dtype=torch.float64).masked_fill(matched, 1.0)
+    importance = torch.full((len(logits),), weights["no_object"], dtype=torch.float64).masked_fill(matched, 1.0)
     log_prob = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
     return {
         "correct": (best == target)[matched].sum(),
@@ -325,7 +447,8 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     data = Data.of(data)
     refuse_selection(data, "every query is matched", "positions", "skip_first")
     images = AnnotatedImages(data.source, labels, config.num_labels)
-    analyzer = _Detection(source, heads, images, DetectionWeights.of(config))
+    weights = {name: float(getattr(config, setting)) for name, setting in WEIGHTS.items()}
+    analyzer = _Detection(source, heads, images, weights)
     source.check_first_row(analyzer.check_heads)
     described = with_tokenizer(source.model, data.tokenizer)
     batches = Batches(data.like(images.data), described, count_positions=source.count_positions)
@@ -353,7 +476,7 @@ class _Detection(Analyzer):
     source: HookedSource
     heads: DetectionHeads
     images: AnnotatedImages
-    weights: DetectionWeights
+    weights: Mapping[str, float]
 
     def check_heads(self, batch: Batch) -> None:
         """Raise an error if heads do not give the model's own logits and boxes at the last layer, on the first image of a
@@ -390,7 +513,7 @@ class _Detection(Analyzer):
         # Without a matched query, 0 / 0 is NaN.
         mean = {name: sums[name] / matched for name in ("correct", "l1", "giou")}
         cross_entropy, weights = sums["cross_entropy"] / sums["class_weight"], self.weights
-        boxes = weights.bbox_loss * sums["l1"] + weights.giou_loss * (matched - sums["giou"])
+        boxes = weights["bbox_loss"] * sums["l1"] + weights["giou_loss"] * (matched - sums["giou"])
         return DetectionResult(
             values=mean["correct"],
             box_l1=mean["l1"] / 4,
@@ -409,4 +532,4 @@ class _Detection(Analyzer):
         digest = hashlib.sha256()
         for classes, boxes in self.images.objects:
             digest.update(classes.numpy().tobytes() + boxes.numpy().tobytes() + b"|")
-        return {"labels": f"objects sha256 {digest.hexdigest()[:12]}", **vars(self.weights)}
+        return {"labels": f"objects sha256 {digest.hexdigest()[:12]}", **self.weights}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -26,8 +25,6 @@ from ..core.sums import Sums
 from ..core.wording import amount
 from ..data.batches import Batches
 from ..data.data import Data
-from ..data.inputs import PIXELS, is_floats, is_image
-from ..data.labels import LABELS
 from ..engine.analyze_and_compare import run_analysis
 from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
@@ -352,7 +349,6 @@ def tower_similarity(
         raise LayersimError("`norm` is 'after', which needs projected=True: the norm comes after the projection.")
     clip, data = OpenedModel.of(clip).model, Data.of(data, batch_size=BATCH_SIZE)
     sources = open_towers(clip)
-    _refuse_images_alone(data.source)
     refuse_selection(data, "each tower is read where the model reads it", "positions", "skip_first")
     projections = _projections(clip, sources, projected)
     chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections, norm)}
@@ -364,20 +360,6 @@ def tower_similarity(
     assert isinstance(report, Report)
     found: TowerSimilarity = report[TowerComparison.name]
     return found
-
-
-def _refuse_images_alone(data: Any) -> None:
-    """Raise an error for images without texts.
-
-    Raises:
-        LayersimError: the data are images or pixels alone.
-    """
-    first = data[0] if isinstance(data, list | tuple) and data else data
-    alone = is_image(first) or is_floats(first) or (isinstance(first, Mapping) and {*first} <= {PIXELS, *LABELS})
-    if alone:
-        raise LayersimError(
-            f"`data` has images without texts; it must hold one text for each image, such as `input_ids` beside `{PIXELS}`."
-        )
 
 
 def _projections(

@@ -21,7 +21,6 @@ from ..core.results import Report
 from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
-from ..data.inputs import is_text
 from ..engine.analyze_and_compare import analyze
 from ..engine.chosen_analyzers import with_tokenizer
 from ..sources.hooked import HookedSource
@@ -174,9 +173,6 @@ def zero_shot(
     """
     data = Data.of(images)
     model = zero_shot_classifier(clip, class_names, template=template, prompts=prompts, tokenizer=data.tokenizer)
-    first = data.source[0] if isinstance(data.source, list | tuple) and data.source else data.source
-    if is_text(first):
-        raise LayersimError(f"`images` contains {brief(first)}; it must hold images, or `pixel_values`.")
     if top_k is None:
         top_k = (1, 5) if len(model.class_names) > 5 else (1,)
     lens = LogitLens(labels=labels, top_k=top_k)

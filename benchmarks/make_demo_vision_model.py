@@ -1,9 +1,9 @@
 """Make the vision demo: two small vision transformers for scikit-learn's digits, one trained as usual and one aligned.
 
-    python -m tl_layersim.demo.make_demo_vision_model --out FOLDER
+    python benchmarks/make_demo_vision_model.py --out FOLDER
 
 Both start from the same random weights and see the same images in the same order. Float16 weights are written to FOLDER and
-FOLDER/aligned, with the accuracy of each block on held-out images. README.md in this folder records the run that ships.
+FOLDER/aligned, with the accuracy of each block on held-out images. README.md of `tl_layersim/demo/vision` has the run.
 """
 
 import argparse
@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 import tl_layersim as lsim
-
-from . import demo_images
+from tl_layersim.demo import demo_images
 
 
 def new_model(seed: int) -> ViTForImageClassification:

@@ -1,11 +1,11 @@
 """Make the demo model: sample simple stories, train a BPE tokenizer and a small Llama from scratch, save float16 weights.
 
-    python -m tl_layersim.demo.make_demo_model sample --teacher FOLDER --out stories.txt --stories 12000
-    python -m tl_layersim.demo.make_demo_model train --text stories.txt --text other.txt --out FOLDER
-    python -m tl_layersim.demo.make_demo_model align --text stories.txt --text other.txt --out FOLDER
+    python benchmarks/make_demo_model.py sample --teacher FOLDER --out stories.txt --stories 12000
+    python benchmarks/make_demo_model.py train --text stories.txt --text other.txt --out FOLDER
+    python benchmarks/make_demo_model.py align --text stories.txt --text other.txt --out FOLDER
 
 `sample` draws text from a local story model; `train` needs plain text files; `align` fine-tunes the shipped model by aligned
-training. README.md in this folder records the runs, data and held-out perplexity of the shipped models.
+training. README.md of `tl_layersim/demo` records the runs, data and held-out perplexity of the shipped models.
 """
 
 import argparse

@@ -1,0 +1,365 @@
+"""Products with Jacobians of a block, by replay on the samples' tokens alone or on whole rows, and checks of the replay.
+
+This module is serialised by value and runs on NDIF servers too, so it uses only torch and the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations.block_call import BlockCall, FewTokens, plain_attention, whole_block
+from ..activations.norms import norms
+
+# Largest relative difference between a block's output and its replay, by dtype of the model. Models in float64 compute
+# norms, rotations and softmax in float32.
+REPLAY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+# Factor by which the skip-connection check lengthens a residual. The branch of a pre-norm block is the same for residuals of
+# this length and of twice this length, so the two outputs differ exactly as the residuals do.
+LENGTHENING = 1e4
+# Autograd nodes of views, copies and changes in place, which pass a gradient or parts of it on unchanged.
+VIEWS = ("Alias", "AsStrided", "Index", "IndexPut", "Reshape", "ReshapeAlias", "Select", "Slice", "UnsafeView", "View")
+IDENTITY_NODES = (*VIEWS, "Clone", "CopyBackwards", "CopySlices", "ToCopy")
+
+
+def lengthening(x: Tensor) -> Tensor:
+    """The factor by which each residual is scaled up: `LENGTHENING`, or less if the dtype would overflow.
+
+    Args:
+        x: `sample d_model`, residuals.
+
+    Returns:
+        `sample 1`.
+    """
+    largest = torch.finfo(x.dtype).max / 4 / norms(x)[..., None].clamp(min=1e-30)
+    factor: Tensor = largest.clamp(max=LENGTHENING).to(x.dtype)
+    return factor
+
+
+def adds_input(x: Tensor, y: Tensor) -> bool:
+    """Whether y is x, or elements of x, plus another term: along sums, reshapes and copies of the autograd graph, the
+    derivative is 1.
+
+    Args:
+        x: a leaf of the autograd graph.
+        y: a tensor computed from x.
+    """
+    passed = _passed_on(y.grad_fn, torch.ones_like(y), x)
+    return passed is not None and int((passed == 1).sum()) == int(passed.count_nonzero()) == y.numel()
+
+
+def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient at x along sums and `IDENTITY_NODES`; None if no such nodes lead to x."""
+    if node is None:
+        return None
+    if getattr(node, "variable", None) is x:
+        return gradient
+    name = node.name().removeprefix("torch::autograd::").removesuffix("0").removesuffix("Backward")
+    if name not in IDENTITY_NODES and (name != "Add" or getattr(node, "_saved_alpha", 1) != 1):
+        return None
+    passed = node(gradient)
+    total = None
+    # The node of a change in place gives a gradient of its constants too.
+    for (following, _), own in zip(node.next_functions, (passed,) if isinstance(passed, Tensor) else passed, strict=False):
+        part = None if own is None else _passed_on(following, own, x)
+        total = part if total is None else total if part is None else total + part
+    return total
+
+
+def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the residuals a and b are equal up to the rounding of a dtype, in every sample.
+
+    Args:
+        a: `sample d_model`, output of the replayed block.
+        b: `sample d_model`, output in the model's forward pass.
+        dtype: dtype of the model's activations.
+    """
+    allowed = REPLAY_TOLERANCE.get(dtype, 8 * torch.finfo(dtype).eps)
+    return bool((norms(a - b) <= allowed * norms(b)).all())
+
+
+def is_remote(call: BlockCall) -> bool:
+    """Whether the block's weights are in another process, where their dtype cannot be changed."""
+    module = getattr(call.block, "_module", call.block)
+    if not isinstance(module, torch.nn.Module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
+        # Weights that accelerate has offloaded are brought into this process.
+        return False
+    first = next(module.parameters(), None)
+    return first is not None and first.is_meta
+
+
+# Largest difference between the single-token replay and the block's output in the full sequence, relative to the norm of the
+# block's update, plus a tolerance relative to the norm of the residual.
+UPDATE_TOLERANCE, RESIDUAL_TOLERANCE = 1e-4, 2e-6
+# Copies of a token in one replay: enough for large matrix products, few enough for the attention scores between them.
+MOST_COPIES = 128
+
+
+class TokenReplayMismatch(Exception):
+    """Raised if single-token replay of a block fails, or differs from the block's output in the full sequence."""
+
+
+class TokenProducts:
+    """Products with Jacobians by single-token replay, with one copy of the token per direction.
+
+    Args:
+        few: the block as a function of these tokens.
+        which: indices of the samples.
+        given: `sample d_model`, the block's output in the full sequence at the tokens that are read.
+        memory: bytes for one product.
+    """
+
+    def __init__(self, few: FewTokens, which: Tensor, given: Tensor, memory: float) -> None:
+        self.few, self.which, self.given = few, which, given
+        samples, d = few.x.shape
+        # Rough memory of a copy: some tens of residuals, and the attention scores of d / 64 heads.
+        floats = samples * len(few.at[0]) * (48 * d + d // 16 * (few.pos + MOST_COPIES))
+        self.copies = max(1, min(MOST_COPIES, int(memory / (floats * few.x.dtype.itemsize))))
+        self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def graph(self, n: int) -> tuple[Tensor, Tensor]:
+        """`n` copies of the tokens and the block's output for them, with the autograd graph; cached by `n`.
+
+        Raises:
+            TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
+        """
+        if n not in self.graphs:
+            x = self.few.x[:, None].repeat(1, n, 1)
+            with torch.enable_grad(), plain_attention():
+                y = self._replay(x.requires_grad_())
+            self._check(y.detach())
+            self.graphs[n] = x, y
+        return self.graphs[n]
+
+    def _replay(self, x: Tensor) -> Tensor:
+        try:
+            return self.few.block(x.shape[1])(x)
+        except torch.OutOfMemoryError:
+            # The full sequence would need more memory still.
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise TokenReplayMismatch from error
+
+    def _check(self, y: Tensor) -> None:
+        expected = self.given[:, None]
+        update = (expected - self.few.out[:, None]).norm(dim=-1)
+        allowed = UPDATE_TOLERANCE * update + RESIDUAL_TOLERANCE * expected.norm(dim=-1)
+        if y.shape[::2] != expected.shape[::2] or not bool(((y - expected).norm(dim=-1) <= allowed).all()):
+            raise TokenReplayMismatch
+
+    def lengthened_difference(self) -> Tensor:
+        """Output for the scaled-up token doubled, minus the output for the scaled-up token, `sample d_model`.
+
+        An unchanged copy of the token runs along and is checked.
+
+        Raises:
+            TokenReplayMismatch: the output of the unchanged copy differs from the block's output in the full sequence.
+        """
+        long = lengthening(self.few.x) * self.few.x
+        with torch.no_grad(), plain_attention():
+            y = self._replay(torch.stack([self.few.x, long, 2 * long], 1))
+        self._check(y[:, :1])
+        return y[:, 2] - y[:, 1]
+
+    def value(self) -> Tensor:
+        """The block's output at the tokens that are read, `sample d_model`."""
+        return self.given
+
+    def adds_input(self) -> bool:
+        """Whether the block has a skip connection."""
+        return adds_input(*self.graph(1))
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """Products J'u with the block's Jacobian, skip connection included.
+
+        Args:
+            u: `sample d_model n`, n directions for each sample.
+        """
+        return self._in_chunks(u, self._transposed)
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Products J v with the block's Jacobian, skip connection included.
+
+        Args:
+            v: `sample d_model n`, n directions for each sample.
+        """
+        return self._in_chunks(v, self._forward)
+
+    def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a product to directions `sample d_model n` in equal chunks; the last chunk is padded with zeros."""
+        m = directions.shape[-1]
+        n = -(-m // -(-m // self.copies))
+        chunks = [directions[..., start : start + n] for start in range(0, m, n)]
+        images = [product(torch.nn.functional.pad(chunk, (0, n - chunk.shape[-1])).mT.contiguous()) for chunk in chunks]
+        return torch.cat(images, 1)[:, :m].mT
+
+    def _transposed(self, u: Tensor) -> Tensor:
+        x, y = self.graph(u.shape[1])
+        with plain_attention():
+            [image] = torch.autograd.grad(y, x, u, retain_graph=True)
+        return image
+
+    def _forward(self, v: Tensor) -> Tensor:
+        """J v by double backward: the derivative of J'u with respect to u, applied to v."""
+        x, y = self.graph(v.shape[1])
+        with torch.enable_grad(), plain_attention():
+            u = torch.zeros_like(y, requires_grad=True)
+            [back] = torch.autograd.grad(y, x, u, create_graph=True)
+            [image] = torch.autograd.grad(back, u, v)
+        return image
+
+
+# Step of finite differences relative to the residual's norm, for float32 and float64, and for half precision: rounding and
+# curvature are both small at this step.
+STEP, HALF_PRECISION_STEP = 1e-3, 3e-2
+# Bytes of one product on a CPU, which is fastest where the product's working set is not much larger than its caches.
+CPU_MEMORY = 3e8
+
+
+class RowProducts:
+    """Products with Jacobians by running the block on whole rows, with one sample per row.
+
+    Every block allows this. `TokenProducts` does the same with less work if the block allows it.
+
+    Args:
+        call: the block with its own arguments.
+        dtype: to compute in.
+        row: `sample`, the row of the batch that holds each sample; no row twice.
+        t_in: `sample`, the token that is varied.
+        t_out: `sample`, the token whose change is measured.
+        which: indices of the samples.
+        memory: bytes for one product.
+        differences: whether to use finite differences, which give only products with J.
+    """
+
+    def __init__(
+        self,
+        call: BlockCall,
+        dtype: torch.dtype,
+        row: Tensor,
+        t_in: Tensor,
+        t_out: Tensor,
+        which: Tensor,
+        memory: float,
+        differences: bool,
+    ) -> None:
+        self.call, self.dtype, self.row, self.t_in, self.t_out, self.which = call, dtype, row, t_in, t_out, which
+        self.differences, self.step_error = differences, torch.zeros(len(row), dtype=torch.float64)
+        batch, pos, d = call.hidden.shape
+        memory = min(memory, CPU_MEMORY) if call.hidden.device.type == "cpu" else memory
+        self.most = max(1, int(memory / (batch * pos * (48 * d + d // 16 * pos) * dtype.itemsize)))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Run the block, and keep its autograd graph."""
+        call, row, differences = self.call, self.row, self.differences
+        block = whole_block(call, self.dtype, row, self.t_in, self.t_out)
+        self.x = call.hidden[row, self.t_in].to(self.dtype)
+        with torch.set_grad_enabled(not differences), plain_attention():
+            self.x.requires_grad_(not differences)
+            self.y = block(self.x)
+        self.block = block
+        self.batched = differences and self._can_be_batched()
+
+    def _can_be_batched(self) -> bool:
+        """Whether the block gives equal outputs for copies of its batch. Blocks with arguments of one row per head do not."""
+        try:
+            twice = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2)(self.x.repeat(2, 1))
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return False
+        return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
+
+    def lengthened_difference(self) -> Tensor:
+        """Block output at 2cx minus block output at cx, with c the factor of `lengthening`, `sample d_model`."""
+        x = self.x.detach()
+        with torch.no_grad(), plain_attention():
+            return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
+
+    def value(self) -> Tensor:
+        """The block's output at each sample's token `t_out`, `sample d_model`."""
+        return self.y.detach()
+
+    def adds_input(self) -> bool:
+        """Whether the block has a skip connection; False without gradients, because it is then unknown."""
+        return not self.differences and adds_input(self.x, self.y)
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """Products J'u of the block with its skip connection.
+
+        Args:
+            u: `sample d_model n`, n directions for each sample.
+        """
+        return self._in_chunks(u, self._transposed)
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Products J v of the block with its skip connection.
+
+        Args:
+            v: `sample d_model n`, n directions for each sample.
+        """
+        return self._in_chunks(v, self._by_differences if self.differences else self._forward)
+
+    def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
+        return torch.cat(images).permute(1, 2, 0)
+
+    def _transposed(self, u: Tensor) -> Tensor:
+        with plain_attention():
+            [image] = torch.autograd.grad(self.y, self.x, u, is_grads_batched=True, retain_graph=True)
+        return image
+
+    def _forward(self, v: Tensor) -> Tensor:
+        with torch.enable_grad(), plain_attention():
+            u = torch.zeros_like(self.y, requires_grad=True)
+            [back] = torch.autograd.grad(self.y, self.x, u, create_graph=True)
+            [image] = torch.autograd.grad(back, u, v, is_grads_batched=True)
+        return image
+
+    def _by_differences(self, v: Tensor) -> Tensor:
+        """J v by central differences; the first direction is repeated with twice the step, for `step_error`."""
+        length = self.x.norm(dim=-1)[None, :, None]
+        relative = STEP if self.call.hidden.dtype in (torch.float32, torch.float64) else HALF_PRECISION_STEP
+        size = relative * length / v.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        image: Tensor = self._difference(size * v) / size
+        twice = self._difference(2 * size[:1] * v[:1]) / (2 * size[:1])
+        branch = image[0] - v[0] * (self.t_in == self.t_out)[:, None]
+        error = (image[0] - twice[0]).double().norm(dim=-1) / torch.maximum(
+            branch.norm(dim=-1), 1e-4 * v[0].norm(dim=-1)
+        ).double()
+        self.step_error = torch.maximum(self.step_error, error.cpu())
+        return image
+
+    def _difference(self, step: Tensor) -> Tensor:
+        """Central difference (block(x + step) - block(x - step)) / 2 for each of `n sample d_model` steps."""
+        if not self.batched:
+            return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
+        block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))
+        x = torch.stack([self.x + step, self.x - step])
+        ahead, behind = torch.unbind(block(x.reshape(-1, step.shape[-1])).reshape(x.shape))
+        return (ahead - behind) / 2
+
+
+class GraphProducts(RowProducts):
+    """Products with Jacobians from the autograd graph of the forward pass, `BlockCall.graph`: the block is not replayed.
+
+    Without `super()`, which a server cannot resolve in a class that is shipped by value.
+    """
+
+    def _begin(self) -> None:
+        graph = self.call.graph
+        assert graph is not None
+        self.x = self.call.hidden
+        with torch.enable_grad():
+            # Plus zero, because an edit may replace the output by a constant, whose Jacobian is zero.
+            self.y = graph[self.row, self.t_out] + 0 * self.x[self.row, self.t_out]
+
+    def _transposed(self, u: Tensor) -> Tensor:
+        return RowProducts._transposed(self, u)[:, self.row, self.t_in]
+
+    def _forward(self, v: Tensor) -> Tensor:
+        whole = v.new_zeros(len(v), *self.x.shape)
+        whole[:, self.row, self.t_in] = v
+        return RowProducts._forward(self, whole)
