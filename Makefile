@@ -117,7 +117,6 @@ bench: $(VENV)/dev ## Time and weigh the analyzers against their peers: make ben
 	$(VENV)/bin/python benchmarks/bench_lens.py --model "$(MODEL)" --data "$(TEXT)"
 	$(VENV)/bin/python benchmarks/bench_coupling.py
 	$(VENV)/bin/python benchmarks/bench_aligned.py --model "$(MODEL)" --data "$(TEXT)"
-	$(VENV)/bin/python benchmarks/bench_early_exit.py --model "$(MODEL)" --data "$(TEXT)"
 
 format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff check --fix .

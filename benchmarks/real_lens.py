@@ -1,4 +1,4 @@
-"""Tables of docs/lens.md, docs/decide.md and docs/early_exit.md: what the layers of real models would say, over real text.
+"""Tables of docs/lens.md, decide.md, early_exit.md and depth.md: predictions and contributions of layers of real models.
 
     python benchmarks/real_lens.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --tokens 8192 > tables.md
 
@@ -74,6 +74,29 @@ def tables(name: str, model: Any, texts: list[str], tokens: int) -> None:
         print(f"| {name} | {path.norm[i]:.1f} | {update} | {shape} | {collapse.nc1[i]:.2f} |")
     words = ", ".join(repr(model.tokenizer.decode([c])) for c in collapse.labels)
     print(f"\nNC1 is of the {len(collapse.labels)} most frequent next tokens: {words}.\n")
+    depth(model, data)
+
+
+def depth(model: Any, data: lsim.Data) -> None:
+    report = lsim.analyze(model, data, [lsim.Contribution(), lsim.SkipEffect()])
+    added, effect = report["contribution"], report["skip_effect"]
+    print("### What sublayers add, and what depends on a block\n")
+    kinds = " | ".join(f"{kind}: norm / stream | cosine with the stream | with the final one" for kind in ("attention", "MLP"))
+    print(f"| block | {kinds} |")
+    print("| --- |" + " --- |" * 6)
+    for block in range(len(added.sublayers) // 2):
+        rows = (2 * block, 2 * block + 1)
+        cells = (f"{added.relative_norm[i]:.2f} | {added.cosine[i]:.2f} | {added.cosine_to_final[i]:.2f}" for i in rows)
+        print(f"| {block} | {' | '.join(cells)} |")
+    columns = ("later blocks", "largest in a row", "later positions", "output probabilities", "of later positions")
+    print(f"\n| skipped block | change of {' | '.join(columns)} |")
+    print("| --- |" + " --- |" * 5)
+    for block in range(len(effect.values)):
+        means = (float(matrix[block].nanmean()) for matrix in (effect.values, effect.largest, effect.later))
+        changes = (float(curve[block]) for curve in (effect.probability_change, effect.later_probability_change))
+        cells = (*means, *changes)
+        print(f"| {block} | {' | '.join('' if x != x else f'{x:.2f}' for x in cells)} |")
+    print()
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Render the pictures of README.md and docs/: `python -m tests.docs.pictures [NAME ...]`, or `make pictures` for all.
 
-Figures of executed lines are those that the page's own lines of Python make; others are drawn from tables of the same page
-(tables.py). Chromium takes the screenshots.
+Figures of executed lines are those that the page's own lines of Python make; others are drawn from docs/tables (tables.py).
+Chromium takes the screenshots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from PIL import Image
 import tl_layersim as lsim
 
 from .helpers import ROOT, blocks
-from .tables import Picture, pictures_of_tables, read_table, side_by_side
+from .tables import Picture, pictures_of_tables, read_csv, side_by_side
 
 IMAGES = ROOT / "docs" / "images"
 HOME, HOME_HEIGHT = 590, 440
@@ -63,7 +63,7 @@ def home() -> dict[str, Picture]:
     return {name: Picture([(figure, HOME)], HOME_HEIGHT) for name, figure in figures.items()}
 
 
-# Rows of the table in docs/performance.md that are drawn, with their labels.
+# Rows of docs/tables/one_pass.csv that are drawn, with their labels.
 TIMES = {
     '(b1) analyze `Cosine(center="none")`, `CKA()`': "tl_layersim: cosine and CKA",
     "(d) run_with_cache of residuals, loop": "run_with_cache and a loop",
@@ -74,8 +74,8 @@ BLOCKS_ALONE = "(a') blocks alone, no unembedding"
 
 
 def performance() -> dict[str, Picture]:
-    """The time of one pass with CKA beside that of the model's blocks, from the table of docs/performance.md."""
-    table = read_table("performance.md", "| variant | seconds | / (a) |")
+    """The time of one pass with CKA beside that of the model's blocks, from a table of docs/tables."""
+    table = read_csv("one_pass")
     seconds = dict(zip(table.labels, table.column("seconds").values, strict=True))
     ratios = {label: seconds[row] / seconds[BLOCKS_ALONE] for row, label in TIMES.items()}
     colors = ["#2a5c9a" if label.startswith("tl_layersim") else "#b9c4d3" for label in ratios]

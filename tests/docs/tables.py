@@ -1,4 +1,4 @@
-"""Tables of the pages as numbers, and the pictures of the pages that are drawn from them."""
+"""The tables of docs/tables as numbers, and the pictures of the pages that are drawn from them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Cells(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a page.
+    """A table.
 
     Attributes:
         head: of the columns, without the first.
@@ -67,10 +67,9 @@ class Table(NamedTuple):
     labels: list[str]
     cells: list[list[str]]
 
-    def row(self, label: str, after: str = "") -> Cells:
-        """A row by its label; the first one below the row `after` where that is given."""
-        start = self.labels.index(after) + 1 if after else 0
-        return numbers(self.cells[self.labels.index(label, start)])
+    def row(self, label: str) -> Cells:
+        """A row by its label."""
+        return numbers(self.cells[self.labels.index(label)])
 
     def column(self, name: str) -> Cells:
         """A column by its name."""
@@ -80,21 +79,8 @@ class Table(NamedTuple):
 
 def read_csv(name: str) -> Table:
     """A table of `docs/tables`."""
-    head, *rows = csv.reader((ROOT / "docs/tables" / name).read_text(encoding="utf-8").splitlines())
+    head, *rows = csv.reader((ROOT / "docs/tables" / f"{name}.csv").read_text(encoding="utf-8").splitlines())
     return Table(head[1:], [row[0] for row in rows], [row[1:] for row in rows])
-
-
-def read_table(page: str, head: str) -> Table:
-    """The first table of a page in `docs` whose head begins with this text."""
-    # A table in a folded box is indented.
-    lines_of_page = [line.strip() for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()]
-    start = next(n for n, line in enumerate(lines_of_page) if line.startswith(head))
-    rows = []
-    for line in lines_of_page[start:]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return Table(rows[0][1:], [row[0] for row in rows[2:]], [row[1:] for row in rows[2:]])
 
 
 def numbers(cells: list[str]) -> Cells:
@@ -117,8 +103,8 @@ def by_layer(layers: range, drawn: list[Series], title: str, quantity: str, axis
 
 
 def groups() -> go.Figure:
-    """CKA within and between groups of fine-tunes, from docs/results.md."""
-    table = read_table("results.md", "| CKA | within generalizing")
+    """CKA within and between groups of fine-tunes."""
+    table = read_csv("fine_tunes_cka")
     layers = [n for n, label in enumerate(table.labels) if label.startswith("after layer")]
     looks = ((BLUE, "circle", "solid"), (GREEN, "square", "dash"), (ORANGE, "diamond", "solid"))
     drawn = []
@@ -132,8 +118,8 @@ def groups() -> go.Figure:
 
 
 def stitching() -> go.Figure:
-    """Penalties of both directions between two models, and of each model with itself, from docs/stitching.md."""
-    table = read_table("stitching.md", "| | layer 1 | layer 2 | layer 3 | layer 4 | layer 5")
+    """Penalties of both directions between two models, and of each model with itself."""
+    table = read_csv("stitching")
     looks = {
         "279K-xs into 260K": (ORANGE, "square", "solid"),
         "260K into 279K-xs": (BLUE, "circle", "solid"),
@@ -148,7 +134,7 @@ def stitching() -> go.Figure:
 
 def smollm2() -> list[go.Figure]:
     """Cosine to the last layer and accuracy of the logit lens in SmolLM2, with intervals."""
-    table = read_csv("smollm2_lens.csv")
+    table = read_csv("smollm2_lens")
     figures = []
     for column, title, quantity, look in (
         ("cosine to the last layer", "How similar is each layer to the last?", "Cosine similarity", (BLUE, "circle")),
@@ -162,10 +148,10 @@ def smollm2() -> list[go.Figure]:
 
 
 def similarity() -> list[go.Figure]:
-    """Cosine and CKA to the last layer of two language models, from docs/results.md."""
+    """Cosine and CKA to the last layer of two language models."""
     figures = []
-    small, smollm2 = read_table("results.md", "| layer | COS to last |"), read_csv("smollm2_similarity.csv")
-    for model, table in {"stories15M": small, "SmolLM2-135M": smollm2}.items():
+    for model, name in {"stories15M": "stories15m_similarity", "SmolLM2-135M": "smollm2_similarity"}.items():
+        table = read_csv(name)
         blocks = [label for label in table.labels if label != "embed"]
         names = ("blocks.0.hook_resid_pre", *(f"blocks.{block}.hook_resid_post" for block in blocks))
         spread = Ends(table.column("5 %").values, table.column("95 %").values)
@@ -179,8 +165,8 @@ def similarity() -> list[go.Figure]:
 
 
 def measures() -> go.Figure:
-    """Similarity of two layers to the last by every measure, with intervals and the mean of the null, from docs/results.md."""
-    table = read_table("results.md", "| measure | block 3 |")
+    """Similarity of two layers to the last by every measure, with intervals and the mean of the null."""
+    table = read_csv("stories15m_measures")
 
     def of_block(block: str, name: str, colour: str, symbol: str) -> Series:
         at = table.head.index(f"block {block}")
@@ -191,9 +177,9 @@ def measures() -> go.Figure:
     drawn = [
         of_block("4", "after block 4", BLUE, "circle"),
         of_block("3", "after block 3", ORANGE, "square"),
-        series(table.column("null mean"), "random pairing of rows, block 3", GREY, "x"),
+        series(table.column("block 3, null mean"), "random pairing of rows, block 3", GREY, "x"),
     ]
-    names = tuple(label.strip("`").removesuffix("()") for label in table.labels)
+    names = tuple(label.removesuffix("()") for label in table.labels)
     names = tuple({'Cosine(center="none")': "Cosine", 'CKA(estimator="biased")': "CKA, biased"}.get(n, n) for n in names)
     figure = lines(names, drawn, "stories15M: similarity to the last layer (block 5)", "Similarity", "measure")
     figure.update_yaxes(range=[0, 1]).update_xaxes(tickangle=0).update_layout(font_size=LARGER, legend_font_size=LARGER)
@@ -201,10 +187,10 @@ def measures() -> go.Figure:
 
 
 def paths() -> list[go.Figure]:
-    """Windowed line-shape score and NC1 of two language models, from docs/results.md."""
+    """Windowed line-shape score and NC1 of two language models."""
     figures = []
-    small, smollm2 = read_table("results.md", "| after block | norm |"), read_csv("smollm2_paths.csv")
-    for model, table in {"SmolLM2-135M": smollm2, "stories15M": small}.items():
+    for model, name in {"SmolLM2-135M": "smollm2_paths", "stories15M": "stories15m_paths"}.items():
+        table = read_csv(name)
         drawn = [
             series(table.column("windowed LSS"), "line-shape score of 4 blocks", BLUE, "circle"),
             series(table.column("NC1"), "NC1", ORANGE, "square"),
@@ -228,21 +214,21 @@ ARMS = {
 
 
 def vit() -> list[go.Figure]:
-    """Accuracy and cosine to the last block of vision transformers with four objectives, from docs/results.md."""
+    """Accuracy and cosine to the last block of vision transformers with four objectives."""
     figures = []
-    for head, title, quantity in (
-        ("accuracy after block", "Accuracy by block", "Accuracy (fraction)"),
-        ("COS to the last block", "Cosine to the last block", "Cosine similarity"),
+    for name, title, quantity in (
+        ("vit_accuracy", "Accuracy by block", "Accuracy (fraction)"),
+        ("vit_cosine", "Cosine to the last block", "Cosine similarity"),
     ):
-        table = read_table("results.md", f"| {head} |")
+        table = read_csv(name)
         drawn = [series(table.row(label), label.removeprefix("multi-head, "), *ARMS[label]) for label in table.labels]
         figures.append(with_subtitle(by_layer(range(1, 9), drawn, title, quantity, "After block"), "ViT on CIFAR-10, [CLS]"))
     return figures
 
 
 def vit_coupling() -> list[go.Figure]:
-    """Coupling and accuracy of two vision transformers during training, from docs/results.md."""
-    arms = {arm: read_table("results.md", f"| {arm}, steps |") for arm in ("standard", "aligned")}
+    """Coupling and accuracy of two vision transformers during training."""
+    arms = {arm: read_csv(f"vit_coupling_{arm}") for arm in ("standard", "aligned")}
     steps = tuple(int(label) for label in arms["standard"].labels)
     figures = []
     for column, title in (("coupling", "Coupling of blocks during training"), ("accuracy", "Accuracy during training")):
@@ -254,27 +240,26 @@ def vit_coupling() -> list[go.Figure]:
 
 
 def sentence_encoder() -> list[go.Figure]:
-    """Accuracy by layer of a sentence encoder on two tasks, from docs/results.md."""
+    """Accuracy by layer of a sentence encoder on two tasks."""
     figures = []
-    for task in ("SST-2", "pairs"):
-        table = read_table("results.md", f"| {task}, after layer |")
+    for name, task in (("minilm_sst2", "SST-2"), ("minilm_pairs", "pairs of sentences")):
+        table = read_csv(name)
         drawn = [series(table.row(f"{arm}: accuracy"), arm, *ARMS[arm]) for arm in ("standard", "aligned")]
-        title = f"MiniLM on {'SST-2' if task == 'SST-2' else 'pairs of sentences'}"
-        figure = by_layer(range(1, 7), drawn, title, "Accuracy (fraction)", "After layer")
+        figure = by_layer(range(1, 7), drawn, f"MiniLM on {task}", "Accuracy (fraction)", "After layer")
         figures.append(with_subtitle(figure.update_yaxes(range=[0.4, 0.85]), "Bands: standard deviation over three seeds"))
     return figures
 
 
 def mlp_skip() -> list[go.Figure]:
-    """Accuracy, cosine and CKA of MLPs without and with skip connections, from docs/results.md."""
-    table = read_table("results.md", "| after layer | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |")
+    """Accuracy, cosine and CKA of MLPs without and with skip connections."""
+    table = read_csv("mlp_skip")
     figures = []
     for kind in ("without", "with"):
-        first = f"{kind} skip connections: accuracy"
+        rows = f"{kind} skip connections"
         drawn = [
-            series(table.row(first), "accuracy", BLUE, "circle"),
-            series(table.row("COS to the last layer", after=first), "cosine", ORANGE, "square"),
-            series(table.row("CKA to the last layer", after=first), "CKA", GREEN, "diamond"),
+            series(table.row(f"{rows}: accuracy"), "accuracy", BLUE, "circle"),
+            series(table.row(f"{rows}: COS to the last layer"), "cosine", ORANGE, "square"),
+            series(table.row(f"{rows}: CKA to the last layer"), "CKA", GREEN, "diamond"),
         ]
         title = f"MLP {kind} skip connections"
         figure = by_layer(range(1, len(table.head) + 1), drawn, title, "Accuracy, or similarity", "After layer")
@@ -283,8 +268,8 @@ def mlp_skip() -> list[go.Figure]:
 
 
 def clip() -> list[go.Figure]:
-    """Similarity of both towers of a CLIP, and its zero-shot accuracy, by vision layer, from docs/clip.md."""
-    table = read_table("clip.md", "| after vision block | embedding |")
+    """Similarity of both towers of a CLIP, and its zero-shot accuracy, by vision layer."""
+    table = read_csv("clip_digits")
     first, *blocks = table.head
     assert first == "embedding"
     names = ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{block}.hook_resid_post" for block in blocks))
@@ -308,8 +293,8 @@ def clip() -> list[go.Figure]:
 
 
 def sweep() -> list[go.Figure]:
-    """Coupling and line-shape score by training step, from docs/sweeps.md."""
-    table = read_table("sweeps.md", "| step | cross-entropy | coupling")
+    """Coupling and line-shape score by training step."""
+    table = read_csv("sweep")
     steps = [int(label) for label in table.labels]
 
     def drawn(names: dict[str, str], quantity: str, title: str) -> go.Figure:
@@ -331,8 +316,8 @@ def sweep() -> list[go.Figure]:
 
 
 def lens() -> list[go.Figure]:
-    """Cross-entropy and accuracy of the logit lens by block, with and without the final norm, from docs/lens.md."""
-    table = read_table("lens.md", "| block | cross-entropy |")
+    """Cross-entropy and accuracy of the logit lens by block, with and without the final norm."""
+    table = read_csv("smollm2_logit_lens")
     figures = []
     for column, title, quantity in (
         ("cross-entropy", "Cross-entropy of the logit lens", "Cross-entropy (nats)"),
