@@ -274,7 +274,7 @@ class EarlyExit:
         """
         self._refuse_changed_head()
         rows = sequence_rows(tokens, attention_mask, self.split_model, self.unembed.reads, self.causal)
-        inputs = refusing_failed_forward(self.split_model.module, rows.inputs)
+        inputs = refusing_failed_forward(self.split_model.module)
         with self.split_model.evaluating(), torch.no_grad(), inputs:
             check = RuleCheck(self.lens, self.rule)
             passes = FullSequence(self.split_model, self.ends, check, rows)
