@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 
+from tl_layersim.architectures.blocks import find_stacks
 from tl_layersim.architectures.chosen_hook_points import site_map
-from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.architectures.points import HookPoint, at_point
 
 HEADS, KEY_HEADS, D_HEAD = 4, 2, 8

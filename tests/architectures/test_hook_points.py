@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.architectures.blocks import find_stacks
 from tl_layersim.architectures.chosen_hook_points import find_points, stream_sums
-from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.architectures.points import SITE_NAMES
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -233,9 +233,9 @@ def test_sums_are_those_of_the_families_asked_for():
     blocks = find_stacks(model, None)
     assert stream_sums(model, blocks, ["z", "ln1", "mlp_post", "ln_final"]) == ()
     [first, second] = stream_sums(model, blocks, ["attn_out"])
-    assert (first.block, first.total.name) == (0, "blocks.0.hook_resid_mid")
+    assert first.total.name == "blocks.0.hook_resid_mid"
     assert [term.name for term in second.terms] == ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
-    assert [one.block for one in stream_sums(model, blocks, ["blocks.1.hook_mlp_out"])] == [1]
+    assert [one.total.name for one in stream_sums(model, blocks, ["blocks.1.hook_mlp_out"])] == ["blocks.1.hook_resid_post"]
     assert len(stream_sums(model, blocks, ["resid_mid"])) == 4
     [bert, *_] = stream_sums(model_of("bert"), find_stacks(model_of("bert"), None), ["attn_out"])
     assert (bert.total.module, bert.total.incoming) == ("bert.encoder.layer.0.attention.output.LayerNorm", True)

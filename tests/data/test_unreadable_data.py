@@ -166,23 +166,15 @@ def test_pixels_are_no_input_of_a_model_of_tokens(llama, shape, kind):
         analyze(llama, data[kind])
 
 
-@pytest.mark.parametrize(
-    ("family", "classes"),
-    [
-        ("Bert", "AutoModelForMaskedLM or AutoModelForSequenceClassification"),
-        ("Llama", "AutoModelForCausalLM"),
-        ("ViT", "AutoModelForImage"),
-    ],
-)
-def test_a_model_without_a_head_is_told_which_class_has_one(family, classes):
+@pytest.mark.parametrize("family", ["Bert", "Llama", "ViT"])
+def test_a_model_without_a_head_is_refused(family):
     import transformers
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     more = {"image_size": 8, "patch_size": 4} if family == "ViT" else {"vocab_size": 20}
     model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**small, **more))
-    with pytest.raises(lsim.LayersimError, match=rf"needs an unembedding(.|\n)*load it by .*{classes}") as caught:
+    with pytest.raises(lsim.LayersimError, match=f"LogitLens.*{family}Model"):
         lsim.analyze(model, torch.ones(2, 4, dtype=torch.long), lsim.LogitLens())
-    assert family == "Llama" or "CausalLM" not in str(caught.value)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -208,13 +200,8 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
     }.items():
         with pytest.raises(lsim.LayersimError, match=text):
             load_data(str(tmp_path / name), "test")
-    for name, text in {
-        "nothing": "where there is nothing",
-        "folder": "a folder with nothing",
-        "set": "a folder with dataset_dict.json, train",
-        "zeros": "a file",
-    }.items():
-        with pytest.raises(lsim.LayersimError, match=f"^`--model` is .*{text}"):
+    for name in ("nothing", "folder", "set", "zeros"):
+        with pytest.raises(lsim.LayersimError, match=f"^`--model` is .*{name}"):
             named_model.load_model(str(tmp_path / name), "cpu", "float32", False)
 
 

@@ -12,8 +12,8 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
+from tl_layersim.architectures.blocks import find_stacks
 from tl_layersim.architectures.chosen_hook_points import site_map
-from tl_layersim.architectures.hugging_face import find_stacks
 from tl_layersim.architectures.layouts import LAYOUTS
 from tl_layersim.architectures.points import SITE_NAMES, SiteMap
 

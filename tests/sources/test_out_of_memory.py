@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.sources import out_of_memory
 from tl_layersim.sources.hooked import HookedSource
 from tl_layersim.vision import tower_similarity
 
@@ -52,6 +51,18 @@ def limited(block: torch.nn.Module, rows: int, full=full_gpu) -> list[tuple[int,
 
     block.register_forward_pre_hook(hook, with_kwargs=True)
     return seen
+
+
+def llama_block(model: torch.nn.Module) -> torch.nn.Module:
+    return model.model.layers[1]
+
+
+def bert_block(model: torch.nn.Module) -> torch.nn.Module:
+    return bert_blocks(model)[1]
+
+
+def vit_block(model: torch.nn.Module) -> torch.nn.Module:
+    return vit_blocks(model)[1]
 
 
 def texts(count: int = 10):
@@ -162,74 +173,45 @@ def test_comparison_of_models_with_different_limits(wrap):
     assert [[rows for rows, _ in one] for one in seen] == [[5, 3, 2, 3, 2], [5, 3, 2, *[1] * 10]]
 
 
-@pytest.mark.filterwarnings("ignore:Intervals of")
-def test_intervals_and_blocks_do_not_change():
-    options = {"intervals": True, "batch_size": 2}
-    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=8)]
-    expected = called(lsim.analyze, tiny_llama(), random_tokens(40, 8), analyzers, **options)
-    model = tiny_llama()
-    limited(model.model.layers[0], 1)
-    found = called(lsim.analyze, model, random_tokens(40, 8), analyzers, **options)
-    same(found, expected)
-    for name in expected:
-        np.testing.assert_allclose(found[name].interval().error, expected[name].interval().error, atol=1e-7)
-
-
-@pytest.mark.parametrize("positions", ["last", "mean", "first"])
-def test_samples_of_chosen_positions(positions):
-    options = {"positions": positions, "batch_size": 10}
-    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=5)]
-    expected = called(lsim.analyze, tiny_llama(), texts(), analyzers, **options)
-    model = tiny_llama()
-    limited(model.model.layers[1], 4)
-    same(called(lsim.analyze, model, texts(), analyzers, **options), expected)
-
-
-def test_rows_without_a_counted_position():
-    # Only tokens above 90 count, which some parts of the batch do not hold.
+def marked() -> dict[str, torch.Tensor]:
+    """Rows of which only one has counted positions."""
     data = {"input_ids": random_tokens(6, 8), "read": torch.zeros(6, 8, dtype=torch.long)}
     data["read"][4, 2:7] = 1
-    options = {"positions": "read", "batch_size": 6}
-    expected = called(lsim.analyze, tiny_llama(), data, "cosine", **options)
-    model = tiny_llama()
-    limited(model.model.layers[1], 2)
-    same(called(lsim.analyze, model, data, "cosine", **options), expected)
+    return data
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+EXACT, COSINE, SMALL = [lsim.Cosine(), lsim.CKA(minibatch=16)], lsim.Cosine(center="none"), lsim.CKA(minibatch=5)
+# Model, its block, data, analyzers, options, and the rows that fit.
+KINDS = {
+    "blocks of intervals": (tiny_llama, llama_block, random_tokens(40, 8), [COSINE, SMALL], {"intervals": True}, 1),
+    "last": (tiny_llama, llama_block, texts(), [lsim.Cosine(), SMALL], {"positions": "last"}, 4),
+    "mean": (tiny_llama, llama_block, texts(), [lsim.Cosine(), SMALL], {"positions": "mean"}, 4),
+    "no counted position": (tiny_llama, llama_block, marked(), [lsim.Cosine()], {"positions": "read"}, 2),
+    "segments": (pair_bert, bert_block, pair_data(), EXACT, {"positions": "all"}, 2),
+    "segments, padded left": (pair_bert, bert_block, pair_data(left=True), EXACT, {"positions": "all"}, 2),
+    "images": (image_vit, vit_block, pixels(), [COSINE, SMALL], {"positions": "mean"}, 2),
+    "labels": (
+        *(image_vit, vit_block, {"pixel_values": pixels(8), "labels": torch.arange(8) % 2}),
+        *([lsim.NeuralCollapse(labels="data")], {"positions": "mean"}, 3),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Intervals of")
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
-def test_segments_are_split_with_their_rows(wrap, left):
-    options = {"positions": "all", "batch_size": 6}
-    expected = called(lsim.analyze, wrap(pair_bert()), pair_data(left=left), [lsim.Cosine(), lsim.CKA(minibatch=16)], **options)
-    model = pair_bert()
-    limited(bert_blocks(model)[1], 2)
-    same(
-        called(lsim.analyze, wrap(model), pair_data(left=left), [lsim.Cosine(), lsim.CKA(minibatch=16)], **options),
-        expected,
-        1e-13,
-    )
-
-
-@pytest.mark.parametrize("positions", ["all", "mean"])
-@pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
-def test_images_are_split_along_rows(wrap, positions):
-    options = {"positions": positions, "batch_size": 6}
-    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=5)]
-    expected = called(lsim.analyze, wrap(image_vit()), pixels(), analyzers, **options)
-    model = image_vit()
-    limited(vit_blocks(model)[1], 2)
-    same(called(lsim.analyze, wrap(model), pixels(), analyzers, **options), expected, 1e-13)
-
-
-def test_labels_stay_with_their_rows():
-    data = {"pixel_values": pixels(8), "labels": torch.arange(8) % 2}
-    options = {"positions": "mean", "batch_size": 8}
-    analyzer = lsim.NeuralCollapse(labels="data")
-    expected = called(lsim.analyze, image_vit(), data, analyzer, **options)["neural_collapse"]
-    model = image_vit()
-    limited(vit_blocks(model)[1], 3)
-    found = called(lsim.analyze, model, data, analyzer, **options)["neural_collapse"]
-    np.testing.assert_allclose(found.nc1, expected.nc1, atol=1e-12)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_kind_are_split(kind, wrap):
+    make, block_of, data, analyzers, options, rows = KINDS[kind]
+    expected = called(lsim.analyze, wrap(make()), data, analyzers, batch_size=8, **options)
+    model = make()
+    seen = limited(block_of(model), rows)
+    found = called(lsim.analyze, wrap(model), data, analyzers, batch_size=8, **options)
+    assert max(count for count, _ in seen) > rows
+    for name, one in expected.items():
+        field = "nc1" if name == "neural_collapse" else "values"
+        np.testing.assert_allclose(getattr(found[name], field), getattr(one, field), atol=1e-7, rtol=0)
+        if "intervals" in options:
+            np.testing.assert_allclose(found[name].interval().error, one.interval().error, atol=1e-7)
 
 
 @pytest.mark.parametrize("at", ["encoder.resid_post", "decoder.resid_post"])
@@ -287,35 +269,27 @@ def test_memory_is_given_back_before_the_next_try(monkeypatch):
 # ---- what cannot be split
 
 
-def test_a_row_that_does_not_fit_is_refused_with_a_length():
-    model = tiny_llama()
-    limited(model.model.layers[1], 0)
-    with pytest.raises(
-        lsim.LayersimError, match=r"(?s)^`seq_len` is too large: a forward pass of one row.*1 row of 20.*seq_len=10"
-    ):
-        lsim.analyze(model, lsim.Data(texts(), batch_size=5), "cosine")
-
-
-def test_an_image_that_does_not_fit_has_no_length():
-    model = image_vit()
-    limited(vit_blocks(model)[1], 0)
-    with pytest.raises(lsim.LayersimError, match=r"(?s)^`data` is too large.*smaller rows; or the model in bfloat16"):
-        lsim.analyze(model, lsim.Data(pixels(), positions="first"), "cosine")
-
-
+@pytest.mark.parametrize(
+    ("make", "block_of", "data", "analyzer", "message"),
+    [
+        (tiny_llama, llama_block, texts(), "cosine", r"^`seq_len`.*1 row of 20.*seq_len=10"),
+        (tiny_llama, llama_block, texts(), "logit_lens", r"^`seq_len`.*1 row"),
+        (image_vit, vit_block, pixels(), "cosine", r"^`data`.*1 row"),
+    ],
+)
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
-def test_the_check_of_the_lens_names_memory_and_not_the_head(wrap):
-    model = tiny_llama()
-    limited(model.model.layers[1], 0)
-    with pytest.raises(lsim.LayersimError, match=r"^`seq_len` is too large: a forward pass of one row"):
-        lsim.analyze(wrap(model), texts(), "logit_lens")
+def test_a_row_that_does_not_fit_is_refused(make, block_of, data, analyzer, message, wrap):
+    model = make()
+    limited(block_of(model), 0)
+    with pytest.raises(lsim.LayersimError, match=f"(?s){message}"):
+        lsim.analyze(wrap(model), lsim.Data(data, batch_size=5), analyzer)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
 def test_analyzers_that_call_blocks_again_need_all_rows(wrap):
     model = tiny_llama()
     seen = limited(model.model.layers[1], 2)
-    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large.*calls blocks again.*batch_size=2"):
+    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size`.*4 rows.*batch_size=2"):
         lsim.analyze(wrap(model), lsim.Data(texts(), batch_size=4), lsim.BlockCoupling(k=2))
     assert [rows for rows, _ in seen if rows > 1] == [4]
 
@@ -328,7 +302,7 @@ def test_processes_that_share_weights_stay_together(monkeypatch):
     from tl_layersim.data.batches import Batches
 
     [batch] = Batches(lsim.Data(texts(4)), source.model)
-    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large.*share the weights"):
+    with pytest.raises(lsim.LayersimError, match=r"^`batch_size`.*4 rows"):
         source.collect(batch)
     assert len(seen) == 1
 
@@ -349,7 +323,7 @@ def test_a_kernel_that_runs_out_of_memory_names_the_batch_size(wrap):
 
 
 def test_a_kernel_of_two_models_names_the_batch_size():
-    with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size` is too large: measuring"):
+    with pytest.raises(lsim.LayersimError, match=r"^`batch_size`.*cka.*batch_size=2"):
         lsim.compare(tiny_llama(), tiny_gpt2(), lsim.Data(texts(), batch_size=5), HungryCKA())
 
 
@@ -368,11 +342,3 @@ def test_an_attached_loop_sees_its_own_error():
         model(tokens[:2])
     assert [rows for rows, _ in seen] == [4, 2]
     assert probe.results()["cosine"].provenance.tokens == 16
-
-
-def test_messages_of_torch():
-    assert not out_of_memory.is_out_of_memory(ValueError("out of memory"))
-    assert out_of_memory.is_out_of_memory(MemoryError())
-    assert out_of_memory.is_out_of_memory(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    )

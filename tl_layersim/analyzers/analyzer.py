@@ -20,7 +20,7 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
 from ..architectures.layouts import NO_HEAD
-from ..architectures.output_heads import classes_with_head
+from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import Head
 from ..core import LayersimError, LayersimWarning, Provenance, Result, Sums, typed, warn
 from ..core.functions import Registry, digest_of_code
@@ -512,7 +512,7 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         why = NO_HEAD.get(model.source)
         raise LayersimError(
             f"{analyzer} needs an unembedding, but none is known for {model.name} ({model.source}): "
-            f"{why or f'load it by {classes_with_head(model.source)}, or name its norm and head in unembed= of open_model'}."
+            f"{why or f'load it by {CLASSES_WITH_HEAD}, or name its norm and head in unembed= of open_model'}."
         )
     if isinstance(heads, ExitHeads):
         heads.check(model)

@@ -1,9 +1,9 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
+from .blocks import find_stacks as find_stacks
 from .blocks import layer_names as layer_names
 from .chosen_hook_points import find_points as find_points
 from .chosen_hook_points import stream_sums as stream_sums
-from .hugging_face import find_stacks as find_stacks
 from .points import HookPoint as HookPoint
 from .points import Part as Part
 from .points import StreamSum as StreamSum

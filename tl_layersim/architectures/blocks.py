@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -20,9 +21,6 @@ MODULES = "raw weights; what the named modules give"
 POST_NORM = "raw weights; post-norm: each block's output is after its layer norm"
 NORMS_BETWEEN = ", and the decoder's norm follows it before the next block (config.auxiliary_loss)"
 
-Side = Literal["", "encoder", "decoder", "both"]
-SIDES: tuple[Literal["encoder"], Literal["decoder"]] = ("encoder", "decoder")
-
 
 def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     """Module paths of one stack's blocks, in order.
@@ -36,11 +34,9 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
         LayersimError: a path does not exist, is named twice or is out of order; or no path is named and the layout is unknown.
     """
     if layers is None:
-        blocks = _blocks_of(module)
+        blocks = [] if has_both_towers(module) else _blocks_of(module)
         if not blocks:
-            children = [name for name, _ in module.named_children()][:6]
-            sides = "an encoder-decoder whose decoder has no known list of blocks" if encoder_and_decoder(module) else ""
-            raise unsupported_blocks(module, sides or f"modules {children}")
+            raise unsupported_blocks(module, f"modules {[name for name, _ in module.named_children()][:6]}")
         return blocks
     paths = existing_paths(module, layers, "layers")
     numbers = _numbers(module, paths)
@@ -51,6 +47,22 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
                 "runs them."
             )
     return paths
+
+
+def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
+    """Module paths of a model's blocks in all of its stacks: one, encoder and decoder, both towers, or all stages.
+
+    Args:
+        module: the model.
+        layers: the paths that the user names; None to find them by the layout.
+
+    Raises:
+        LayersimError: see `find_blocks`.
+    """
+    lists = lists_of_blocks(module)
+    if layers is None and len(lists) > 1:
+        return [block for path in lists.values() for block in blocks_in(module, path)]
+    return find_blocks(module, layers)
 
 
 def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: str) -> None:
@@ -78,20 +90,15 @@ def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | 
         module: the model.
         at: see `find_points`.
     """
-    if lists_of_blocks(module) or encoder_and_decoder(module) or callable(at):
+    known = encoder_and_decoder(module) or (lists_of_blocks(module) and not has_both_towers(module))
+    items = [at] if isinstance(at, int | str) or callable(at) else list(at)
+    if known or not all(isinstance(item, str) for item in items):
         return None
     own = [
         name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
     ]
-    found: list[str] = []
-    for item in [at] if isinstance(at, int | str) else at:
-        if not isinstance(item, str):
-            return None
-        matches = [name for name in own if fnmatch.fnmatchcase(name, item.removesuffix(".input"))]
-        if not matches:
-            return None
-        found += matches
-    return list(dict.fromkeys(found))
+    matches = [fnmatch.filter(own, item.removesuffix(".input")) for item in items]
+    return list(dict.fromkeys(name for found in matches for name in found)) if all(matches) else None
 
 
 def locate(
@@ -107,18 +114,14 @@ def locate(
         paths: module paths, as `find_blocks` returns them.
         named: whether the user named them.
     """
-    tower = blocks_of_tower(module, paths)
-    if tower is not None:
-        consecutive = tower[1] == list(range(tower[1][0], tower[1][0] + len(tower[1])))
-        return _prefixed(f"{tower[0]}.", block_sites(tower[1])), "whole" if consecutive else "parts"
     stack = stack_of(module, paths)
-    prefix = f"{stack}." if stack else ""
     numbers = _numbers(module, paths) if named else list(range(len(paths)))
     if numbers is not None:
         whole = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and not _has_convolution_between(module, paths)
+        names = tuple(f"{stack}.{name}" if stack else name for name in block_sites(numbers))
         # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
         trusted = hasattr(module, "base_model_prefix")
-        return _prefixed(prefix, block_sites(numbers)), ("whole" if whole else "parts") if trusted else "unknown"
+        return names, ("whole" if whole else "parts") if trusted else "unknown"
     inside = any(path.startswith(f"{block}.") for path in paths for block in _blocks_of(module, stack))
     # The input and the output of a single module cannot show a stream.
     return module_sites(paths), "none" if inside or len(paths) < 2 else "unknown"
@@ -130,7 +133,7 @@ def _block_list(module: torch.nn.Module) -> str | None:
     prefix = getattr(module, "base_model_prefix", "")
     # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
     tower = [name for name in TOWER_MODULES.values() if name in names]
-    for base in dict.fromkeys((prefix, "model", "", *(tower if len(tower) == 1 else ()))):
+    for base in (prefix, "model", "", *(tower if len(tower) == 1 else ())):
         for path in BLOCKS:
             full = f"{base}.{path}" if base else path
             blocks = names.get(full)
@@ -140,11 +143,13 @@ def _block_list(module: torch.nn.Module) -> str | None:
 
 
 def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the module lists that hold blocks, by stack: "encoder" and "decoder", or "stages.0", ..., or "" for one stack.
+    """Paths of the module lists that hold blocks, by stack.
 
-    A stage (as in Swin) has fewer positions and more channels than the stage before it, so each has its own residual stream.
+    Stacks are "encoder" and "decoder"; "text" and "vision" for the towers of a CLIP; "stages.0", ...; or "" if there is only
+    one. A stage (as in Swin) has fewer positions and more channels than the stage before it, so each has its own residual
+    stream.
     """
-    sides = encoder_and_decoder(module)
+    sides = two_sides(module)
     if sides:
         inner = {side: _block_list(module.get_submodule(path)) for side, path in sides.items()}
         return {side: f"{sides[side]}.{path}" for side, path in inner.items() if path is not None}
@@ -157,35 +162,37 @@ def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
     return {f"stages.{number}": one for number, one in enumerate(stages)}
 
 
-def lists_by_stack(module: torch.nn.Module) -> dict[str, str]:
-    """`lists_of_blocks` of a model with several stacks (encoder and decoder, or stages); empty for other models."""
-    return {stack: path for stack, path in lists_of_blocks(module).items() if stack}
-
-
 def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
     """`lists_of_blocks` of a model with stages; empty for other models."""
     return {stack: path for stack, path in lists_of_blocks(module).items() if stack.startswith("stages.")}
 
 
+def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
+    """The stacks that contain some modules, see `lists_of_blocks`; modules outside all stacks are ignored."""
+    roots = two_sides(module) or lists_of_blocks(module)
+    return [stack for stack, root in roots.items() if any(f"{path}.".startswith(f"{root}.") for path in paths)]
+
+
 def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
-    """The stack that contains some modules: "encoder", "decoder" or a stage; "" for one-stack models or several stages."""
-    if encoder_and_decoder(module):
-        return encoder_or_decoder(module, paths)
-    stages = [name for name, path in lists_by_stage(module).items() if any(one.startswith(f"{path}.") for one in paths)]
-    return stages[0] if len(stages) == 1 else ""
+    """The stack that contains some modules; "" for a one-stack model, and if several stacks or none contain them."""
+    stacks = stacks_with(module, paths)
+    return stacks[0] if len(stacks) == 1 else ""
 
 
 def is_last_stack(module: torch.nn.Module, paths: list[str]) -> bool:
     """Whether the model's final norm and head read the output of these blocks."""
-    stages = list(lists_by_stage(module))
-    return stack_of(module, paths) in (stages[-1:] or ("", "decoder", "both"))
+    stack, stages = stack_of(module, paths), list(lists_by_stage(module))
+    return stack == stages[-1] if stages else stack != "encoder"
 
 
 def blocks_in(module: torch.nn.Module, path: str) -> list[str]:
     """Paths of the modules in a module list."""
-    blocks = module.get_submodule(path)
-    assert isinstance(blocks, torch.nn.ModuleList)
-    return [f"{path}.{i}" for i in range(len(blocks))]
+    return [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
+
+
+def two_sides(module: torch.nn.Module) -> dict[str, str]:
+    """Paths of encoder and decoder, or of the text and the vision tower; empty for models without both."""
+    return encoder_and_decoder(module) or (dict(TOWER_MODULES) if has_both_towers(module) else {})
 
 
 def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
@@ -194,38 +201,21 @@ def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
         return {}
     names = {id(sub): name for name, sub in module.named_modules() if name}
     found: dict[str, str] = {}
-    for side in SIDES:
-        find: Any = getattr(module, f"get_{side}", None)
-        try:
-            stack = None if find is None else find()
-        except (AttributeError, NotImplementedError):
-            stack = None
-        # Models without the stack return themselves.
-        if id(stack) in names:
-            found[side] = names[id(stack)]
-    first, second = found.get("encoder", ""), found.get("decoder", "")
-    apart = len(found) == 2 and not f"{first}.".startswith(f"{second}.") and not f"{second}.".startswith(f"{first}.")
-    return found if apart else {}
-
-
-def encoder_or_decoder(module: torch.nn.Module, paths: list[str]) -> Side:
-    """The side of an encoder-decoder that contains some modules; "" for one-stack models and for modules outside both sides.
-
-    Args:
-        module: the model.
-        paths: module paths; modules outside both sides are ignored.
-    """
-    stacks = encoder_and_decoder(module)
-    sides = [side for side in SIDES if side in stacks and any(f"{path}.".startswith(f"{stacks[side]}.") for path in paths)]
-    return "both" if len(sides) == 2 else sides[0] if sides else ""
+    for side in ("encoder", "decoder"):
+        with suppress(AttributeError, NotImplementedError):
+            stack = getattr(module, f"get_{side}")()
+            # Models without the stack return themselves.
+            found |= {side: names[id(stack)]} if id(stack) in names else {}
+    first, second = (f"{found.get(side, '')}." for side in ("encoder", "decoder"))
+    return found if len(found) == 2 and not first.startswith(second) and not second.startswith(first) else {}
 
 
 def in_both_stacks(module: torch.nn.Module) -> LayersimError:
-    """The error for blocks that do not all lie in one stack of an encoder-decoder."""
+    """The error for blocks that do not all lie in one stack: encoder or decoder, text or vision tower."""
     lists = lists_of_blocks(module)
     return LayersimError(
-        f"`layers` must all lie in the encoder or all in the decoder of {type(module).__name__}, such as "
-        f"{lists.get('decoder', 'decoder.block')}.0."
+        f"`layers` must all lie in one of the stacks of {type(module).__name__}, {' or '.join(two_sides(module))}, such as "
+        f"{next(reversed(lists.values()), 'decoder.block')}.0."
     )
 
 
@@ -238,45 +228,6 @@ def has_encoder_positions(path: str) -> bool:
 def has_both_towers(module: torch.nn.Module) -> bool:
     """Whether a model has a vision and a text tower, like CLIP and SigLIP."""
     return all(hasattr(module, child) for child in TOWER_MODULES.values())
-
-
-def blocks_of_tower(module: torch.nn.Module, paths: list[str]) -> tuple[str, list[int]] | None:
-    """The name of the tower whose blocks some modules are, and their block indices; None for other modules.
-
-    Args:
-        module: the model.
-        paths: module paths.
-
-    Raises:
-        LayersimError: the modules lie in both towers.
-    """
-    if not has_both_towers(module):
-        return None
-    inside = [name for name, child in TOWER_MODULES.items() if any(path.startswith(f"{child}.") for path in paths)]
-    if len(inside) == 2:
-        raise two_towers(module, "`layers` with modules of both towers")
-    parents = {path.rpartition(".")[0] for path in paths}
-    numbers = [path.rpartition(".")[2] for path in paths]
-    if not inside or len(parents) > 1 or not all(number.isdecimal() for number in numbers):
-        return None
-    return inside[0], [int(number) for number in numbers]
-
-
-def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
-    """The error for a model with two towers if it is unclear which one to read.
-
-    Args:
-        module: the model.
-        given: the argument that does not name a tower.
-    """
-    return LayersimError(
-        f"{type(module).__name__} has a vision and a text tower, and a call reads only one of them: "
-        f"{given}. Pass model.vision_model or model.text_model, or use tower_similarity(clip, pairs)."
-    )
-
-
-def _prefixed(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{prefix}{name}" for name in names)
 
 
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
@@ -307,19 +258,16 @@ def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
         module: the model.
         given: the reason.
     """
-    if has_both_towers(module):
-        return two_towers(module, f"{type(module).__name__} without layers=")
-    lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1][:3]
-    # A detector inside a model of segments, for example.
-    inner = [f"model.{name}" for name, part in module.named_children() if lists_of_blocks(part).keys() & set(SIDES)][:1]
+    # A tower of a CLIP, or a detector inside a model of segments.
+    towers = list(TOWER_MODULES.values()) if has_both_towers(module) else []
+    inside = towers or [name for name, part in module.named_children() if two_sides(part)]
+    lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1]
     return LayersimError(
-        f"The layers of {type(module).__name__} are not known: {given}. "
+        f"The layers of {type(module).__name__} {'lie in two towers' if towers else 'are not known'}: {given}. "
         + (
-            f"Pass {inner[0]}, whose layers are known."
-            if inner
-            else f"Name its blocks, such as layers=[f'{lists[0]}.{{i}}' for i in range(n)]."
-            if lists
-            else "Name its blocks, layers=['path.of.block.0', 'path.of.block.1', ...]."
+            f"Pass {' or '.join(f'model.{name}' for name in inside)}."
+            if inside
+            else f"Name its blocks: layers=[f'{(lists or ['path'])[0]}.{{i}}' for i in range(n)]."
         )
     )
 
@@ -350,50 +298,34 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
     """Check the module paths in an argument and return them.
 
     Raises:
-        LayersimError: the model has no module at a path, or no path is given.
+        LayersimError: the model has no module at a path, a list of modules is named as a block, or no path is given.
     """
     names = dict(module.named_modules())
-    for path in paths:
-        if path not in names:
-            near = difflib.get_close_matches(path, names, n=3)
-            lists = [name for name, sub in names.items() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
+    for path in paths or [""]:
+        is_list = argument == "layers" and isinstance(names.get(path), torch.nn.ModuleList)
+        if not path or path not in names or is_list:
+            near = [f"{path}.0"] if is_list else difflib.get_close_matches(path, names, n=3) or list(names)[1:4]
             raise LayersimError(
-                f"`{argument}` is [..., {path!r}, ...], and {type(module).__name__} has no such module; "
-                + (
-                    f"did you mean {' or '.join(map(repr, near))}?"
-                    if near
-                    else f"it has modules such as {', '.join([f'{name}.0' for name in lists[:3]] or list(names)[1:4])}."
-                )
+                f"`{argument}` is {brief(paths)}, and {path!r} must be a module of {type(module).__name__}, such as "
+                f"{', '.join(map(repr, near))}."
             )
-        if argument == "layers" and isinstance(names[path], torch.nn.ModuleList):
-            raise LayersimError(
-                f"`layers` names {path!r}, a list of modules; name the modules in it, [f'{path}.{{i}}' for i in "
-                f"range({len(names[path])})]."
-            )
-    if not paths:
-        raise LayersimError(f"`{argument}` is empty; it must name a module.")
     return list(paths)
 
 
 def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
     """The token embedding; None if the model has none or does not expose it."""
-    find: Any = getattr(module, "get_input_embeddings", None)
-    try:
-        embedding = None if find is None else find()
-    except (AttributeError, NotImplementedError):
-        # Hugging Face models of images and models of several towers have the method, which raises.
-        return None
+    embedding: Any = None
+    # Hugging Face models of images and models of several towers have the method, which raises.
+    with suppress(AttributeError, NotImplementedError):
+        embedding = module.get_input_embeddings()  # type: ignore[operator]  # a method of transformers
     return embedding if isinstance(embedding, torch.nn.Module) else None
 
 
 def nearest_config(module: torch.nn.Module, path: str) -> Any:
     """The configuration of a module, or of the nearest module around it that has one."""
     parts = path.split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        config = getattr(module.get_submodule(".".join(parts[:depth])), "config", None)
-        if config is not None:
-            return config
-    return None
+    around = [module.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) - 1, -1, -1)]
+    return next((config for one in around if (config := getattr(one, "config", None)) is not None), None)
 
 
 def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
@@ -403,22 +335,16 @@ def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
         block: a block of transformers, or of a class derived from one.
         config: its configuration.
     """
-    names = {cls.__name__ for cls in type(block).__mro__}
-    for layout in LAYOUTS:
-        if names.isdisjoint(layout.classes) or config is None:
-            continue
+    classes = {cls.__name__ for cls in type(block).__mro__}
+    for layout in LAYOUTS if config is not None else ():
         # Other libraries have blocks of the same name.
-        if layout.when(block, config) and all(_has(block, tensor.path) for tensor in layout.tensors.values()):
-            return layout
+        if not classes.isdisjoint(layout.classes) and layout.when(block, config):
+            with suppress(AttributeError):
+                # Not by the names of modules, because components of a TransformerBridge pass attributes on.
+                for tensor in layout.tensors.values():
+                    block.get_submodule(tensor.path)
+                return layout
     return None
-
-
-def _has(block: torch.nn.Module, path: str) -> bool:
-    try:
-        block.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def is_post_norm(module: torch.nn.Module, path: str) -> bool:
@@ -451,17 +377,10 @@ def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str 
     """
     if "ln_final" in layout.lacks:
         return None
-    names = dict(module.named_modules())
-    parts = block.split(".")[:-2]
-    while True:
-        for name in layout.final:
-            path = ".".join([*parts, name])
-            # A BEiT that averages patches has no norm here, and a module of this name that changes nothing.
-            if path in names and not isinstance(names[path], torch.nn.Identity):
-                return path
-        if not parts:
-            return None
-        parts.pop()
+    names, parts = dict(module.named_modules()), block.split(".")[:-2]
+    paths = [".".join([*parts[:depth], name]) for depth in range(len(parts), -1, -1) for name in layout.final]
+    # A BEiT that averages patches has no norm here, and a module of this name that changes nothing.
+    return next((path for path in paths if path in names and not isinstance(names[path], torch.nn.Identity)), None)
 
 
 def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[int, int]:

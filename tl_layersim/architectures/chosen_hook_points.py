@@ -14,8 +14,8 @@ from torch.distributed import is_available
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .blocks import blocks_in, encoder_or_decoder, has_encoder_positions, lists_by_stack, lists_by_stage, stack_of
-from .hugging_face import find_stacks, module_site_map
+from .blocks import blocks_in, find_stacks, has_encoder_positions, lists_of_blocks, stack_of, stacks_with
+from .hugging_face import module_site_map
 from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
@@ -60,15 +60,20 @@ def find_points(
     if not items:
         raise LayersimError(f"`at` is {brief(at)}; it must name a site.")
     for family in families:
-        _refuse_lacking(known, family)
-    found: list[Site | HookPoint] = []
+        if not known.of_families([family]):
+            stack, _, own = family.rpartition(".")
+            raise LayersimError(
+                f"`at` is {family!r}, which {known.model} does not have: "
+                f"{known.lacks.get(own, f'the blocks of its {stack} have none')}. It has {', '.join(known.families())}."
+            )
+    found: list[Site] = []
     for item in items:
         if item not in families:
             found += _named(known, item)
         elif item == families[0]:
             # All families together, at the place of the first.
             found += known.of_families(families)
-    points = [point for one in found for point in (_by_head(one) if per_head else [_whole(one)])]
+    points = [point for site in found for point in (_by_head(site) if per_head else [site.point])]
     _refuse_twice(points, {site.point.name for site in known.sites})
     return tuple(points)
 
@@ -94,28 +99,21 @@ def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterab
     return tuple(one for one in known.sums if names & {point.name for point in (one.total, *one.terms)})
 
 
-def _whole(one: Site | HookPoint) -> HookPoint:
-    return one.point if isinstance(one, Site) else one
-
-
-def _by_head(one: Site | HookPoint) -> list[HookPoint]:
+def _by_head(site: Site) -> list[HookPoint]:
     """One hook point for each head of a site.
 
     Raises:
         LayersimError: the hook point has no heads.
     """
-    if isinstance(one, Site) and one.heads:
-        return [one.head(number) for number in range(len(one.heads))]
-    if isinstance(one, HookPoint) and _HEAD.match(one.name):
-        return [one]
-    family = isinstance(one, Site) and one.family
+    if site.heads or _HEAD.match(site.point.name):
+        return [site.head(number) for number in range(len(site.heads))] or [site.point]
     raise LayersimError(
-        f"`per_head` is True, but {_whole(one).name} is not divided into heads; {', '.join(HEAD_FAMILIES)} are"
-        + (", in a model whose configuration gives its number of heads." if family in HEAD_FAMILIES else ".")
+        f"`per_head` is True, but {site.point.name} is not divided into heads; {', '.join(HEAD_FAMILIES)} are, in a model "
+        "whose configuration gives its number of heads."
     )
 
 
-def _named(known: SiteMap, item: str | Callable[[str], bool]) -> Sequence[Site | HookPoint]:
+def _named(known: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
     """The sites and other hook points that a name, a pattern or a function selects.
 
     Raises:
@@ -126,27 +124,26 @@ def _named(known: SiteMap, item: str | Callable[[str], bool]) -> Sequence[Site |
         return [_one(known, sites, item)]
     if isinstance(item, str) and (head := _HEAD.match(item)):
         return [_one_head(known, sites, item, head[1], int(head[2]))]
-    if isinstance(item, str) and not any(sign in item for sign in "*?"):
-        raise _unknown(known, sites, item)
     matches: Callable[[str], bool] = item if callable(item) else lambda name: fnmatch.fnmatchcase(name, item)
-    chosen: Iterable[str] = [name for name in sites if matches(name)]
+    chosen = [name for name in sites if matches(name)]
     chosen = chosen or [name for name in known.other_names if matches(name) and known.by_name(name) is not None]
-    found = {_tensor_of(_whole(one)): one for one in (_one(known, sites, name) for name in chosen)}
+    found = {_tensor_of(one.point): one for one in (_one(known, sites, name) for name in chosen)}
     if not found:
         raise _unknown(known, sites, item)
     return list(found.values())
 
 
-def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site | HookPoint:
-    """The site or hook point called `name`.
+def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site:
+    """The site or other hook point called `name`.
 
     Raises:
-        LayersimError: the site and TransformerLens's hook point of this name are different tensors.
+        LayersimError: there is none, or the site and TransformerLens's hook point of this name are different tensors.
     """
     other = known.by_name(name)
     if name not in sites:
-        assert other is not None
-        return other
+        if other is None:
+            raise _unknown(known, sites, name)
+        return Site(other, "")
     site = sites[name]
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
@@ -156,21 +153,20 @@ def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site | HookPoint:
     return site
 
 
-def _one_head(known: SiteMap, sites: dict[str, Site], name: str, stem: str, number: int) -> HookPoint:
+def _one_head(known: SiteMap, sites: dict[str, Site], name: str, stem: str, number: int) -> Site:
     """The hook point of one head.
 
     Raises:
         LayersimError: there is no such head.
     """
-    if stem not in sites and known.by_name(stem) is None:
+    site = _one(known, sites, stem) if stem in sites or known.by_name(stem) is not None else None
+    if site is None:
         raise _unknown(known, sites, name)
-    one = _one(known, sites, stem)
-    if isinstance(one, Site) and number < len(one.heads):
-        return one.head(number)
-    count = len(one.heads) if isinstance(one, Site) else 0
+    if number < len(site.heads):
+        return Site(site.head(number), "")
     raise LayersimError(
         f"`at` is {name!r}, a head that the model does not have; "
-        + (f"{stem} has heads 0 to {count - 1}." if count else f"only {', '.join(HEAD_FAMILIES)} have heads.")
+        + (f"{stem} has heads 0 to {len(site.heads) - 1}." if site.heads else f"only {', '.join(HEAD_FAMILIES)} have heads.")
     )
 
 
@@ -178,17 +174,6 @@ def _tensor_of(point: HookPoint) -> tuple[object, ...]:
     """Key of the tensor that a hook point reads, to find two names for one tensor."""
     part = point.part
     return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
-
-
-def _refuse_lacking(known: SiteMap, family: str) -> None:
-    """Raise an error if the model, or the named stack, lacks a family."""
-    if not known.of_families([family]):
-        stack, _, own = family.rpartition(".")
-        reason = known.lacks.get(own, f"the blocks of its {stack} have none")
-        raise LayersimError(
-            f"`at` is {family!r}, which {known.model} does not have: {reason}."
-            + (f" It has {', '.join(known.families())}." if known.families() else "")
-        )
 
 
 def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
@@ -276,7 +261,8 @@ def block_numbers(layers: int | str | Sequence[int | str], names: Sequence[str],
 def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any) -> tuple[list[str], Any]:
     """Split `at` into a stack and the sites to read in it; return the block paths of the stack, and `at` without its prefix.
 
-    A family without the name of a stack belongs to the stack of `home`.
+    A family without the name of a stack belongs to the stack of `home`. Several stages can be read in one call, with names of
+    their stages.
 
     Args:
         module: an encoder-decoder, or a model of stages.
@@ -292,49 +278,26 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
     others = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
     if not others:
         return home, at
-    lists = lists_by_stack(module)
-    blocks = find_stacks(module, None) if lists else home
-    modules = [point.module for point in find_points(module, blocks, others)]
+    lists = lists_of_blocks(module)
+    modules = [point.module for point in find_points(module, find_stacks(module, None) if len(lists) > 1 else home, others)]
     crossing = [path for path in modules if has_encoder_positions(path)]
     if crossing:
         raise LayersimError(
             f"`at` names {crossing[0]}, which attends from the decoder to the encoder and has the encoder's positions. Use "
             "'encoder.ln_final' or 'decoder.cross_attn_out'."
         )
-    if lists_by_stage(module):
-        return _choose_stage(module, home, named, at, modules)
-    read = encoder_or_decoder(module, home)
-    side = encoder_or_decoder(module, [*modules, *home] if len(others) < len(items) else modules) or read
-    if side == "both" or (named and side != read):
+    read = stack_of(module, home)
+    reached = stacks_with(module, [*modules, *home] if len(others) < len(items) else modules) or [read]
+    if (named and reached != [read]) or ("encoder" in reached and len(reached) > 1):
         raise LayersimError(
-            (
-                f"`at` is {brief(at)}, sites of both encoder and decoder, which have positions of their own"
-                if side == "both"
-                else f"`at` is {brief(at)}, sites of the {side}, but `layers` names blocks of the {read}"
-            )
+            f"`at` is {brief(at)}, sites of {' and '.join(reached)}"
+            + (f", but `layers` names blocks of {read or 'no stage'}" if named else ", which have positions of their own")
             + ". Read one stack in a call, such as at='encoder.attn_out'."
-        )
-    paths = home if side == read else blocks_in(module, lists[side])
-    return paths, [_without_prefix(lists, item) for item in items]
-
-
-def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any, modules: list[str]) -> tuple[list[str], Any]:
-    """`choose_stack` for a model with stages, several of which can be read in one call."""
-    items = items_of(at)
-    lists, read = lists_by_stage(module), stack_of(module, home)
-    families = any(isinstance(item, int) or item in SITE_NAMES for item in items)
-    reached = {name for name, path in lists.items() if any(one.startswith(f"{path}.") for one in modules)}
-    reached |= {read} if families else set()
-    if named and reached - {read}:
-        raise LayersimError(
-            f"`at` is {brief(at)}, sites of {' and '.join(sorted(reached - {read}))}, but `layers` names blocks of "
-            f"{read or 'no stage'}; leave out layers=."
         )
     if len(reached) > 1:
         # Each stage has a number of positions of its own, so families keep the names of their stages.
         return home, [f"{read}.{item}" if item in SITE_NAMES else item for item in items]
-    stage = next(iter(reached), read)
-    paths = home if stage == read else blocks_in(module, lists[stage])
+    paths = home if reached == [read] else blocks_in(module, lists[reached[0]])
     return paths, [_without_prefix(lists, item) for item in items]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +16,11 @@ from ..core.errors import LayersimError
 from ..core.wording import with_article
 from .blocks import existing_paths, final_norm, is_post_norm, layout_of, nearest_config
 from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
-from .unembed import Head, Unembed, head_parts, plain_linear
+from .unembed import Head, HeadModule, Unembed, head_parts, plain_linear
 
 OF_BOXES = "bbox_predictor"
+# Classes of transformers that load a model with a head, for messages.
+CLASSES_WITH_HEAD = "AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelFor...Classification, as it was trained"
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
@@ -68,9 +71,13 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
     known = None if layout is None else final_norm(module, blocks[0], layout)
     if known is not None:
         return known
-    norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
-    # The final norm is registered last.
-    return norms[-1] if norms else ""
+    # On the lowest level above the blocks that has a norm; the final norm is registered last.
+    for depth in range(blocks[0].count(".") - 1, -1, -1):
+        parent = ".".join(blocks[0].split(".")[:depth])
+        beside = [f"{parent}.{name}".lstrip(".") for name, _ in names[parent].named_children()]
+        if norms := [path for path in beside if _is_norm(path, names[path])]:
+            return norms[-1]
+    return ""
 
 
 def norms_between_layers(module: torch.nn.Module) -> bool:
@@ -116,18 +123,6 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
     return [name for name in HEADS if name in names][:1], "every"
 
 
-def _above(block: str, names: dict[str, torch.nn.Module]) -> list[str]:
-    """Paths of the modules on the lowest level above a block that has a norm; empty if there is no such level."""
-    parts = block.split(".")[:-1]
-    while parts:
-        parent = ".".join(parts[:-1])
-        beside = [f"{parent}.{name}" if parent else name for name, _ in names[parent].named_children()]
-        if any(_is_norm(path, names[path]) for path in beside):
-            return beside
-        parts = parts[:-1]
-    return []
-
-
 def _is_norm(path: str, module: torch.nn.Module) -> bool:
     name = path.split(".")[-1].lower()
     return "embed" not in name and ("norm" in type(module).__name__.lower() or "norm" in name or name.startswith("ln_"))
@@ -154,9 +149,9 @@ def _input_scale(config: Any) -> float:
     return float(config.d_model**-0.5) if getattr(config, "scale_decoder_outputs", False) or tied else 1.0
 
 
-def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:
-    """The dtype of a head's weights; None if they are not floating-point (as with 8-bit integers)."""
-    first = next((p for part in parts for p in part.parameters()), None)
+def _dtype_of(module: torch.nn.Module, paths: Sequence[str]) -> torch.dtype | None:
+    """The dtype of the weights of some modules; None if they are not floating-point (as with 8-bit integers)."""
+    first = next((p for path in paths for p in module.get_submodule(path).parameters()), None)
     return first.dtype if first is not None and first.is_floating_point() else None
 
 
@@ -167,21 +162,34 @@ def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Une
         module: the model.
         head: paths of its modules.
     """
-    parts = [module.get_submodule(path) for path in head.modules]
-    norm = module.get_submodule(head.norm) if head.norm else None
+    last = module.get_submodule(head.modules[-1])
     # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
-    weight = next(parts[-1].parameters(), None)
-    return parts[-1], Unembed(
-        norm=None if norm is None else Quiet(norm),
-        parts=head_parts(head, lambda path: Quiet(module.get_submodule(path))),
+    weight = next(last.parameters(), None)
+    return last, replace(
+        lens_of(module, head, lambda path: Quiet(module.get_submodule(path))),
+        device=None if weight is None or weight.is_meta else weight.device,
+        linear=plain_linear(last) if head.parts[-1] == head.modules[-1] else None,
+    )
+
+
+def lens_of(module: torch.nn.Module, head: Head, module_at: Callable[[str], HeadModule]) -> Unembed:
+    """The logit lens of a model, whose modules move their inputs themselves.
+
+    Args:
+        module: the model.
+        head: paths of its modules.
+        module_at: returns what to call in place of the module at a path.
+    """
+    return Unembed(
+        norm=module_at(head.norm) if head.norm else None,
+        parts=head_parts(head, module_at),
         reads=head.reads,
         scale=head.scale,
         soft_cap=head.soft_cap,
         scales_input=head.scales_input,
-        dtype=head_dtype(parts),
-        device=None if weight is None or weight.is_meta else weight.device,
-        linear=plain_linear(parts[-1]) if head.parts[-1] == head.modules[-1] else None,
-        norm_dtype=None if norm is None else head_dtype([norm]),
+        dtype=_dtype_of(module, head.modules),
+        device=None,
+        norm_dtype=_dtype_of(module, (head.norm,)) if head.norm else None,
         pool=head.pool,
     )
 
@@ -276,27 +284,3 @@ def detection_heads(module: torch.nn.Module, unembed: Unembed | None) -> Detecti
     classes = replace(unembed, parts=unembed.parts[-1:])
     boxes = replace(classes, parts=(Quiet(module.get_submodule(OF_BOXES)),), linear=None)
     return DetectionHeads(classes, boxes, norms_between_layers(module))
-
-
-def classes_with_head(name: str) -> str:
-    """Names of the transformers classes that load a model of this class with a head, for a message.
-
-    Examples:
-        >>> classes_with_head("BertModel")
-        'AutoModelForMaskedLM or AutoModelForSequenceClassification'
-        >>> classes_with_head("LlamaModel")
-        'AutoModelForCausalLM'
-    """
-    from transformers.models.auto import modeling_auto as auto
-
-    stem = name.removesuffix("Model")
-    # Encoders first: most of them also have a causal class, for which no trained weights exist.
-    if stem and f"{stem}ForMaskedLM" in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
-        return "AutoModelForMaskedLM or AutoModelForSequenceClassification"
-    if stem and f"{stem}ForObjectDetection" in auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES.values():
-        return "AutoModelForObjectDetection"
-    if stem and f"{stem}ForImageClassification" in str(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()):
-        return "AutoModelForImageClassification"
-    if stem and {f"{stem}ForCausalLM", f"{stem}LMHeadModel"} & set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        return "AutoModelForCausalLM"
-    return "AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSequenceClassification, as it was trained"

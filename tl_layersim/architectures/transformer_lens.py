@@ -153,7 +153,7 @@ class _SitesOf:
         for total, terms in self._identities(points):
             whole, parts = point(total), [point(term) for term in terms]
             if whole is not None and None not in parts:
-                found.append(StreamSum(whole, tuple(part for part in parts if part is not None), number))
+                found.append(StreamSum(whole, tuple(part for part in parts if part is not None)))
         return found
 
     def _identities(self, points: dict[str, HookPoint]) -> tuple[BlockSum, ...]:

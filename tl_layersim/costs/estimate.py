@@ -23,9 +23,10 @@ from ..engine.submitted_runs import TOKENS_PER_REQUEST
 from ..remote.open import open_source
 from ..remote.request_schedule import MOST_BATCHES
 from ..sources.inputs import position_counter, shape_of_row
+from ..sources.named_model import model_without_weights
 from ..sources.open import OpenedModel, is_nnsight
 from ..sources.source import Source
-from ..sources.without_weights import WeightlessSource, has_no_weights, model_without_weights
+from ..sources.without_weights import WeightlessSource, has_no_weights
 from .workload import Workload, meter
 
 # Measured with an NDIF server on one machine, see docs/ndif.md.

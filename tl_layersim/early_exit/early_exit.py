@@ -393,7 +393,7 @@ class EarlyExit:
         positions, kept = positions_read(split_model, reads, inputs, attended), attended if reads == "rows" else None
         check = ExitCheck(self.lens, self.rule)
         passes = FullSequence(split_model, self.ends, check, inputs, positions, self.causal, kept)
-        with split_model.evaluating(), torch.no_grad(), refusing_failed_forward(split_model.module, inputs):
+        with split_model.evaluating(), torch.no_grad(), refusing_failed_forward(split_model.module):
             passes.run()
         blocks, logits, exits = len(split_model.blocks), passes.logits, passes.exits
         if reads != "every":

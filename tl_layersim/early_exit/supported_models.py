@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import encoder_and_decoder
-from ..architectures.output_heads import classes_with_head
+from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
@@ -55,7 +55,7 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     if split_model.source.unembed is None:
         raise LayersimError(
             f"{source.model.name} has no known head, so its layers give no logits. Load it by "
-            f"{classes_with_head(type(model).__name__)}, or open_model(model, unembed=[final norm, head])."
+            f"{CLASSES_WITH_HEAD}, or open_model(model, unembed=[final norm, head])."
         )
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or "meta" in devices:

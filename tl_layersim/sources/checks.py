@@ -6,10 +6,10 @@ Bridges and converted weights of new architectures have silently given other act
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,47 +226,6 @@ def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
     return tuple(by_name.values())
 
 
-PROBLEMS = (ImportError, OSError, RuntimeError, ValueError)
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """The residual stream of a Hugging Face model on one row.
-
-    Attributes:
-        names: for each residual layer, its place in `hidden_states`, or the block that computes it.
-        residuals: the first block's input and every block's output, `pos d_model` each.
-        end: kind of the last entry of `hidden_states`: "stream", output of the last block; "normed", output of the final norm;
-            "unknown", another tensor.
-        last: the last entry of `hidden_states`.
-        logits: `pos vocabulary`; None for a model without a head.
-    """
-
-    names: tuple[str, ...]
-    residuals: Sequence[Tensor]
-    end: str
-    last: Tensor
-    logits: Tensor | None
-
-
-class Pair(NamedTuple):
-    """Two tensors to compare.
-
-    Attributes:
-        site: name of the first tensor.
-        counterpart: name of the second tensor, in the Hugging Face model.
-        layer: index of the residual layer.
-        own: `pos width`.
-        other: `pos width`.
-    """
-
-    site: str
-    counterpart: str
-    layer: int
-    own: Tensor
-    other: Tensor
-
-
 def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) -> None:
     """Make a source compare its residual stream with the Hugging Face model's hidden states before its first measurement.
 
@@ -311,52 +270,43 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
     Raises:
         LayersimError: names the first site that differs.
     """
-    row = _attended(batch.first_row)
-    reference = HookedSource(model)
-    theirs = _hidden_states(reference, row)
+    row, reference = _attended(batch.first_row), HookedSource(model)
+    theirs, output = _hidden_states(reference, row)
+    normed, states, sites = theirs.pop("normed", None), [state[0] for state in output.hidden_states], source.model.layers
     with source.evaluating(), source.reading_at(source.residual_points):
         ours = source.collect(row).activations
-    if len(ours) != len(theirs.residuals):
-        given = f"{len(ours) - 1} blocks, and {len(theirs.residuals) - 1} in the Hugging Face model"
-        raise _differ(source, reference, given)
-    allowed = rounding(_dtype(source.model), _dtype(reference.model))
-    cancelled = _cancellation(theirs.residuals)
-    for pair in _compared_tensors(source, row, ours, theirs):
-        if pair.own.shape != pair.other.shape:
-            given = f"{pair.site} has width {pair.own.shape[-1]}, {pair.counterpart} has {pair.other.shape[-1]}"
-            raise _differ(source, reference, given)
-        gap = _gap(pair.own, pair.other, cancelled[pair.layer])
-        # The rounding of each block adds to that of the blocks before it, as in a random walk.
-        limit = allowed * (1 + pair.layer) ** 0.5
-        # A gap of NaN is a difference too.
-        if not gap <= limit:
-            given = f"{pair.site} differs from {pair.counterpart} by {gap:.2g} of its norm"
-            raise _differ(source, reference, given)
-
-
-def _compared_tensors(source: HookedSource, row: Batch, ours: Tensor, theirs: HiddenStates) -> Iterator[Pair]:
-    """The pairs of tensors to compare, in the order of the forward pass."""
-    names, end = source.model.layers, len(ours) - 1
-    # The final norm hides a wrong scale, so the residual before the norm is compared too.
-    for i, (name, other) in enumerate(zip(theirs.names, theirs.residuals, strict=True)):
-        yield Pair(names[i], name, i, ours[i], other)
-    if theirs.end == "normed" and source.unembed is not None and not norms_are_folded(source.module):
-        normed = source.unembed.normed(ours[end])
-        yield Pair(f"the final norm of {names[end]}", "the last of hidden_states", end, normed, theirs.last)
-    if theirs.end == "unknown" and theirs.logits is not None:
+    if len(ours) != len(theirs):
+        raise _differ(source, reference, f"{len(ours) - 1} blocks, and {len(theirs) - 1} in the Hugging Face model")
+    # Which tensors `hidden_states` holds depends on the class: the last is after the final norm in most, and Mamba leaves out
+    # the input of block 0. So the tensors decide. The final norm hides a wrong scale, so the residual is compared too.
+    pairs = []
+    for site, own, (name, other) in zip(sites, ours, theirs.items(), strict=True):
+        equal = [number for number, state in enumerate(states) if torch.equal(state, other)]
+        counterpart = f"hidden_states[{equal[0]}]" if equal else f"the {name} of the Hugging Face model"
+        pairs.append((site, counterpart, own, other))
+    last, logits = states[-1], getattr(output, "logits", None)
+    if normed is not None and torch.equal(normed, last):
+        if source.unembed is not None and not norms_are_folded(source.module):
+            pairs.append((f"the final norm of {sites[-1]}", "the last of hidden_states", source.unembed.normed(ours[-1]), last))
+    elif logits is not None and not torch.equal(pairs[-1][3], last):
         with source.evaluating(), torch.no_grad():
-            logits = tensor_of(source.call(row))[0]
+            own = tensor_of(source.call(row))[0].double()
+        other = logits[0].double()
         # TransformerLens may centre the logits of a position.
-        yield Pair(
-            "the output of the model",
-            "the logits of the Hugging Face model",
-            end,
-            _minus_mean(logits),
-            _minus_mean(theirs.logits),
-        )
+        own, other = (x - x.mean(-1, keepdim=True) for x in (own, other))
+        pairs.append(("the output of the model", "the logits of the Hugging Face model", own, other))
+    allowed, cancelled = rounding(_dtype(source.model), _dtype(reference.model)), _cancellation(list(theirs.values()))
+    for number, (site, counterpart, own, other) in enumerate(pairs):
+        layer = min(number, len(ours) - 1)
+        gap = _gap(own, other, cancelled[layer]) if own.shape == other.shape else math.nan
+        # The rounding of each block adds to that of the blocks before it, as in a random walk. NaN is a difference too.
+        if not gap <= allowed * (1 + layer) ** 0.5:
+            widths = f", whose widths are {own.shape[-1]} and {other.shape[-1]}" if own.shape != other.shape else ""
+            raise _differ(source, reference, f"{site} differs from {counterpart} by {gap:.2g} of its norm{widths}")
 
 
-def _hidden_states(reference: HookedSource, row: Batch) -> HiddenStates:
+def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tensor], Any]:
+    """What enters block 0, what every block and the final norm give on one row, by name; and the output of the model."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> None:
@@ -369,25 +319,11 @@ def _hidden_states(reference: HookedSource, row: Batch) -> HiddenStates:
         for number, block in enumerate(blocks):
             handles.append(on_tensor(block, False, partial(note, f"output of block {number}")))
         if head is not None and head.norm:
-            norm = reference.module.get_submodule(head.norm)
-            handles.append(on_tensor(norm, False, partial(note, "normed")))
+            handles.append(on_tensor(reference.module.get_submodule(head.norm), False, partial(note, "normed")))
         output = reference.call(row, output_hidden_states=True)
-    states, logits = [state[0] for state in getattr(output, "hidden_states", None) or ()], getattr(output, "logits", None)
-    if not states:
+    if not getattr(output, "hidden_states", None):
         raise LayersimError(f"`verify` is {with_article(type(reference.module).__name__)}, which gives no hidden states.")
-    normed = seen.pop("normed", None)
-    residuals, last = list(seen.values()), states[-1]
-    # Which tensors `hidden_states` holds depends on the class: the last is after the final norm in most, and Mamba leaves out
-    # the input of block 0. So the tensors decide.
-    names = tuple(_name_in(states, name, tensor) for name, tensor in seen.items())
-    end = "stream" if torch.equal(residuals[-1], last) else "unknown"
-    end = "normed" if normed is not None and torch.equal(normed, last) else end
-    return HiddenStates(names, residuals, end, last, None if logits is None else logits[0])
-
-
-def _name_in(states: Sequence[Tensor], name: str, tensor: Tensor) -> str:
-    equal = [number for number, state in enumerate(states) if torch.equal(state, tensor)]
-    return f"hidden_states[{equal[0]}]" if equal else f"the {name} of the Hugging Face model"
+    return seen, output
 
 
 def _attended(row: Batch) -> Batch:
@@ -422,11 +358,6 @@ def _cancellation(states: Sequence[Tensor]) -> Tensor:
     """Largest residual norm up to each layer, relative to the residual norm there; `layer pos`."""
     norms = torch.stack([state.double().cpu().norm(dim=-1).nan_to_num() for state in states])
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
-
-
-def _minus_mean(logits: Tensor) -> Tensor:
-    logits = logits.double()
-    return logits - logits.mean(-1, keepdim=True)
 
 
 def _dtype(model: Model) -> torch.dtype:
@@ -468,35 +399,35 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
 
     wrapped: Any = vars(source.module).get("original_model")
     cfg: Any = source.module.cfg
+    options: dict[str, Any] = {}
     if wrapped is not None:
         kind, config = type(wrapped), getattr(wrapped, "config", None)
         name = getattr(config, "_name_or_path", "")
         options = {"revision": getattr(config, "_commit_hash", None), "device_map": getattr(wrapped, "hf_device_map", None)}
-        attention = getattr(config, "_attn_implementation", None)
+        options["attn_implementation"] = getattr(config, "_attn_implementation", None)
     else:
         kind = getattr(transformers, str(cfg.original_architecture), None)  # type: ignore[assignment]  # None without a class
-        # Of a configuration written by hand, the name of the tokenizer is not that of the weights.
-        name = cfg.tokenizer_name if str(cfg.tokenizer_name).split("/")[-1] == cfg.model_name else ""
-        # The revision of a training checkpoint is not kept.
-        name, options, attention = "" if cfg.from_checkpoint else name, {}, None
+        # Of a configuration written by hand, the name of the tokenizer is not that of the weights; the revision of a training
+        # checkpoint is not kept.
+        known = str(cfg.tokenizer_name).split("/")[-1] == cfg.model_name and not cfg.from_checkpoint
+        name = cfg.tokenizer_name if known else ""
     if not name or not hasattr(kind, "from_pretrained"):
         raise LayersimError(
             f"`verify` is 'hf', but the checkpoint that {cfg.model_name!r} was loaded from is not known. Pass verify=model, "
             "a Hugging Face model with the same weights: copy.deepcopy(model) before it is bridged."
         )
-    given = {key: value for key, value in options.items() if value is not None}
-    return partial(_load_checkpoint, source, kind, name, given | {"attn_implementation": attention or "eager"})
+    given = {"attn_implementation": "eager"} | {key: value for key, value in options.items() if value is not None}
 
+    def load() -> torch.nn.Module:
+        try:
+            model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source.model), local_files_only=True, **given)
+        except torch.OutOfMemoryError:
+            raise
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            raise LayersimError(
+                f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first_line(error)}. Pass "
+                f"verify={kind.__name__}.from_pretrained({name!r})."
+            ) from error
+        return model if "device_map" in given else model.to(next(source.module.parameters()).device)
 
-def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
-    """Load a checkpoint from a folder or the hub's cache, with the source's dtype and device."""
-    try:
-        model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source.model), local_files_only=True, **options)
-    except torch.OutOfMemoryError:
-        raise
-    except PROBLEMS as error:
-        raise LayersimError(
-            f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first_line(error)}. Pass "
-            f"verify={kind.__name__}.from_pretrained({name!r})."
-        ) from error
-    return model if "device_map" in options else model.to(next(source.module.parameters()).device)
+    return load

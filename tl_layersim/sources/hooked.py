@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import BlockCall, record_call
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
-from ..architectures.feature_maps import positions_of, to_positions
 from ..architectures.output_heads import open_head
-from ..architectures.points import HookPoint, at_point, residual_points
+from ..architectures.points import HookPoint, at_point, positions_of, residual_points, to_positions
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
@@ -28,8 +27,8 @@ from ..data.batches import Batch
 from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .model import describe, open_transformer_lens, same_stream, settled
-from .out_of_memory import reduce_batch, refusing_one_row
-from .source import PointSource, SitesRead
+from .out_of_memory import reduce_batch, refusing_out_of_memory
+from .source import CanReadSites, SitesRead
 
 
 def firing_order(
@@ -92,47 +91,37 @@ class StreamTest:
     """Tests in one forward pass whether the input of each module is the output of the module before it.
 
     Args:
-        paths: paths of the modules, in order.
-
-    Attributes:
-        strangers: paths of modules whose input is another tensor, or whose output is a feature map or has another width.
-
-    Examples:
-        >>> import torch
-        >>> test = StreamTest(["blocks.0", "blocks.1"])
-        >>> test.leave(0, torch.zeros(1, 4, 8))
-        >>> test.enter(1, torch.ones(1, 4, 8))
-        >>> test.strangers
-        ['blocks.1']
+        modules: the modules, in order, by path.
+        done: function that receives the paths of modules whose input is another tensor, or whose output is a feature map or has
+            another width. It is called after the last module.
     """
 
-    def __init__(self, paths: list[str]) -> None:
-        self.paths, self.strangers = paths, list[str]()
+    def __init__(self, modules: Mapping[str, torch.nn.Module], done: Callable[[list[str]], object]) -> None:
+        self.modules, self.done, self.strangers = modules, done, dict[str, None]()
         self._last: Tensor | None = None
 
-    def enter(self, number: int, entering: Tensor) -> None:
-        """Compare the input of a module with the output of the module before it.
+    def places(self) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
+        """The hooks of the test, as arguments of `on_tensor`."""
+        see = [(path, module, incoming) for path, module in self.modules.items() for incoming in (True, False)]
+        return [
+            (module, incoming, partial(self._enter if incoming else self._leave, path)) for path, module, incoming in see[1:]
+        ]
 
-        Args:
-            number: index of the module.
-            entering: its input.
-        """
+    def _enter(self, path: str, entering: Tensor) -> None:
         if self._last is None or not same_stream(entering.detach()[:1], self._last):
-            self.strangers.append(self.paths[number])
+            self.strangers[path] = None
 
-    def leave(self, number: int, output: Tensor) -> None:
-        """Keep the output of a module. The output of the first module begins a new forward pass.
-
-        Args:
-            number: index of the module.
-            output: its output.
-        """
-        if number == 0:
-            self.strangers = []
-        if output.dim() > 3 or (number and self._last is not None and output.shape[-1] != self._last.shape[-1]):
-            self.strangers.append(self.paths[number])
+    def _leave(self, path: str, output: Tensor) -> None:
+        first, last = next(iter(self.modules)), next(reversed(self.modules))
+        if path == first:
+            # A new forward pass.
+            self.strangers.clear()
+        if output.dim() > 3 or (path != first and self._last is not None and output.shape[-1] != self._last.shape[-1]):
+            self.strangers[path] = None
         # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
         self._last = output.detach()[:1].clone()
+        if path == last:
+            self.done(list(self.strangers))
 
 
 class SiteReader:
@@ -210,7 +199,7 @@ def whole_tensor(hidden: Tensor, name: str) -> Tensor:
     return whole
 
 
-class HookedSource(PointSource):
+class HookedSource(CanReadSites):
     """Source of a model in this process, read by forward hooks.
 
     Args:
@@ -304,7 +293,7 @@ class HookedSource(PointSource):
             check(batch)
         if self._model.stream == "unknown":
             row = batch.first_row
-            with refusing_one_row(row), torch.no_grad(), ForwardRun() as forward, self.settling(forward.stop):
+            with refusing_out_of_memory(row), torch.no_grad(), ForwardRun() as forward, self.settling(forward.stop):
                 self._forward(row)
         if self._reading.order is None:
             points, row = self._reading.points, batch.short_row
@@ -347,22 +336,14 @@ class HookedSource(PointSource):
         Args:
             end: function that is called after the last module.
         """
-        if self._model.stream != "unknown":
-            return []
-        test = StreamTest(self.paths)
 
-        def leave(number: int, output: Tensor) -> None:
-            test.leave(number, output)
-            if number == len(self.blocks) - 1 and self._model.stream == "unknown":
-                self._model = settled(self._model, self.module, self.paths, self._named, test.strangers)
+        def done(strangers: list[str]) -> None:
+            if self._model.stream == "unknown":
+                self._model = settled(self._model, self.module, self.paths, self._named, strangers)
                 end()
 
-        places: list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]] = []
-        for number, block in enumerate(self.blocks):
-            if number:
-                places.append((block, True, partial(test.enter, number)))
-            places.append((block, False, partial(leave, number)))
-        return places
+        blocks = dict(zip(self.paths, self.blocks, strict=True))
+        return StreamTest(blocks, done).places() if self._model.stream == "unknown" else []
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce_batch(batch, kernels, self.collect(batch))
@@ -424,7 +405,7 @@ class HookedSource(PointSource):
         assert self.unembed is not None
         row = batch.first_row
         seen: list[Tensor] = []
-        with refusing_one_row(row), temporary_hooks() as handles, torch.no_grad():
+        with refusing_out_of_memory(row), temporary_hooks() as handles, torch.no_grad():
             handles.append(on_tensor(self._module_at(self.residual_points[-1].module), False, seen.append))
             logits = tensor_of(self.call(row))
             if not seen:
@@ -437,7 +418,7 @@ class HookedSource(PointSource):
         Raises:
             LayersimError: the model cannot be run on tokens and a mask alone.
         """
-        with refusing_failed_forward(self.module, batch.inputs):
+        with refusing_failed_forward(self.module):
             self.call(batch)
 
     def call(self, batch: Batch, **more: Any) -> Any:

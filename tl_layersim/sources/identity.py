@@ -431,8 +431,8 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
         for name, value in [*sub._parameters.items(), *sub._buffers.items()]:
             if value is None or _is_recomputed(sub, name):
                 continue
-            held = [_held(weights, path + name) for weights, path in holders.get(sub, ())] if value.is_meta else []
-            read = next((one for one in held if one is not None), None)
+            held = [weights.get(path + name) for weights, path in holders.get(sub, ())] if value.is_meta else []
+            read = next((one for one in held if isinstance(one, Tensor)), None)
             yield (value, True) if read is None else (read, False)
 
 
@@ -449,15 +449,6 @@ def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any,
             for path, sub in inside:
                 found.setdefault(sub, []).append((weights, f"{path}." if path else ""))
     return found
-
-
-def _held(weights: Any, name: str) -> Tensor | None:
-    """Read an offloaded tensor from a mapping; None if the mapping lacks it."""
-    try:
-        value = weights[name]
-    except KeyError:
-        return None
-    return value if isinstance(value, Tensor) else None
 
 
 def _is_recomputed(module: torch.nn.Module, name: str) -> bool:

@@ -6,7 +6,6 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,16 +71,26 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     _refuse_masked_positions(batch, model)
     options: dict[str, Any] = {**no_cache(module)}
     if batch.padded:
-        options[model.mask_input] = _attention_mask(module, batch, model.mask_input)
+        accepts = inspect.signature(type(module).forward).parameters.values()
+        if not any(p.name == model.mask_input or p.kind is p.VAR_KEYWORD for p in accepts):
+            raise LayersimError(
+                f"{type(module).__name__} takes no `{model.mask_input}`, and these rows are of different lengths. Use "
+                "batch_size=1."
+            )
+        options[model.mask_input] = batch.attention.long()
     main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS
     for name, values in batch.inputs.items():
         if name == main or name in model.inputs:
             options[name] = _in_dtype(values, model)
         elif name not in EMPTY_IF_ZERO or bool(values.any()):
-            raise _not_taken(name, model)
+            takes = ", ".join(dict.fromkeys((model.main_input, *model.inputs)))
+            raise LayersimError(f"`{name}` in the data is not an input of {model.name}, which takes {takes}.")
     if batch.has_tokens:
         if model.main_input in ROW_AXES:
-            raise _not_tokens(model)
+            raise LayersimError(
+                f"{model.name} takes `{model.main_input}`, but the data are tokens. Pass data={{'{model.main_input}': ...}}, "
+                "or images with tokenizer=processor."
+            )
         if model.token_input != TOKEN_IDS:
             return (), options | {model.token_input: batch.tokens}
         return (batch.tokens,), options
@@ -105,38 +114,10 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
         )
 
 
-def _attention_mask(module: torch.nn.Module, batch: Batch, name: str) -> Tensor:
-    """The attention mask of a padded batch.
-
-    Raises:
-        LayersimError: the model accepts no mask.
-    """
-    accepts = inspect.signature(type(module).forward).parameters.values()
-    if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in accepts):
-        raise LayersimError(
-            f"{type(module).__name__} takes no `{name}`, and these rows are of different lengths. Use batch_size=1."
-        )
-    return batch.attention.long()
-
-
 def _in_dtype(values: Tensor, model: Model) -> Tensor:
     """Convert floats to the dtype of the model's parameters; integers and bools are unchanged."""
     dtype = getattr(torch, model.dtype.removeprefix("torch."), None)
     return values.to(dtype) if values.is_floating_point() and isinstance(dtype, torch.dtype) else values
-
-
-def _not_taken(name: str, model: Model) -> LayersimError:
-    return LayersimError(
-        f"`{name}` in the data is not an input of {model.name}, which takes "
-        f"{', '.join(dict.fromkeys((model.main_input, *model.inputs)))}."
-    )
-
-
-def _not_tokens(model: Model) -> LayersimError:
-    return LayersimError(
-        f"{model.name} takes `{model.main_input}`, but the data are tokens. Pass data={{'{model.main_input}': ...}}, or "
-        "images with tokenizer=processor."
-    )
 
 
 def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -182,30 +163,24 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
 
 
 def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None:
-    """A function that counts the positions of a row without token ids; None if a source does not accept such rows."""
-    able = [source for source in sources if isinstance(source, CanCountPositions)]
-    return partial(_shared_positions, able) if len(able) == len(sources) else None
+    """A function that counts the positions of a row without token ids; None if a source does not accept such rows.
 
-
-def _shared_positions(sources: Sequence[CanCountPositions], batch: Batch) -> int:
-    """The number of positions of rows without token ids, which must be equal in all models.
-
-    Args:
-        sources: the models.
-        batch: one row.
-
-    Raises:
-        LayersimError: the models give the row different numbers of positions.
+    It raises an error if the models give a row different numbers of positions.
     """
-    counts = [source.count_positions(batch) for source in sources]
-    # The mean of a row is one sample in each of them.
-    if len(set(counts)) > 1 and not batch.pooled:
-        raise LayersimError(
-            "The models have different numbers of positions for the same row, so their samples do not match: "
-            + ", ".join(f"{count} in {source.model.name}" for source, count in zip(sources, counts, strict=True))
-            + ". positions='mean' compares one sample of each row."
-        )
-    return counts[0]
+    able = [source for source in sources if isinstance(source, CanCountPositions)]
+
+    def count(batch: Batch) -> int:
+        counts = [source.count_positions(batch) for source in able]
+        # The mean of a row is one sample in each of them.
+        if len(set(counts)) > 1 and not batch.pooled:
+            raise LayersimError(
+                "The models have different numbers of positions for the same row, so their samples do not match: "
+                + ", ".join(f"{count} in {source.model.name}" for source, count in zip(able, counts, strict=True))
+                + ". positions='mean' compares one sample of each row."
+            )
+        return counts[0]
+
+    return count if len(able) == len(sources) else None
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:
@@ -222,12 +197,11 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
 
 
 @contextmanager
-def refusing_failed_forward(module: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context manager for a forward pass: an exception becomes the error of `no_forward`.
+def refusing_failed_forward(module: torch.nn.Module) -> Iterator[None]:
+    """A context manager for a forward pass, whose exceptions become errors that name the inputs of the model.
 
     Args:
         module: the model.
-        inputs: inputs of the forward pass, by name.
 
     Raises:
         LayersimError: the forward pass raised an exception.
@@ -237,50 +211,11 @@ def refusing_failed_forward(module: torch.nn.Module, inputs: Mapping[str, Tensor
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, LayersimError) or is_out_of_memory(error):
             raise
-        raise no_forward(module, error, inputs) from error
-
-
-def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, Tensor]) -> LayersimError:
-    """The error for a model whose forward pass fails on the data.
-
-    Args:
-        module: the model.
-        error: exception of the forward pass.
-        inputs: inputs of the batch, by name.
-    """
-    images = inputs.get("pixel_values")
-    if images is not None and (other := _other_size(module, images, error)) is not None:
-        return other
-    reads = [
-        p.name
-        for p in inspect.signature(type(module).forward).parameters.values()
-        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
-    ]
-    parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
-    return LayersimError(
-        f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}. Give "
-        f"all inputs that the model needs by name ({', '.join(reads[:6])})"
-        + (f", or measure {' or '.join(parts)} alone." if parts else ".")
-    )
-
-
-def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> LayersimError | None:
-    """The error for images of the wrong size; None if the size is right, or the configuration does not give it."""
-    config = getattr(module, "config", None)
-    config = getattr(config, "vision_config", config)
-    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
-    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    found = tuple(images.shape[1:])
-    wanted = tuple(own if own is None else int(own) for own in (channels, *sides))
-    if len(found) == 3 and all(own in (None, given) for own, given in zip(wanted, found, strict=True)):
-        return None
-    name, last = type(module).__name__, found[-1:] == wanted[:1] != found[:1]
-    return LayersimError(
-        f"`pixel_values` has images of {' x '.join(map(str, found))}; {name} takes "
-        f"{' x '.join('any' if own is None else str(own) for own in wanted)}, channels x height x width."
-        + (
-            " Use pixel_values.movedim(-1, 1), which puts channels first."
-            if last
-            else " Give the images with tokenizer=processor."
-        )
-    )
+        parameters = inspect.signature(type(module).forward).parameters.values()
+        reads = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+        parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
+        raise LayersimError(
+            f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}. "
+            f"Give all inputs that the model needs by name ({', '.join(reads[:6])})"
+            + (f", or measure {' or '.join(parts)} alone." if parts else ".")
+        ) from error

@@ -17,8 +17,6 @@ from ..architectures.blocks import (
     NORMS_BETWEEN,
     POST_NORM,
     PRE_NORM,
-    blocks_of_tower,
-    encoder_or_decoder,
     find_blocks,
     in_both_stacks,
     is_last_stack,
@@ -27,6 +25,9 @@ from ..architectures.blocks import (
     locate,
     module_sites,
     refuse_positions_first,
+    stack_of,
+    stacks_with,
+    two_sides,
     unsupported_blocks,
 )
 from ..architectures.layouts import NUMBERED_FROM_PAD
@@ -172,6 +173,7 @@ def describe(
     else:
         plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
     first = next(module.parameters(), None)
+    length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return Model(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
         config_hash=hash_config(plain),
@@ -181,7 +183,7 @@ def describe(
         dtype=str(first.dtype) if first is not None else "unknown",
         d_model=getattr(text, "hidden_size", None),
         vocabulary=getattr(text, "vocab_size", None),
-        context=_context(text),
+        context=length - (2 if getattr(text, "model_type", None) in NUMBERED_FROM_PAD else 0) if length else None,
         tokenizer=tokenizer,
         calls="gradients",
         attention=_attention(module, text),
@@ -196,12 +198,11 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
         LayersimError: the blocks lie in both stacks of an encoder-decoder, or pass on `pos batch width`.
     """
     refuse_positions_first(module, blocks)
-    side = encoder_or_decoder(module, blocks)
-    if side == "both":
+    if two_sides(module) and len(stacks_with(module, blocks)) > 1:
         raise in_both_stacks(module)
     names, stream = locate(module, blocks, named)
     basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
-    basis += NORMS_BETWEEN if side == "decoder" and norms_between_layers(module) else ""
+    basis += NORMS_BETWEEN if stack_of(module, blocks) == "decoder" and norms_between_layers(module) else ""
     return data_fields(module, blocks[0]) | {
         "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
         "layers": names,
@@ -224,11 +225,11 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
     names, main = _forward_names(module, block), _main_input(module)
     own = ("input_ids", "attention_mask")
-    if encoder_or_decoder(module, [block]) == "decoder" and "decoder_input_ids" in names:
+    stack = stack_of(module, [block])
+    if stack == "decoder" and "decoder_input_ids" in names:
         own = ("decoder_input_ids", "decoder_attention_mask")
         main = own[0]
-    tower = blocks_of_tower(module, [block])
-    if tower is not None and tower[0] == "vision":
+    if stack == "vision":
         # An attention mask beside the pixels is that of the other tower's texts.
         main, own = PIXELS, (own[0], "")
     inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
@@ -273,13 +274,6 @@ def _ids(config: Any, text: Any, name: str) -> list[int]:
     ids = getattr(text, name, None)
     ids = getattr(config, name, None) if ids is None else ids
     return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]
-
-
-def _context(config: Any) -> int | None:
-    """The model's maximum number of positions; None if unknown."""
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    offset = 2 if getattr(config, "model_type", None) in NUMBERED_FROM_PAD else 0
-    return length - offset if length else None
 
 
 def _attention(module: torch.nn.Module, config: Any) -> str:
@@ -347,6 +341,9 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
         raise LayersimError(
             f"{cfg.model_name} lacks the hook point {missing[0]} of the residual stream. Pass the Hugging Face model itself."
         )
+    wrapped = model.original_model if type(model).__name__ == "TransformerBridge" else None
+    # A bridge has the inputs of its Hugging Face model.
+    reading = {} if wrapped is None else data_fields(wrapped, find_blocks(wrapped, None)[0])
     plain = {
         key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
     }
@@ -366,14 +363,6 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
         head=head_of(model),
         calls="gradients",
         attention=_attention(model, cfg),
-        **_bridge_data(model),
+        **reading,
     )
     return model.embed, described
-
-
-def _bridge_data(model: Any) -> dict[str, Any]:
-    """The fields of `Model` for reading data; a bridge has the inputs of its Hugging Face model."""
-    if type(model).__name__ != "TransformerBridge":
-        return {}
-    wrapped = model.original_model
-    return data_fields(wrapped, find_blocks(wrapped, None)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,15 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError, warn
-from ..core.wording import brief, counted
+from ..core.wording import brief, counted, first_line
 
 
 def refuse_missing_device(device: str) -> None:
     """Raise an error if this machine or this build of torch lacks a device."""
-    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.backends.mps.is_available() else [])]
-    kind, _, number = device.partition(":")
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    if device != "auto" and (kind not in here or (number and not (number.isdecimal() and int(number) < count))):
-        why = " (this build of torch has no CUDA)" if kind == "cuda" and torch.version.cuda is None else ""
-        raise LayersimError(
-            f"`--device` is {device}, which is not on this machine{why}; it has {', '.join([*here, 'auto'])}"
-            + (f", with numbers below {count}." if kind in here and number else ".")
-        )
+    try:
+        torch.empty(0, device="cpu" if device == "auto" else device)
+    except (AssertionError, RuntimeError) as error:
+        raise LayersimError(f"`--device` is {device}, which is not on this machine: {first_line(error)}.") from error
 
 
 def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, option: str = "--model") -> Any:
@@ -46,7 +41,7 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
 
     place = {"device_map": "auto"} if device == "auto" else {}
     with _refusing(name, trust_remote_code, option) as options:
-        cls, _ = _class_and_config(name, options)
+        cls = _model_class(transformers.AutoConfig.from_pretrained(name, **options), trust_remote_code)
         loading = {"dtype": getattr(torch, dtype), "output_loading_info": True}
         model, found = cls.from_pretrained(name, **loading, **options, **place)
         model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
@@ -88,23 +83,43 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
     Raises:
         LayersimError: see `load_model`.
     """
+    import transformers
+
     with _refusing(name, trust_remote_code, option) as options, torch.device("meta"):
-        cls, config = _class_and_config(name, options)
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+        cls = _model_class(config, trust_remote_code)
         return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
 
 
-def model_of_config(config: Any) -> Any:
-    """Build a model on the meta device from a configuration, in the configuration's dtype or float32.
+# Fields of a config.json that transformers converts to others.
+OLDER_FIELDS = ("rope_theta", "rope_scaling", "torch_dtype", "auto_map")
+
+
+def model_without_weights(config: Any) -> Any:
+    """Build a model on the meta device, with shapes but without values, in the configuration's dtype or float32.
 
     Args:
-        config: a transformers configuration. If it names no class, the model is a causal language model, if one exists for its
-            type.
+        config: a configuration of transformers, its fields as a mapping with "model_type", or the folder or hub name of a
+            model. If it names no class, the model is a causal language model, if one exists for its type.
 
     Raises:
-        LayersimError: `config` is not a configuration.
+        LayersimError: there is no such model, or `config` is no configuration.
+
+    Warns:
+        LayersimWarning: fields of the mapping are unknown, because a misspelt field silently leaves its default.
     """
     import transformers
 
+    if isinstance(config, str):
+        return load_without_weights(config, False, "model_or_config").eval()
+    if isinstance(config, Mapping):
+        given = dict(config)
+        config = transformers.AutoConfig.for_model(given.pop("model_type", None), **given)
+        cls = type(config)
+        known = {*cls().to_dict(), *cls.attribute_map, *OLDER_FIELDS}
+        unknown = [name for name in given if name not in known and not name.startswith("_") and not name.endswith("_token_id")]
+        if unknown:
+            warn(f"`model_or_config` has fields that {cls.__name__} does not know, which change nothing: {', '.join(unknown)}.")
     if not isinstance(config, transformers.PreTrainedConfig):
         raise LayersimError(
             f"`model_or_config` is {brief(config)}; it must be a model, a configuration of transformers, its fields as a "
@@ -113,17 +128,15 @@ def model_of_config(config: Any) -> Any:
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
     cls = transformers.AutoModelForCausalLM if causal and not config.architectures else _model_class(config, False)
     dtype = getattr(config, "dtype", None) or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
         auto = issubclass(cls, transformers.models.auto.auto_factory._BaseAutoModelClass)
         model = cls.from_config(config) if auto else cls(config)
-    return model.to(dtype)
+    return model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
 
 
 @contextmanager
 def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
     """A context manager that yields loading options, and turns exceptions of transformers into a `LayersimError`."""
-    _refuse_no_model(name, option)
     try:
         # Passed to each call: transformers asks at the terminal where it is not.
         yield {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}
@@ -134,38 +147,10 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
                 f"`{option}` names a model with custom Python code, which would run with your permissions: {name}. Read its "
                 ".py files, and add --trust-remote-code if you trust them."
             ) from None
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        first = first if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {first}"
         raise LayersimError(
-            f"`{option}` is {name}, which could not be loaded"
-            + ("" if Path(name).is_dir() else "; there is no folder of this name, and no such model on the hub")
-            + f": {first}"
+            f"`{option}` is {name}, which could not be loaded; it must be a folder with config.json and weights, or a hub name "
+            f"such as org/name: {type(error).__name__}: {first_line(error)}"
         ) from error
-
-
-def _class_and_config(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The class of a model and its configuration."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(name, **options)
-    return _model_class(config, options["trust_remote_code"]), config
-
-
-def _refuse_no_model(name: str, option: str) -> None:
-    """Raise an error if a name is neither a folder with a configuration nor a hub name. The hub is not asked."""
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        inside = ", ".join(sorted(item.name for item in path.iterdir())[:5]) or "nothing"
-        given = f"{name}, a folder with {inside}"
-    elif path.is_file():
-        given = f"{name}, a file"
-    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        given = f"{name}, where there is nothing"
-    else:
-        return
-    raise LayersimError(
-        f"`{option}` is {given}; it must be a folder with config.json and weights, or a hub name such as org/name."
-    )
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:

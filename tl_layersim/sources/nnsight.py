@@ -19,20 +19,20 @@ from ..activations.block_call import first_tensor, gradients, record_call, with_
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
-from ..architectures.feature_maps import positions_of, to_positions
-from ..architectures.output_heads import head_dtype, open_head
-from ..architectures.points import HookPoint, residual_points
-from ..architectures.unembed import Unembed, head_parts, tensor_of, unembed_gap
+from ..architectures.output_heads import lens_of, open_head
+from ..architectures.points import HookPoint, positions_of, residual_points, to_positions
+from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
 from ..data.batches import Batch
 from .checks import refuse_not_finite
-from .hooked import firing_order
+from .hooked import StreamTest, firing_order
+from .hooks import on_tensor, temporary_hooks
 from .identity import edits_of
 from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
-from .model import describe, processor_of, same_stream, settled
-from .out_of_memory import forward_too_large, is_out_of_memory, reduce_batch, refusing_one_row, release_memory
-from .source import PointSource, SitesRead, Source
+from .model import describe, processor_of, settled
+from .out_of_memory import is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
+from .source import CanReadSites, SitesRead, Source
 
 
 @dataclass
@@ -125,7 +125,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=AnyKernel)
 
 
-class NNsightSource(PointSource):
+class NNsightSource(CanReadSites):
     """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or another class with `trace`.
 
     Kernels run inside the trace, and only their sums leave it.
@@ -143,16 +143,16 @@ class NNsightSource(PointSource):
         # Functions of this package and of a user's analyzers are shipped by value: the server does not have them.
         nnsight.register("tl_layersim")
         self.envoy, self.where = model, _where(model, remote)
-        self._remote = remote
+        self._remote, self._in_this_process = remote, remote in (False, "local")
         # Until a forward pass runs out of memory and its rows are run in parts.
         self._kernels_in_trace = True
         # The models of a source that `beside` made.
         self._together: tuple[NNsightSource, ...] = ()
-        if not getattr(model, "dispatched", True) and remote in (False, "local"):
+        if not getattr(model, "dispatched", True) and self._in_this_process:
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
         self.module: torch.nn.Module = model._module
-        if remote in (False, "local"):
+        if self._in_this_process:
             refuse_no_weights(self.module)
         self.paths = self._home = find_blocks(self.module, layers)
         self._named, self._head_paths = layers is not None, unembed
@@ -166,38 +166,27 @@ class NNsightSource(PointSource):
     def _place_blocks(self) -> None:
         self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
         self.blocks = [self._envoy_at(path) for path in self.paths]
-        self.lens = self._open_head()
+        # Built from nnsight envoys, which stand for the modules in this process or on a server.
+        self.lens = None if self._model.head is None else lens_of(self.module, self._model.head, self._envoy_at)
         self._start_reading(residual_points(self._model.layers, self.paths), residual_order(len(self.paths)))
 
     def _envoy_at(self, path: str) -> Any:
         """The envoy of the module at a path, also if nnsight renames it, such as a module called `output`."""
         return self._envoys[id(self.module.get_submodule(path))]
 
-    def _open_head(self) -> Unembed | None:
-        """The logit lens, built from nnsight envoys, which stand for the modules in this process or on a server."""
-        head = self._model.head
-        if head is None:
-            return None
-        parts = [self.module.get_submodule(path) for path in head.modules]
-        return Unembed(
-            norm=self._envoy_at(head.norm) if head.norm else None,
-            parts=head_parts(head, self._envoy_at),
-            reads=head.reads,
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-            scales_input=head.scales_input,
-            dtype=head_dtype(parts),
-            device=None,
-            norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
-            pool=head.pool,
-        )
-
     def settle(self, batch: Batch) -> None:
         row = batch.short_row
         if self._model.stream == "unknown":
-            with refusing_one_row(row), refusing_failed_forward(self.module, row.inputs):
-                same = _trace_stream(self.envoy, self.blocks, *self._arguments(row))
-            strangers = [path for path, one in zip(self.paths[1:], same.tolist(), strict=True) if not one]
+            strangers: list[str] = []
+            test = StreamTest({path: self.module.get_submodule(path) for path in self.paths}, strangers.extend)
+            with (
+                refusing_out_of_memory(row),
+                refusing_failed_forward(self.module),
+                temporary_hooks() as handles,
+                torch.no_grad(),
+            ):
+                handles += [on_tensor(*place) for place in test.places()]
+                self._forward_here(row)
             self._model = settled(self._model, self.module, self.paths, self._named, strangers)
         if self._reading.order is None:
             points = self._reading.points
@@ -235,7 +224,7 @@ class NNsightSource(PointSource):
 
     def beside(self, others: Sequence[Source]) -> NNsightSource | None:
         models = [one for one in (self, *others) if isinstance(one, NNsightSource) and self._shares_model(one)]
-        if not self._remote or len(models) <= len(others):
+        if self._in_this_process or len(models) <= len(others):
             return None
         joined = copy(self)
         joined._together = tuple(models)
@@ -258,7 +247,7 @@ class NNsightSource(PointSource):
         args, options = forward_arguments(self.module, batch, self._model)
         point = self._reading.points[0]
         read = self._envoy_at(point.module)
-        with refusing_one_row(batch), refusing_failed_forward(self.module, batch.inputs):
+        with refusing_out_of_memory(batch), refusing_failed_forward(self.module):
             shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options))
         return positions_of(shape, point.channels, point.name)
 
@@ -274,28 +263,24 @@ class NNsightSource(PointSource):
                 if self._remote or not is_out_of_memory(error):
                     raise
                 if reason := self._indivisible():
-                    raise forward_too_large(batch, error, reason) from error
+                    raise too_large(batch, f"a forward pass ({reason})", error) from error
                 self._kernels_in_trace = False
             release_memory()
         # Kernels of all rows run after the forward passes of some.
         return reduce_batch(batch, kernels, self.collect(batch))
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run kernels in a trace of one forward pass, or in a session with a forward pass of each model."""
-        readers, shipped = self.readers(), shippable(kernels)
-        if self._together:
-            arguments = forward_arguments(self.module, batch, self._model)
-            return _trace_together(readers, batch, arguments, shipped, local_simulation(self.envoy))
-        return _trace(readers[0], batch, self._arguments(batch), shipped, self.calling)
+        """Run kernels in a trace of one forward pass."""
+        return _trace(self.readers()[0], batch, self._arguments(batch), shippable(kernels), self.calling)
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self.lens is not None
         row = batch.first_row
-        with refusing_one_row(row):
+        with refusing_out_of_memory(row):
             return _trace_gap(self.envoy, self.blocks[-1], self.lens, self._arguments(row), row.attention[0])
 
     def collect(self, batch: Batch) -> View:
-        if self._remote:
+        if not self._in_this_process:
             raise LayersimError(
                 f"Activations of a remote model stay on the server: {self.model.name} has remote={self._remote!r}. Load the "
                 "model in this process."
@@ -352,6 +337,7 @@ def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
     """Nnsight's keyword arguments for a trace in this process or in the local simulation."""
+    from nnsight.intervention.backends.local import LocalSimulationBackend
     from nnsight.modeling.mixins.remotable import Remotable
 
     if not remote:
@@ -360,20 +346,12 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
         return {"remote": remote}
     if remote == "local":
         # A wrapped module does not take `remote=`, which would be passed to its forward.
-        return {"backend": local_simulation(model)}
+        return {"backend": LocalSimulationBackend(_ModuleTree(model))}
     raise LayersimError(
         f"`remote` is {shown(remote)}, but `model` is not a model that a server can load by its name: "
         f"{type(model).__name__}(module). Use nnsight.TransformersModel('org/name', task='text-generation', "
         "tokenizer=tokenizer)."
     )
-
-
-def local_simulation(model: Any) -> Any:
-    """Backend of nnsight's local simulation of a server, which needs only the module tree of a model."""
-    from nnsight.intervention.backends.local import LocalSimulationBackend
-    from nnsight.modeling.mixins.remotable import Remotable
-
-    return LocalSimulationBackend(model if isinstance(model, Remotable) else _ModuleTree(model))
 
 
 class _ModuleTree:
@@ -422,59 +400,6 @@ def _trace(
             with torch.no_grad():
                 reduced = reduce(kernels, view)
         out: Reduced = nnsight.save(reduced)
-        if ends_early:
-            tracer.stop()
-    return out
-
-
-def _trace_together(
-    readers: list[TraceReader],
-    batch: Batch,
-    arguments: tuple[tuple[Tensor, ...], dict[str, Any]],
-    kernels: dict[str, Kernel],
-    backend: Any,
-) -> Reduced:
-    """Run kernels on the views of several edits of one model, in a session with a trace of each; see `_trace`."""
-    import nnsight
-
-    keep, kept = kept_of(batch)
-    shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
-    args, options = arguments
-    with torch.no_grad(), readers[0].model.session(backend=backend):
-        views: list[Any] = []
-        for reader in readers:
-            with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
-                with torch.no_grad():
-                    buffer = SiteBuffer(reader.names, keep, shape, pooled, has_tokens)
-                    given: dict[str, Any] = {}
-                    for step in reader.steps:
-                        read_step(step, buffer, given, None)
-                    here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
-                    views.append(View(**buffer.fields(), **here, unembed=reader.unembed))
-                    if len(views) == len(readers):
-                        reduced = reduce(kernels, *views)
-        out: Reduced = nnsight.save(reduced)
-    return out
-
-
-def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
-    """Whether each block's input equals the output of the block before it, and has its width, from one trace; see `_trace`."""
-    import nnsight
-
-    ends_early = not is_edited(model)
-    with torch.no_grad(), model.trace(*args, **options) as tracer:
-        with torch.no_grad():
-            same: list[bool] = []
-            last = None
-            for block in blocks:
-                args, kwargs = block.inputs
-                entering = first_tensor((*args, *kwargs.values()))
-                leaving = first_tensor(block.output).clone()
-                # Feature maps of convolutions are no residual stream, nor is a stream of another width.
-                if last is not None:
-                    same.append(same_stream(entering, last) and entering.dim() <= 3 and leaving.shape[-1] == last.shape[-1])
-                last = leaving
-        out: Tensor = nnsight.save(torch.tensor(same))
         if ends_early:
             tracer.stop()
     return out

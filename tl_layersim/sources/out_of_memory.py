@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,8 +74,8 @@ class RowParts:
         """
         total = len(batch.tokens)
         before = size = min(self.rows or total, total)
-        joined: _JoinedView | None = None
-        start = 0
+        joined: View | None = None
+        start = filled = 0
         while start < total:
             part = batch if size == total else batch.part(start, min(start + size, total))
             view = None
@@ -87,7 +86,7 @@ class RowParts:
                     raise
                 reason = indivisible()
                 if len(part.tokens) == 1 or reason:
-                    raise forward_too_large(part, error, reason) from error
+                    raise too_large(part, "a forward pass" + (f" ({reason})" if reason else ""), error) from error
             if view is None:
                 # After the `except` clause, because the traceback holds the activations of the failed forward pass.
                 size = (len(part.tokens) + 1) // 2
@@ -95,9 +94,10 @@ class RowParts:
                 continue
             if part is batch:
                 return view
-            joined = joined or _JoinedView(batch, view)
-            joined.add(view)
-            start += len(part.tokens)
+            joined = joined or _empty_view(batch, view)
+            end = filled + view.activations.shape[1]
+            joined.activations[:, filled:end] = view.activations
+            start, filled = start + len(part.tokens), end
         assert joined is not None
         if size < before:
             self.rows = size
@@ -110,32 +110,17 @@ class RowParts:
                 batch.tokens.shape[1],
                 counted(size, "row"),
             )
-        return joined.view
+        return joined
 
 
-class _JoinedView:
-    """The view of a batch, filled with the views of its parts in order.
-
-    Args:
-        batch: the whole batch.
-        first: the view of its first part, which is not added yet.
-    """
-
-    def __init__(self, batch: Batch, first: View) -> None:
-        known, device = tokens_alone(batch), first.activations.device
-        sites, _, width = first.activations.shape
-        samples = len(known.sequence)
-        with _refusing(partial(_work_too_large, batch, f"{samples} samples at {sites} sites, {width} wide")):
-            activations = first.activations.new_empty(sites, samples, width)
-        fields: dict[str, Any] = {name: value.to(device) for name, value in known.token_fields().items()}
-        self.view = replace(first, activations=activations, memo={}, **fields)
-        self._filled = 0
-
-    def add(self, part: View) -> None:
-        """Copy the activations of the next rows."""
-        end = self._filled + part.activations.shape[1]
-        self.view.activations[:, self._filled : end] = part.activations
-        self._filled = end
+def _empty_view(batch: Batch, part: View) -> View:
+    """The view of a batch, like the view of some of its rows, with room for the activations of all rows."""
+    known, device = tokens_alone(batch), part.activations.device
+    sites, _, width = part.activations.shape
+    with refusing_out_of_memory(batch, f"keeping {len(known.sequence)} samples at {sites} sites, {width} wide,"):
+        activations = part.activations.new_empty(sites, len(known.sequence), width)
+    fields: dict[str, Any] = {name: value.to(device) for name, value in known.token_fields().items()}
+    return replace(part, activations=activations, memo={}, **fields)
 
 
 def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:
@@ -149,71 +134,43 @@ def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> R
     Raises:
         LayersimError: the kernels ran out of memory.
     """
-    with kernels_alone(), _refusing(partial(_work_too_large, batch, ", ".join(kernels))):
+    with kernels_alone(), refusing_out_of_memory(batch, f"measuring ({', '.join(kernels)})"):
         return reduce(kernels, *views)
 
 
-def refusing_one_row(batch: Batch) -> AbstractContextManager[None]:
-    """A context manager for a forward pass over one row: an out-of-memory exception becomes an error that names a setting.
+@contextmanager
+def refusing_out_of_memory(batch: Batch, work: str = "a forward pass") -> Iterator[None]:
+    """A context manager for work on a batch that cannot be split: an out-of-memory exception becomes the error of `too_large`.
 
     Args:
-        batch: one row.
+        batch: the rows.
+        work: description of the work, for the message.
 
     Raises:
-        LayersimError: the forward pass ran out of memory.
+        LayersimError: the work ran out of memory.
     """
-    return _refusing(lambda error: forward_too_large(batch, error, ""))
-
-
-@contextmanager
-def _refusing(refusal: Callable[[BaseException], LayersimError]) -> Iterator[None]:
-    """A context manager that replaces an out-of-memory exception by the error that `refusal` returns for it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise refusal(error) from error
+        raise too_large(batch, work, error) from error
 
 
-def _work_too_large(batch: Batch, work: str, error: BaseException) -> LayersimError:
-    """The error for work on all samples of a batch that runs out of memory."""
-    return LayersimError(
-        f"`batch_size` is too large: measuring a batch after its forward pass ran out of memory ({work}, "
-        f"{_size_of(batch)}): {first_line(error)}. Use {_smaller(batch)}."
-    )
-
-
-def forward_too_large(batch: Batch, error: BaseException, reason: str) -> LayersimError:
-    """The error for a forward pass that runs out of memory and cannot be split.
+def too_large(batch: Batch, work: str, error: BaseException) -> LayersimError:
+    """The error for work on a batch that runs out of memory, which names the setting that makes the batch smaller.
 
     Args:
         batch: the rows.
-        error: exception of the forward pass.
-        reason: why several rows must run together; "" for one row.
+        work: description of the work.
+        error: its exception.
     """
-    one = len(batch.tokens) == 1
-    argument = "`seq_len`" if one and batch.has_tokens else "`data`" if one else "`batch_size`"
-    what = "a forward pass of one row" if one else "a forward pass"
+    rows, positions = batch.tokens.shape
+    argument, smaller = "batch_size", f"batch_size={rows // 2}, or fewer"
+    if rows == 1:
+        argument, smaller = ("seq_len", f"seq_len={positions // 2}, or fewer") if batch.has_tokens else ("data", "smaller rows")
+        smaller += "; or the model in bfloat16 or on more devices (device_map='auto')"
     return LayersimError(
-        f"{argument} is too large: {what} of {_size_of(batch)} runs out of memory{f', and {reason}' if reason else ''}: "
-        f"{first_line(error)}. Use {_smaller(batch)}."
-    )
-
-
-def _size_of(batch: Batch) -> str:
-    rows, positions = batch.tokens.shape
-    return f"{counted(rows, 'row')} of {counted(positions, 'position')}"
-
-
-def _smaller(batch: Batch) -> str:
-    """The setting that halves the size of a batch."""
-    rows, positions = batch.tokens.shape
-    if rows > 1:
-        return f"batch_size={rows // 2}, or fewer"
-    lighter = "the model in bfloat16 or on more devices (device_map='auto')"
-    return (
-        f"seq_len={positions // 2}, or fewer; or {lighter}"
-        if batch.has_tokens and positions > 1
-        else f"smaller rows; or {lighter}"
+        f"`{argument}` is too large: {work} of {counted(rows, 'row')} of {counted(positions, 'position')} runs out of memory: "
+        f"{first_line(error)}. Use {smaller}."
     )

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
-from ..architectures.blocks import encoder_and_decoder, lists_by_stack, lists_by_stage
+from ..architectures.blocks import encoder_and_decoder, find_stacks, lists_by_stage
 from ..architectures.chosen_hook_points import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
-from ..architectures.feature_maps import channels_at, has_convolution
-from ..architectures.hugging_face import find_stacks
-from ..architectures.points import HookPoint, StreamSum
+from ..architectures.points import HookPoint, StreamSum, channels_at, has_convolution
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
@@ -168,56 +166,6 @@ class CanCountPositions(Source):
         """
 
 
-class CanReadSites(Source):
-    """A source that reads hook points other than the residual layers; it implements `sites` and `widths` too."""
-
-    @property
-    @abstractmethod
-    def residual_points(self) -> tuple[HookPoint, ...]:
-        """The hook points of the residual layers."""
-
-    @abstractmethod
-    def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        """The hook points that `at` names, see `find_points`.
-
-        Raises:
-            LayersimError: the model lacks them.
-        """
-
-    @abstractmethod
-    def in_stack(self, at: Any) -> Any:
-        """Select the stack of an encoder-decoder that `at` names, and return `at` without the stack's name.
-
-        Args:
-            at: see `hook_points`.
-        """
-
-    @abstractmethod
-    def read_at(self, points: tuple[HookPoint, ...]) -> None:
-        """Read these hook points instead of the residual layers in later forward passes."""
-
-    @abstractmethod
-    def reading_at(self, points: tuple[HookPoint, ...]) -> AbstractContextManager[None]:
-        """A context manager in which forward passes read other hook points."""
-
-    @abstractmethod
-    def stream_sums(self) -> tuple[StreamSum, ...]:
-        """The sums on the residual stream that contain a site chosen by `read_at`."""
-
-    @property
-    @abstractmethod
-    def is_settled(self) -> bool:
-        """Whether everything about the sites is known without a forward pass."""
-
-    @abstractmethod
-    def settle(self, batch: Batch) -> None:
-        """Run the batch's first row to find out what is unknown about the sites.
-
-        It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
-        the sites that `read_at` chose.
-        """
-
-
 class OnServer(Source):
     """A source of a model on a server; its `stream` may run several batches per request."""
 
@@ -302,8 +250,8 @@ class SitesRead:
     widths: tuple[int, ...] = ()
 
 
-class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositions):
-    """Base class of sources whose sites are hook points of a module.
+class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
+    """A source that reads hook points of a module: the residual layers, or others by name.
 
     Attributes:
         paths: paths of its blocks, those of one stack in an encoder-decoder.
@@ -343,7 +291,16 @@ class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositi
 
     @property
     def is_settled(self) -> bool:
+        """Whether everything about the sites is known without a forward pass."""
         return self.model.stream != "unknown" and self._reading.order is not None
+
+    @abstractmethod
+    def settle(self, batch: Batch) -> None:
+        """Run the batch's first row to find out what is unknown about the sites.
+
+        It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
+        the sites that `read_at` chose.
+        """
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -355,13 +312,18 @@ class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositi
 
     @property
     def residual_points(self) -> tuple[HookPoint, ...]:
+        """The hook points of the residual layers."""
         return self._residual.points
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        items = items_of(at)
+        """The hook points that `at` names, see `find_points`.
+
+        Raises:
+            LayersimError: the model lacks them.
+        """
         # Names with a stage may lie in other stages than the one whose residual stream is read.
-        stages = lists_by_stage(self.module)
-        several = any(isinstance(item, str) and item.startswith(f"{stage}.") for item in items for stage in stages)
+        prefixes = tuple(f"{stage}." for stage in lists_by_stage(self.module))
+        several = any(isinstance(item, str) and item.startswith(prefixes) for item in items_of(at))
         blocks = find_stacks(self.module, None) if several else self.paths
         points = find_points(self.module, blocks, at, per_head)
         refuse_sharded_sites(self.module, points)
@@ -375,10 +337,16 @@ class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositi
         return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
+        """The sums on the residual stream that contain a site chosen by `read_at`."""
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def in_stack(self, at: Any) -> Any:
-        if not lists_by_stack(self.module) and not encoder_and_decoder(self.module):
+        """Select the stack of an encoder-decoder that `at` names, and return `at` without the stack's name.
+
+        Args:
+            at: see `hook_points`.
+        """
+        if not lists_by_stage(self.module) and not encoder_and_decoder(self.module):
             return at
         paths, at = choose_stack(self.module, self._home, self._named, at)
         if paths != self.paths:
@@ -389,10 +357,12 @@ class PointSource(HasModule, CanReadSites, CanReplay, CanUnembed, CanCountPositi
         return at
 
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
+        """Read these hook points instead of the residual layers in later forward passes."""
         self._reading = self._residual if points == self._residual.points else SitesRead(points, None)
 
     @contextmanager
     def reading_at(self, points: tuple[HookPoint, ...]) -> Iterator[None]:
+        """A context manager in which forward passes read other hook points."""
         before = self._reading
         self.read_at(points)
         try:

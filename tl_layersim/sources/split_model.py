@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions, first_tensor
-from ..architectures.output_heads import classes_with_head
+from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import rounding, tensor_of
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError
@@ -24,7 +24,7 @@ from .checks import need_stream
 from .hooked import HookedSource
 from .hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
 from .model import Model
-from .source import PointSource
+from .source import CanReadSites
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
 # Function from the residual at a layer to tensors by name. It is shipped to servers as source.
@@ -99,7 +99,7 @@ def logits_of(output: Any) -> Tensor:
     """
     if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
         raise LayersimError(
-            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load it by {classes_with_head('')}."
+            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load it by {CLASSES_WITH_HEAD}."
         )
     return tensor_of(output)
 
@@ -117,7 +117,7 @@ class SplitModel(ABC):
 
     model: Model
     module: nn.Module
-    source: PointSource
+    source: CanReadSites
 
     @property
     def device(self) -> torch.device:

@@ -1,23 +1,25 @@
-"""TowerSource: source of one tower of a CLIP, which takes the tower's inputs from rows of images and texts."""
+"""The two towers of a CLIP: a source for each, their projections to the shared space, and where a text is read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..activations.view import View
-from ..architectures.blocks import POST_NORM, PRE_NORM, is_post_norm, layer_names
-from ..architectures.layouts import Tower
+from ..architectures.blocks import POST_NORM, PRE_NORM, has_both_towers, is_post_norm, layer_names
+from ..architectures.layouts import CLASSES, TOWERS_BY_TYPE, Tower
 from ..architectures.output_heads import open_head
-from ..architectures.towers import find_towers, text_starts_anew
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
+from ..core.wording import brief, with_article
 from ..data.batches import Batch
 from ..data.inputs import PIXELS, refuse_integers
-from ..data.positions import Positions
+from ..data.positions import PositionRule, Positions
+from ..data.texts import DEFAULT_SEQ_LEN
 from .hooked import HookedSource
 from .identity import StoredWeights, hooks_on
 from .model import Model, hash_config, processor_of
@@ -68,7 +70,13 @@ class TowerSource(HookedSource):
     def _own(self, batch: Batch) -> Batch:
         """The batch with only this tower's inputs, and only the position at which the tower is read counted."""
         if self.tower.name == "text":
-            text_starts_anew([start for _, start in batch.origins], self.model.context)
+            # The first part of a longer text fills the context, but for a BOS of its own.
+            latest, context = max(start for _, start in batch.origins), self.model.context
+            if latest >= min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN) - 1:
+                raise LayersimError(
+                    f"`data` has a text of more than {latest} tokens; the context of the text tower has {context}. Cut the "
+                    "texts with tokenizer(texts, padding=True, truncation=True)."
+                )
             inputs = {name: values for name, values in batch.inputs.items() if name in self.model.inputs}
             return replace(batch, inputs=inputs, positional=batch.positional & inputs.keys())
         pixels = batch.inputs.get(PIXELS)
@@ -135,3 +143,79 @@ def unit(x: Tensor) -> Tensor:
     """Normalise vectors to norm 1, in float64; a zero vector becomes NaN."""
     x = x.detach().double()
     return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
+
+
+def find_towers(model: Any) -> tuple[Tower, Tower]:
+    """The vision and the text tower of a model.
+
+    Args:
+        model: a Hugging Face model with both towers.
+
+    Raises:
+        LayersimError: the model is of another kind.
+    """
+    kind = str(getattr(getattr(model, "config", None), "model_type", None))
+    if isinstance(model, torch.nn.Module) and has_both_towers(model):
+        if kind in TOWERS_BY_TYPE:
+            return TOWERS_BY_TYPE[kind]
+        more = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
+        raise LayersimError(f"`clip` is {with_article(type(model).__name__)}{more}; it must be {CLASSES}.")
+    raise LayersimError(f"`clip` is {brief(model)}; it must be {CLASSES}.")
+
+
+def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: str) -> None:
+    """Raise an error if a model lacks the final norm or the projection of a tower.
+
+    Args:
+        model: the model.
+        towers: its towers.
+        do: the call to use instead, for the message.
+
+    Raises:
+        LayersimError: names the module.
+    """
+    names = dict(model.named_modules())
+    missing = [path for tower in towers for path in (tower.head.norm, *tower.head.modules) if path and path not in names]
+    if missing:
+        raise LayersimError(f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space. Use {do}.")
+
+
+def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:
+    """The position rule for texts: the position at which the text tower is read.
+
+    Args:
+        model: the model.
+        tower: its text tower.
+    """
+    if not tower.end_of_text:
+        return "first"
+    text = model.get_submodule(tower.path)
+    eos: Any = getattr(text, "eos_token_id", None)
+    # Configurations of OpenAI's models name a wrong id, 2. For these CLIP reads the highest id of a row.
+    highest = eos == 2 and getattr(getattr(text, "config", None), "model_type", "") == "clip_text_model"
+    return partial(end_of_text, eos=None if highest else int(eos))
+
+
+def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
+    """Index of the first end-of-text token in a row.
+
+    Args:
+        tokens: `pos`, the token ids of the row.
+        eos: id of the end-of-text token; None for the highest id in the row.
+
+    Raises:
+        LayersimError: the row has no such token.
+
+    Examples:
+        >>> end_of_text(torch.tensor([1, 5, 9, 9]), eos=9), end_of_text(torch.tensor([1, 5, 7, 3]), eos=None)
+        (tensor(2), tensor(2))
+    """
+    if eos is None:
+        return tokens.argmax()
+    found = (tokens == eos).nonzero()[:, 0]
+    if not len(found):
+        raise LayersimError(
+            f"`data` has a text of {len(tokens)} tokens, none of them {eos}, the end-of-text token at which the text tower "
+            "is read. Give texts with tokenizer=processor, or cut them with tokenizer(texts, truncation=True)."
+        )
+    return found[0]

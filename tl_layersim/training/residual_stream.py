@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions
-from ..architectures.output_heads import classes_with_head, is_detr
+from ..architectures.output_heads import CLASSES_WITH_HEAD, is_detr
 from ..core.errors import LayersimError
 from ..remote.open import open_source
 from ..sources.checks import lens_gap, need_stream, refuse_other_logits
@@ -56,7 +56,7 @@ def no_known_head(model: Model) -> LayersimError:
     """The error for a model without a known final norm and head."""
     return LayersimError(
         f"{model.name} has no known head, so its layers make no predictions to train. Load it by "
-        f"{classes_with_head(model.source)}, or open_model(model, unembed=[final norm, head])."
+        f"{CLASSES_WITH_HEAD}, or open_model(model, unembed=[final norm, head])."
     )
 
 

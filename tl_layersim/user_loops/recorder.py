@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import CACHES, first_tensor
 from ..activations.view import SiteBuffer, View
-from ..architectures.blocks import Side, encoder_and_decoder, encoder_or_decoder
-from ..architectures.feature_maps import to_positions
+from ..architectures.blocks import encoder_and_decoder, stack_of
 from ..architectures.output_heads import open_head
+from ..architectures.points import to_positions
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, warn
@@ -166,13 +166,13 @@ class Frame:
         return [] if self.reading is None else self.reading.seen
 
 
-def stack_side(source: HookedSource) -> Side:
+def stack_side(source: HookedSource) -> str:
     """Which stack of an encoder-decoder has its residual stream read.
 
     Returns:
         "encoder" or "decoder"; "" for a model of one stack, "both" if blocks of both or of none are read.
     """
-    return (encoder_or_decoder(source.module, source.paths) or "both") if encoder_and_decoder(source.module) else ""
+    return (stack_of(source.module, source.paths) or "both") if encoder_and_decoder(source.module) else ""
 
 
 class Recorder:

@@ -16,7 +16,6 @@ from ..activations.row_pools import PoolKernel
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Run
 from ..analyzers.cka import CKA
-from ..architectures.towers import refuse_no_projection, text_position
 from ..architectures.unembed import Unembed
 from ..core.arguments import typed
 from ..core.errors import LayersimError, warn
@@ -30,7 +29,7 @@ from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
 from ..engine.run import Analysis
 from ..sources.open import OpenedModel
-from ..sources.tower import TowerSource, open_towers, pair_model, unit, verify_projections
+from ..sources.tower import TowerSource, open_towers, pair_model, refuse_no_projection, text_position, unit, verify_projections
 
 OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..analyzers.logit_lens import LogitLens, LogitLensResult
 from ..architectures.blocks import PRE_NORM, layer_names, refuse_paths
 from ..architectures.layouts import Tower
-from ..architectures.towers import refuse_no_projection, text_position
 from ..architectures.unembed import Head, rounding, tensor_of
 from ..core.arguments import typed
 from ..core.errors import LayersimError
@@ -27,7 +26,7 @@ from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model import processor_of
 from ..sources.open import OpenedModel
-from ..sources.tower import TowerSource, open_towers, unit
+from ..sources.tower import TowerSource, open_towers, refuse_no_projection, text_position, unit
 
 NORMALISE, CLASSIFIER = "normalise", "classifier"
 
