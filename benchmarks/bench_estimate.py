@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
-from tl_layersim.costs import workload
+from tl_layersim.costs import estimate as estimating
 
 ROWS, LENGTH = 4, 128
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -65,7 +65,7 @@ def row(
 ) -> str:
     expected, taken = [], []
     for _ in range(repeats):
-        with mock.patch.object(workload, "time", SimpleNamespace(perf_counter=clock)):
+        with mock.patch.object(estimating, "time", SimpleNamespace(perf_counter=clock)):
             cost = lsim.estimate(model, analyzers, tokens=tokens.numel(), batch_size=ROWS, seq_len=LENGTH)
         expected.append(cost.seconds)
         start = clock()

@@ -6,9 +6,10 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,22 +18,29 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
+from ..architectures.chosen_hook_points import site_map
 from ..architectures.points import HookPoint
 from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, shown, warn
 from ..data.batches import Batch
+from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
-from ..sources.inputs import fewest_logits, forward_arguments, smallest_arguments
+from ..sources.inputs import call_on, device_of, fewest_logits, forward_arguments, no_cache, smallest_arguments
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums
-from .client import NdifClient, PreparedRequest, quiet
-from .failures import JobTooLong
-from .order_without_weights import Order, order_without_weights, widths_without_weights
-from .request_schedule import MOST_BATCHES, RequestPipeline, RequestSchedule
+from .client import JobTooLong, NdifClient, quiet
+from .requests import MOST_BATCHES, RequestSchedule, ShippedSource
 from .server_status import ServerOffer
-from .shipped_source import ShippedSource
 from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
 
 T = TypeVar("T")
+# The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
+Order = tuple[tuple[int, ...], tuple[int, ...]]
+# Positional and keyword arguments of a forward pass.
+Arguments = tuple[Sequence[Tensor], Mapping[str, Any]]
+# Number of tokens of a forward pass.
+PROBE_POSITIONS = 4
+# What forward passes without weights raise where they depend on values.
+FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 # Bytes of one analyzer's sums above which a warning is given.
 LARGE_SUMS = 8e6
 # Bytes of the further inputs of one forward pass above which a warning is given.
@@ -109,8 +117,8 @@ class RemoteSource(NNsightSource, OnServer):
             "versions": dict(offer.versions),
             "requests": ndif.requests,
             "halved": self.schedule.lowered,
-            "bytes_sent": ndif.sent,
-            "bytes_received": ndif.received,
+            "bytes_sent": ndif.bytes_sent,
+            "bytes_received": ndif.bytes_received,
         }
 
     def refuse_larger(self, rows: int, positions: int) -> None:
@@ -136,7 +144,8 @@ class RemoteSource(NNsightSource, OnServer):
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
         try:
-            parts = partial_sums(self.ndif.finish(self._prepare([batch], kernels, joined=False))["found"])
+            with self.ndif.sent(self._request_for(self.ndif.prepare, [batch], kernels, False)) as result:
+                parts = partial_sums(result()["found"])
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
         return [(part.not_finite, {name: dict(one) for name, one in part.out.items()}) for part in parts]
@@ -167,19 +176,47 @@ class RemoteSource(NNsightSource, OnServer):
         say: Callable[[str], None],
         first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        self.ndif.say = say
-        schedule = self.schedule
+        schedule, waiting = self.schedule, deque[list[Batch]]()
         groups = schedule.groups(
             batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit), first_block
         )
-        pipeline = RequestPipeline(self.ndif, schedule, lambda group: self._prepare(group, kernels), self._halved)
+        failed: Exception | None = None
+
+        def next_request() -> tuple[list[Batch], bytes] | None:
+            """Read and serialise the next request. A failure is raised after the results of earlier requests."""
+            nonlocal failed
+            try:
+                group = waiting.popleft() if waiting else None if failed else next(groups, None)
+                while group is not None and len(group) > schedule.most_batches:
+                    group, rest = self._halved(group, None)
+                    waiting.appendleft(rest)
+                return None if group is None else (group, self._request_for(self.ndif.prepare, group, kernels, True))
+            except Exception as error:
+                failed = error
+                waiting.clear()
+                return None
+
+        self.ndif.say = say
         try:
-            with closing(pipeline.results(groups)) as results:
-                for group, result in results:
-                    schedule.measure(self.ndif.seconds, len(group))
-                    parts = partial_sums(result["found"])
-                    self._warn_of_large_sums(parts)
-                    yield parts
+            request = next_request()
+            while request is not None:
+                group, payload = request
+                # While a request runs, the next one is serialised.
+                with self.ndif.sent(payload) as result:
+                    request = next_request()
+                    try:
+                        found = result()
+                    except JobTooLong as error:
+                        halves = self._halved(group, error)
+                        waiting.extendleft([*([request[0]] if request else []), *reversed(halves)])
+                        request = next_request()
+                        continue
+                schedule.measure(self.ndif.seconds, len(group))
+                parts = partial_sums(found["found"])
+                self._warn_of_large_sums(parts)
+                yield parts
+            if failed is not None:
+                raise failed
         finally:
             # The progress bar that it wrote to has ended.
             self.ndif.say = quiet
@@ -207,7 +244,7 @@ class RemoteSource(NNsightSource, OnServer):
 
     def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> str:
         """Send a non-blocking request and return the id of its job."""
-        return self._request_for(self.ndif.submit, group, kernels, joined=True)
+        return self._request_for(self.ndif.submit, group, kernels, True)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
         """Warn once for each analyzer if it returns large sums."""
@@ -232,10 +269,6 @@ class RemoteSource(NNsightSource, OnServer):
                 f"The inputs of each forward pass take {in_words(sum(sizes.values()))} of a request, most of it {name!r} of "
                 f"shape {tuple(batch.inputs[name].shape)}."
             )
-
-    def _prepare(self, group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool = True) -> PreparedRequest:
-        """Prepare a request for the sums over batches, without sending it."""
-        return self._request_for(self.ndif.prepare, group, kernels, joined)
 
     def _request_for(
         self, take: Callable[[Callable[[Any], None]], T], group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool
@@ -302,3 +335,90 @@ def _model_key(model: Any, remote: bool | str) -> str:
             f"as 'org/{os.path.basename(name.rstrip('/')) or 'name'}'."
         ) from error
     return key
+
+
+def order_without_weights(
+    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], arguments: Arguments
+) -> Order:
+    """The order of hook points in a forward pass, and their widths, from a forward pass on the meta device.
+
+    If no such pass can run, the order is the order of `lsim.sites`, and the widths are empty.
+
+    Args:
+        module: the model.
+        blocks: module paths of its blocks.
+        points: the hook points.
+        arguments: arguments of a forward pass. On the meta device they have no values.
+
+    Raises:
+        LayersimError: a module does not run exactly once in a forward pass; or no forward pass can run here, and a point is not
+            a listed site.
+    """
+    found = _shown_by(module, points, [partial(_on_device, module, arguments), *_token_passes(module)])
+    return (_listed_order(module, blocks, points, found), ()) if isinstance(found, Exception) else found
+
+
+def widths_without_weights(module: torch.nn.Module, points: Sequence[HookPoint]) -> tuple[int, ...]:
+    """The widths of hook points, from a forward pass of token ids on the meta device; empty if no such pass can run.
+
+    Args:
+        module: the model.
+        points: the hook points.
+
+    Raises:
+        LayersimError: a module does not run exactly once in a forward pass.
+    """
+    found = _shown_by(module, points, _token_passes(module))
+    return () if isinstance(found, Exception) else found[1]
+
+
+def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequence[Callable[[], Any]]) -> Order | Exception:
+    """Order and widths of hook points, from the first forward pass that runs. Raises the last failure if none does."""
+    modules = {point.module: module.get_submodule(point.module) for point in points}
+    failed = Exception("no forward pass")
+    for run in passes:
+        try:
+            return firing_order(points, modules, run)
+        except LayersimError:
+            raise
+        except FAILURES as error:
+            failed = error
+    return failed
+
+
+def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
+    """Run the module on the arguments, moved to the device of its weights."""
+    args, options = arguments
+    # Masks are computed from values, which meta tensors do not have. Masks of four axes are in their final form.
+    given = {name: value for name, value in options.items() if not name.endswith("attention_mask") or value.dim() == 4}
+    return call_on(device_of(module), module, args, given)
+
+
+def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
+    """Arguments of forward passes of token ids, without a mask and with a 4D mask, which most decoders take as it is."""
+    tokens, mask = torch.zeros(1, PROBE_POSITIONS, dtype=torch.long), torch.zeros(1, 1, PROBE_POSITIONS, PROBE_POSITIONS)
+    options: dict[str, Any] = {**no_cache(module)}
+    name = "attention_mask"
+    if encoder_and_decoder(module):
+        options, name = options | {"decoder_input_ids": tokens}, "decoder_attention_mask"
+    return [partial(_on_device, module, ((tokens,), options | more)) for more in ({}, {name: mask})]
+
+
+def _listed_order(
+    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
+) -> tuple[int, ...]:
+    """The hook points in the order of `lsim.sites`, the order of computation.
+
+    Raises:
+        LayersimError: a point is not a listed site, so its place in the order is unknown.
+    """
+    place: dict[tuple[str, bool], int] = {}
+    for site in site_map(module, blocks).sites:
+        place.setdefault((site.point.module, site.point.incoming), len(place))
+    strange = [point for point in points if (point.module, point.incoming) not in place]
+    if strange:
+        raise LayersimError(
+            f"`at` names {strange[0].name}, whose place in the forward pass cannot be found without the model's weights "
+            f"({type(failed).__name__}: {str(failed)[:160]}). Use a site that lsim.sites(model) lists."
+        )
+    return tuple(sorted(range(len(points)), key=lambda number: place[points[number].module, points[number].incoming]))

@@ -21,9 +21,8 @@ from ..core.sums import DataBlock, Sums, SumTree
 from ..core.wording import brief, first_line
 from ..data.positions import Positions
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
-from ..engine.memory_checks import refuse_large_blocks
 from ..engine.plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
-from ..engine.run import sums_of, sums_so_far
+from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
 from ..remote.open import open_source
 from ..sources.checks import refuse_not_finite, refuse_other_logits
 from ..sources.hooked import HookedSource
@@ -240,7 +239,7 @@ class LoopProbe(Probe):
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
             own = sums_of((name,), out, sums_so_far(self._tree))
             if self._intervals:
-                refuse_large_blocks(own)
+                check_memory(own, TYPICAL_LEAVES, True)
             return own[name]
         except Exception as error:
             self._fail(error)

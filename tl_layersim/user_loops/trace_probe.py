@@ -16,9 +16,8 @@ from ..core.sums import DataBlock, SumTree
 from ..data.batches import Batch
 from ..data.inputs import TOKEN_IDS
 from ..data.positions import Positions
-from ..engine.memory_checks import refuse_large_blocks
 from ..engine.plan import SitePlan
-from ..engine.run import sums_of, sums_so_far
+from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
 from ..remote.trace_reader import PROBES, PassReader, ShippedProbe
 from ..remote.traces import partial_sums
 from ..sources.checks import check_lens, check_stream_sums, refuse_not_finite
@@ -166,7 +165,7 @@ class TraceProbe(Probe):
         refuse_not_finite(part.not_finite, [self._source.sites], f"forward pass {self._forwards}")
         own = sums_of(tuple(self._kernels), part.out, sums_so_far(self._tree))
         if self._intervals:
-            refuse_large_blocks(own)
+            check_memory(own, TYPICAL_LEAVES, True)
         self._sequences += read["rows"]
         self._tokens += read["tokens"]
         self._digest.update(read["hash"].numpy().tobytes())

@@ -25,10 +25,10 @@ from ..core.wording import amount, brief
 from ..data.annotations import AnnotatedImages, Objects
 from ..data.batches import Batch, Batches
 from ..data.data import Data
+from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import run_analysis
 from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
-from ..engine.run import Analysis
 from ..remote.open import open_source
 from ..sources.hooked import HookedSource
 from ..sources.model import Model

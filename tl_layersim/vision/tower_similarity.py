@@ -28,10 +28,10 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..data.inputs import PIXELS, is_floats, is_image
 from ..data.labels import LABELS
+from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import run_analysis
 from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
-from ..engine.run import Analysis
 from ..sources.open import OpenedModel
 from ..sources.tower import TowerSource, open_towers, pair_model, unit, verify_projections
 
