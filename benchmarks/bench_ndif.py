@@ -4,7 +4,8 @@
 
 Each repeat runs, in an order that turns, this process and the server. Both sides use one thread, and a server needs a core
 beside that of this process. Where other programs share the machine, compare processor seconds: a run through a server has
-several processes, and gets more of a busy machine. The model lies on a stand-in for the hub, so that the server loads it by name.
+several processes, and gets more of a busy machine. The model
+lies on a stand-in for the hub, so that the server loads it by name.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from ..core.distributed import ALONE, Deal
 from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
 from ..core.storage import checksum
-from ..core.sums import MOST_BLOCKS, Sums, Tally
-from ..core.wording import duration_in_words
+from ..core.sums import Sums, Tally
 from ..data.batches import Batches, fingerprint, new_digest
 from ..sources.model import Model
 from ..sources.source import OnServer, Source, running
@@ -253,11 +252,6 @@ class Analysis:
         for name, analyzer in self.analyzers.items():
             if cost := analyzer.cost(models[name][0]):
                 tqdm.write(cost, file=sys.stderr)
-            # A call for all data and for the data without each block.
-            seconds = (1 + MOST_BLOCKS) * analyzer.compute_seconds(models[name][0])
-            if self.intervals and seconds >= 10:
-                words = f"it computes its result up to {1 + MOST_BLOCKS} times, about {duration_in_words(seconds)} on one core."
-                tqdm.write(f"With intervals, {type(analyzer).__name__} takes longer: {words}", file=sys.stderr)
 
     @contextmanager
     def running(self) -> Iterator[None]:

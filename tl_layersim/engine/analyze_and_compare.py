@@ -13,6 +13,7 @@ from ..core.arguments import typed
 from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, weight_peers
 from ..core.errors import LayersimError
 from ..core.results import Report, Result
+from ..core.resumable_file import plain
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batches
@@ -284,7 +285,7 @@ def analyze(
     analysis = opened_analysis(opened, data, chosen, at, per_head, intervals)
     if shard is None or save_to is None:
         return run_analysis(analysis, checkpoint, blocking)
-    return run_shard(analysis, shard, Path(save_to), stage)
+    return run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), stage)
 
 
 def opened_analysis(

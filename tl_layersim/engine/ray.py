@@ -65,11 +65,15 @@ class ModelCopy:
         data_module.MOST_KEPT = sys.maxsize
         return opened_analysis(_loaded(self._load_model), *ray.get(self._how[0]))
 
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return plain(self._analysis.identity(self._argument))
+
     def describe(self) -> Description:
         """Load the model, count the data and describe the run."""
         analysis = self._analysis
         analysis.check()
-        return plain(analysis.identity(self._argument)), analysis.counts, analysis.first_needs_model
+        return self._identity, analysis.counts, analysis.first_needs_model
 
     def measure(self, number: int, of: int, first: FirstStage | None) -> tuple[str, int, bytes]:
         """Measure one shard.
@@ -83,7 +87,7 @@ class ModelCopy:
             Stage and index of the shard, and the content of its file.
         """
         with TemporaryDirectory() as folder:
-            path = run_shard(self._analysis, (number, of), Path(folder) / "shard", first, self._argument)
+            path = run_shard(self._analysis, self._identity, (number, of), Path(folder) / "shard", first)
             return read_part(path).stage, number, path.read_bytes()
 
 

@@ -19,19 +19,19 @@ from tqdm.auto import tqdm
 
 from ..activations.row_pools import ROWS, AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, reduce, tokens_alone
-from ..analyzers.analyzer import Analyzer
+from ..analyzers.analyzer import Analyzer, Exchange
 from ..core.distributed import add_over_ranks, rank_and_size
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
+from ..core.sums import SIZES, DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
 from ..data.batches import Batch, BatchSize, batch_sizes, fingerprint, new_digest
 from ..data.data import Data
 from ..sources.checks import check_lens, check_stream_sums, refuse_not_finite
 from ..sources.model import Model
 from ..sources.out_of_memory import reduce_batch
-from ..sources.source import CanReadSites, OnServer, PartialSums
+from ..sources.source import CanReadSites, OnServer, PartialSums, Source
 from .analysis import FIRST, MAIN, Analysis, DataPart
-from .cross_model_statistics import crossing, exchange
+from .plan import SitePlan
 from .report_assembly import refuse_empty
 
 # Leaves of a run whose number is not known, for the memory of its sums.
@@ -365,7 +365,7 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
     """
     if len(analysis.sources) > 1 and analysis.together is None:
         # Printed also where stderr is no terminal, unlike progress bars.
-        tqdm.write(crossing(analysis.analyzers, analysis.sources, analysis.plan, sizes), file=sys.stderr)
+        tqdm.write(crossing(analysis.analyzers, len(analysis.sources), analysis.plan, sizes), file=sys.stderr)
     elif sizes:
         source = analysis.sources[0]
         assert isinstance(source, OnServer)
@@ -467,3 +467,89 @@ def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, S
                 f"The kernel of {name!r} must return a dict of tensors whose shapes do not depend on the batch: {error}"
             ) from error
     return sums
+
+
+def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
+    """The cross-model statistics of each analyzer, which compare two models on different machines.
+
+    Raises:
+        LayersimError: an analyzer needs the activations of both models in one place.
+    """
+    by_name = {}
+    for name, analyzer in analyzers.items():
+        statistics = analyzer.exchange()
+        if statistics is None:
+            raise LayersimError(
+                f"{analyzer!r} needs the activations of both models in one place, but one of the models is on a server, and "
+                'they are not edits of one model there. Load both here, or use CKA(estimator="minibatch").'
+            )
+        by_name[name] = statistics
+    return by_name
+
+
+def exchange(
+    sources: Sequence[Source],
+    batches: Iterator[Batch],
+    analyzers: Mapping[str, Analyzer],
+    plan: SitePlan,
+    show: Callable[[str], None],
+) -> Iterator[list[PartialSums]]:
+    """Run each batch on one model after the other, and join the statistics of all models.
+
+    Args:
+        sources: the models.
+        batches: the batches, in the order of the data.
+        analyzers: the analyzers, by name.
+        plan: the sites that each analyzer reads.
+        show: function that shows a few words on the model that runs.
+    """
+    by_name = exchanges(analyzers)
+    kernels = [
+        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()}
+        | plan.kernels_of_sizes(analyzers, number)
+        for number in range(len(sources))
+    ]
+    for batch in batches:
+        sides = []
+        for number, source in enumerate(sources):
+            show(f"model {number + 1} of {len(sources)}")
+            sides.append(source.sums(batch, kernels[number]))
+        if any(len(leaves) != len(sides[0]) for leaves in sides):
+            # Of a model whose activations are not finite.
+            yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
+            continue
+        yield [PartialSums(batch.leaf, *_joined(by_name, leaves)) for leaves in zip(*sides, strict=True)]
+
+
+def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
+    """The sums of one leaf, joined from the statistics of all models; none for an analyzer without a pool that ends there."""
+    not_finite = [count for counts, _ in leaves for count in counts]
+    if any(bool(count.any()) for count in not_finite):
+        return not_finite, {}
+    out = {}
+    for name, item in by_name.items():
+        statistics = [own[name] for _, own in leaves]
+        out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
+        sizes = [own.get(SIZES + name, {}) for _, own in leaves]
+        # Each was number 0 in its own pass.
+        out[SIZES + name] = {f"{i}{key[1:]}": value for i, each in enumerate(sizes) for key, value in each.items()}
+    return not_finite, out
+
+
+def crossing(analyzers: Mapping[str, Analyzer], models: int, plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
+    """A sentence on the number of bytes that the comparison of models transfers.
+
+    Args:
+        analyzers: the analyzers, by name.
+        models: number of models.
+        plan: the sites that each analyzer reads.
+        sizes: sizes of the batches.
+    """
+    size = sum(
+        item.size(batch.rows, batch.density, len(choice.numbers))
+        for name, item in exchanges(analyzers).items()
+        for choice in plan.choices[name]
+        for batch in sizes
+    )
+    how = "on one model and then on the other" if models == 2 else f"on {models} models in turn"
+    return f"{len(sizes)} batches, each run {how}; {in_words(size)} are transferred in all."

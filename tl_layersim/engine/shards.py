@@ -19,7 +19,7 @@ from ..core.arguments import typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.resumable_file import ResumableFile, plain
+from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_other_types, refuse_unwritable
 from ..core.sums import Sums, SumTree, Tally
 from ..core.wording import brief
@@ -103,16 +103,16 @@ def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
 
 
 def run_shard(
-    analysis: Analysis, shard: tuple[int, int], path: Path, first: FirstStage | None, argument: str | None = "save_to"
+    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first: FirstStage | None
 ) -> Path:
     """Measure one shard of the data, and write its sums to a file that is also the shard's checkpoint.
 
     Args:
         analysis: model, data and analyzers.
+        identity: identity of the run as plain data, see `Analysis.identity`. A forward pass may change the model's description.
         shard: index of the shard and number of shards.
         path: path of the file.
         first: result of the first stage; None in the first stage, or if there is none.
-        argument: name of the argument that holds the path, see `Model.identity`.
 
     Returns:
         Path of the file.
@@ -127,7 +127,6 @@ def run_shard(
             "datasets.Dataset.from_generator(...)."
         )
     analysis.check()
-    identity = plain(analysis.identity(argument))
     if first is not None:
         if not analysis.first_needs_model:
             raise LayersimError("`first` is given, but no analyzer of this call has a first pass with the model.")
@@ -137,7 +136,7 @@ def run_shard(
     # A first pass without the model is a part of each shard.
     stage = FIRST if analysis.first_needs_model and first is None else MAIN
     own = {"first": "" if first is None else first.digest, "shard": [number, of], "stage": stage}
-    file = ResumableFile(path, SHARD_FILE, identity | own)
+    file = ResumableFile(path, SHARD_FILE, {**identity, **own})
     kept = file.resume(partial(_part_of, str(path)))
     counts = analysis.counts if kept is None or kept.is_done else kept.counts
     if kept is not None and kept.is_done:

@@ -23,6 +23,7 @@ from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_other_types
 from ..core.sums import Sums, SumTree, Tally
 from ..data.batches import Batch
+from ..remote import client
 from ..remote.client import JobTooLong, NdifClient, TransientFailure, quiet
 from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource
@@ -231,7 +232,7 @@ class RemoteRun:
                     break
                 for job in [job for job in self._jobs if job.state == "ERROR"]:
                     self._measure_again(job)
-                if self._unreached is not None and time.monotonic() - self._unreached[0] > self._ndif.patience:
+                if self._unreached is not None and time.monotonic() - self._unreached[0] > sum(client.WAITS):
                     raise self._ndif.given_up(self._unreached[1], 1)
                 if end is not None and time.monotonic() > end:
                     raise TimeoutError(f"{self!r} after {timeout} s. Nothing is lost: call result() again, or save(path).")

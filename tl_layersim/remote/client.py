@@ -188,14 +188,6 @@ class NdifClient:
         self.requests, self.bytes_sent, self.bytes_received = 0, 0, 0
         self.seconds = 0.0
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a server may be unreachable before a run ends."""
-        return sum(WAITS)
-
     def request(self, run: Callable[[Any], T], patient: bool = True) -> T:
         """Send a request and return its result. After transient failures the request is sent again.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import itertools
 import linecache
@@ -157,22 +156,16 @@ def _packed(data: bytes, level: int) -> int:
     return len(zstandard.ZstdCompressor(level=level).compress(data))
 
 
-READ_LINES = inspect.getsourcelines
-
-
 class ShippedSource:
     """Source text of the files of shipped functions. Each file is read once, and every request of a run ships this text."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, None, list[str], str]] = {}
         self._checked: set[FunctionType] = set()
-        self._lines: dict[tuple[str, CodeType], tuple[list[str], int]] = {}
 
     @contextmanager
     def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         """A context in which `linecache` holds this text; its previous entries are restored at the end.
-
-        Results of `inspect.getsourcelines`, which takes most of the time of serialising, are cached.
 
         Args:
             kernels: functions that are shipped, by name.
@@ -193,30 +186,14 @@ class ShippedSource:
         # An entry without a modification time is never compared with the file again.
         before = {path: linecache.cache.get(path) for path in self._entries}
         linecache.cache.update(self._entries)
-        inspect.getsourcelines = self._lines_of  # type: ignore[assignment]
         try:
             yield
         finally:
-            inspect.getsourcelines = READ_LINES
             for path, entry in before.items():
                 if entry is None:
                     linecache.cache.pop(path, None)
                 else:
                     linecache.cache[path] = entry
-
-    def _lines_of(self, thing: Any) -> tuple[list[str], int]:
-        """Like `inspect.getsourcelines`, with cached results for functions of the shipped files."""
-        if (
-            not isinstance(thing, FunctionType)
-            or hasattr(thing, "__wrapped__")
-            or thing.__code__.co_filename not in self._entries
-        ):
-            return READ_LINES(thing)
-        key = (thing.__code__.co_filename, thing.__code__)
-        if key not in self._lines:
-            self._lines[key] = READ_LINES(thing)
-        lines, first = self._lines[key]
-        return list(lines), first
 
     def _refuse_other_code(self, name: str, function: Callable[..., Any]) -> None:
         if not isinstance(function, FunctionType) or function in self._checked:

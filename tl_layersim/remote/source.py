@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.chosen_hook_points import site_map
 from ..architectures.points import HookPoint
-from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, shown, warn
+from ..core.errors import LOG, LayersimError, in_words, shown
 from ..data.batches import Batch
 from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
@@ -29,7 +28,7 @@ from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums
 from .client import JobTooLong, NdifClient, quiet
 from .requests import MOST_BATCHES, RequestSchedule, ShippedSource
-from .server_status import ServerOffer
+from .server_status import ServerStatus
 from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
 
 T = TypeVar("T")
@@ -41,10 +40,6 @@ Arguments = tuple[Sequence[Tensor], Mapping[str, Any]]
 PROBE_POSITIONS = 4
 # What forward passes without weights raise where they depend on values.
 FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-# Bytes of one analyzer's sums above which a warning is given.
-LARGE_SUMS = 8e6
-# Bytes of the further inputs of one forward pass above which a warning is given.
-LARGE_INPUTS = 32e6
 
 
 class RemoteSource(NNsightSource, OnServer):
@@ -74,7 +69,6 @@ class RemoteSource(NNsightSource, OnServer):
         self.schedule = RequestSchedule(tokens_per_request)
         super().__init__(model, layers, unembed, remote)
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
-        self._warned: set[str] = set()
         self._frozen = ShippedSource()
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
@@ -95,14 +89,14 @@ class RemoteSource(NNsightSource, OnServer):
             stream="none" if self._model.stream == "unknown" else self._model.stream,
         )
 
-    def _ask_offer(self) -> ServerOffer:
+    def _ask_offer(self) -> ServerStatus:
         """Limits and properties of the server for this model, from its status and from a request with one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
-        found = vars(status) | {"dtype": f"torch.{status.dtype}" if status.dtype else facts["dtype"]}
+        dtype = f"torch.{status.dtype}" if status.dtype else facts["dtype"]
         devices = tuple(dict.fromkeys(facts["devices"]))
-        return ServerOffer(**found, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
+        return replace(status, dtype=dtype, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
 
     def _shares_model(self, other: NNsightSource) -> bool:
         place = (self.ndif.name, self.ndif.model_key, self.ndif.env)
@@ -212,9 +206,7 @@ class RemoteSource(NNsightSource, OnServer):
                         request = next_request()
                         continue
                 schedule.measure(self.ndif.seconds, len(group))
-                parts = partial_sums(found["found"])
-                self._warn_of_large_sums(parts)
-                yield parts
+                yield partial_sums(found["found"])
             if failed is not None:
                 raise failed
         finally:
@@ -246,30 +238,6 @@ class RemoteSource(NNsightSource, OnServer):
         """Send a non-blocking request and return the id of its job."""
         return self._request_for(self.ndif.submit, group, kernels, True)
 
-    def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
-        """Warn once for each analyzer if it returns large sums."""
-        for name, one in parts[0].out.items():
-            size = sum(value.numel() * value.element_size() for value in one.values())
-            if size > LARGE_SUMS and name not in self._warned:
-                self._warned.add(name)
-                key, value = max(one.items(), key=lambda item: item[1].numel())
-                warnings.warn(
-                    f"{name!r} returns {size / 1e6:.0f} MB per request, most of it {key!r} of shape {tuple(value.shape)}.",
-                    LayersimWarning,
-                    stacklevel=2,
-                )
-
-    def _warn_of_large_inputs(self, batch: Batch) -> None:
-        """Warn once if the further inputs of a batch are large."""
-        sizes = {name: value.numel() * value.element_size() for name, value in batch.inputs.items()}
-        if sum(sizes.values()) > LARGE_INPUTS and "inputs of requests" not in self._warned:
-            self._warned.add("inputs of requests")
-            name = max(sizes, key=lambda name: sizes[name])
-            warn(
-                f"The inputs of each forward pass take {in_words(sum(sizes.values()))} of a request, most of it {name!r} of "
-                f"shape {tuple(batch.inputs[name].shape)}."
-            )
-
     def _request_for(
         self, take: Callable[[Callable[[Any], None]], T], group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool
     ) -> T:
@@ -299,7 +267,6 @@ class RemoteSource(NNsightSource, OnServer):
             if not bool(batch.counted.any()):
                 continue
             args, options = forward_arguments(self.module, batch, self._model)
-            self._warn_of_large_inputs(batch)
             keep, kept = kept_of(batch)
             # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}

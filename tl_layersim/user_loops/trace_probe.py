@@ -18,8 +18,7 @@ from ..data.inputs import TOKEN_IDS
 from ..data.positions import Positions
 from ..engine.plan import SitePlan
 from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
-from ..remote.trace_reader import PROBES, PassReader, ShippedProbe
-from ..remote.traces import partial_sums
+from ..remote.traces import PROBES, PassReader, ShippedProbe, partial_sums
 from ..sources.checks import check_lens, check_stream_sums, refuse_not_finite
 from ..sources.model import Model
 from ..sources.nnsight import NNsightSource, shippable
@@ -95,13 +94,11 @@ class TraceProbe(Probe):
         return self
 
     def _reader(self) -> PassReader:
-        source, known = self._source, self._source.model
+        known = self._source.model
         edges = {*known.starts, *known.ends}
+        [reader] = self._source.readers()
         return PassReader(
-            source.envoy,
-            source.sites,
-            source.steps(),
-            source.lens,
+            reader,
             self._kernels,
             self._rule,
             known.mask_input,
