@@ -59,17 +59,17 @@ def measured(folder, of, *arguments, first=None, **options):
     return folder
 
 
-def test_64_shards_of_which_ten_are_killed_equal_one_process(tmp_path):
+def test_16_shards_of_which_four_are_killed_equal_one_process(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.engine.shard_workers", str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == 0, done.stderr
-    assert [one["signal"] for one in found["killed"]] == [9] * 10
+    assert [one["signal"] for one in found["killed"]] == [9] * 4
     assert not any(one["done"] for one in found["killed"])
     # Some had sums of a part of their batches.
-    assert len([one for one in found["killed"] if one["held"] > 0]) >= 3
+    assert len([one for one in found["killed"] if one["held"] > 0]) >= 1
     alone, merged = (contents(tmp_path / f"{name}.safetensors") for name in ("alone", "merged"))
     assert merged[0] == alone[0]
     assert merged[1] == alone[1]

@@ -10,10 +10,11 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.arguments import typed
-from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, weight_peers
+from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, rank_and_size, weight_peers
 from ..core.errors import LayersimError
 from ..core.results import Report, Result
-from ..core.resumable_file import plain
+from ..core.resumable_file import ResumableFile, plain
+from ..core.storage import refuse_unwritable
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batches
@@ -36,7 +37,7 @@ from .chosen_analyzers import (
 from .plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from .report_assembly import make_report
 from .run import run
-from .run_files import open_checkpoint
+from .run_files import tallies_of
 from .shards import FilesArgument, merged_first, paths_of, refuse_no_shard, run_shard
 from .submitted_runs import RemoteRun, start
 
@@ -58,15 +59,19 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None,
     """
     analysis.check()
     deal = agree([weight_peers(one.module) if isinstance(one, HasModule) else frozenset() for one in analysis.sources])
-    identity = {} if path is None else analysis.identity("checkpoint")
-    file, tallies = open_checkpoint(path, identity, deal)
+    rank, size = rank_and_size()
+    own = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
+    refuse_unwritable(own, "checkpoint")
+    identity = {} if path is None else analysis.identity("checkpoint") | {"processes": size, "copies": deal.copies}
+    file = ResumableFile(own, "checkpoint", identity)
+    tallies = file.resume(tallies_of) or {}
     _read_ahead(analysis)
     done = run(analysis, DataPart(deal), file, tallies, blocking)
     if not blocking:
         with analysis.running():
             return start(done)
     tally = done.state.tally
-    seconds = sum(own.seconds for own in tallies.values())
+    seconds = sum(one.seconds for one in tallies.values())
     places = analysis.places
     settings = analysis.settings | analysis.batches.row_counts() | ({"remote": places} if places else {})
     return make_report(
@@ -190,10 +195,6 @@ def analyze(
 def analyze(
     model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: Literal[False], **options: Unpack[SharedKeywords]
 ) -> RemoteRun: ...
-@overload
-def analyze(
-    model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: bool, **options: Unpack[SharedKeywords]
-) -> Report | RemoteRun: ...
 @overload
 def analyze(
     model: Any,

@@ -371,10 +371,8 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
         assert isinstance(source, OnServer)
         rows, positions = max((size.pass_size for size in sizes), key=lambda size: size[1])
         source.refuse_larger(rows, positions)
-        # Forward passes of a batch have about equally many samples.
-        samples = max(math.ceil(size.samples * min(rows / size.rows, 1)) for size in sizes)
         count, tokens = sum(math.ceil(size.rows / rows) for size in sizes), sum(size.tokens for size in sizes)
-        tqdm.write(source.plan(passes, count, tokens, positions, samples * len(analysis.sources)), file=sys.stderr)
+        tqdm.write(source.plan(passes, count, tokens), file=sys.stderr)
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +12,9 @@ from torch import Tensor
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer, code_digest
 from ..architectures.unembed import Head, Pool
-from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
-from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.storage import refuse_other_types, refuse_unwritable
+from ..core.resumable_file import Snapshot
+from ..core.storage import refuse_other_types
 from ..core.sums import DataBlock, Sums, SumTree, Tally
 from ..sources.model import Model
 from .chosen_analyzers import AnalyzersArgument, choose_analyzers
@@ -79,26 +76,6 @@ def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
             nodes.append(DataBlock(**counts, sums=sums_below(f"{label} {number}", tree["names"], tensors)))
         tallies[label] = Tally(**plain, tree=SumTree(**shape, nodes=tuple(nodes)))
     return tallies
-
-
-def open_checkpoint(
-    path: str | os.PathLike[str] | None, identity: Mapping[str, Any], deal: Deal = ALONE
-) -> tuple[ResumableFile, dict[str, Tally]]:
-    """Open the checkpoint file of an analysis on this rank, and read its tallies by pass; empty if there is no file yet.
-
-    Args:
-        path: path of the file, None for none; a rank above 0 appends its index.
-        identity: model, analyzers and data settings. A file of another run raises an error.
-        deal: the batches that this process takes.
-
-    Raises:
-        LayersimError: no file can be written at `path`, or the file there is damaged or of another run.
-    """
-    rank, size = rank_and_size()
-    own = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
-    refuse_unwritable(own, "checkpoint")
-    file = ResumableFile(own, "checkpoint", {**identity, "processes": size, "copies": deal.copies})
-    return file, file.resume(tallies_of) or {}
 
 
 def model_notes(model: Model) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.chosen_hook_points import site_map
 from ..architectures.points import HookPoint
-from ..core.errors import LOG, LayersimError, in_words, shown
+from ..core.errors import LOG, LayersimError, shown
 from ..data.batches import Batch
 from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
@@ -27,7 +27,7 @@ from ..sources.inputs import call_on, device_of, fewest_logits, forward_argument
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums
 from .client import JobTooLong, NdifClient, quiet
-from .requests import MOST_BATCHES, RequestSchedule, ShippedSource
+from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus
 from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
 
@@ -118,17 +118,12 @@ class RemoteSource(NNsightSource, OnServer):
     def refuse_larger(self, rows: int, positions: int) -> None:
         self.schedule.refuse_larger(rows, positions)
 
-    def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
-        width = self._model.d_model if self.reads_residual else max(self.widths, default=0)
-        memory = in_words(4 * len(self.sites) * samples * (width or 0))
-        held = f", of which the largest holds {memory} of activations on the server" if width else ""
-        limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
-        most_tokens = self.schedule.most_tokens
-        fewest = -(-count * positions // most_tokens) if most_tokens else -(-count // MOST_BATCHES)
+    def plan(self, passes: int, count: int, tokens: int) -> str:
+        offer = self.offer
+        limit = f"{offer.job_limit:g} s a job" if offer.job_limit else "no known limit of a job's time"
         return (
-            f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): "
-            f"{tokens:,} tokens in {count} forward passes{held}{', and all once more for a mean' if passes > 1 else ''}. "
-            f"{passes * fewest} or more requests. Only sums come back."
+            f"{offer.server} ({'trusted' if offer.trusted else 'sandboxed'}, {offer.dtype}, {limit}): {tokens:,} tokens in "
+            f"{count} forward passes{', and all once more for a mean' if passes > 1 else ''}. Only sums come back."
         )
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
