@@ -2,10 +2,10 @@
 
     TL_LAYERSIM_NDIF_PYTHON=.venv-ndif/bin/python python benchmarks/bench_ndif.py --model path/to/model
 
-Each repeat runs, in an order that turns: this process; the server, one request after the other; the server, the next request
-prepared and sent while one runs. Both sides use one thread, and a server needs a core beside that of this process. Where other
-programs share the machine, compare processor seconds: a run through a server has several processes, and gets more of a busy
-machine. The model lies on a stand-in for the hub, so that the server loads it by name.
+Each repeat runs, in an order that turns, this process and the server. Both sides use one thread, and a server needs a core
+beside that of this process. Where other programs share the machine, compare processor seconds: a run through a server has
+several processes, and gets more of a busy machine. The model
+lies on a stand-in for the hub, so that the server loads it by name.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ def table(name: str, server: Server, asked: argparse.Namespace) -> str:
     from transformers import AutoTokenizer
 
     import tl_layersim as lsim
-    from tl_layersim.remote import request_schedule as request_pipeline
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -89,62 +88,43 @@ def table(name: str, server: Server, asked: argparse.Namespace) -> str:
     near = TransformersModel(name, task="text-generation", tokenizer=tokenizer, dispatch=True, dtype=torch.float32)
     texts = [text for text in lsim.demo_text() if len(text) > 40] * 8
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
-    depth = request_pipeline.MOST_ON_SERVER
 
-    def run(model: object, count: int, ahead: int = depth) -> tuple[Run, dict[str, torch.Tensor]]:
-        request_pipeline.MOST_ON_SERVER = ahead
+    def run(model: object, count: int) -> Run:
         there, here = model_seconds(server), time.process_time()
         data = lsim.Data(texts, batch_size=count, seq_len=LENGTH, pack=True, max_tokens=asked.rows * LENGTH)
         report = lsim.analyze(model, data, analyzers)
         here, there = time.process_time() - here, model_seconds(server) - there
         record = report["cka"].provenance
         # The seconds of the pass alone: opening a source asks the server three questions and runs one token.
-        return Run(record.seconds, here, there), {key: report[key].values for key in ("cosine", "cka")}
+        return Run(record.seconds, here, there)
 
     lines = [
-        "| sequences a request | requests | local tokens/s | one by one / local | pipelined / local | pipelined / one by one | "
-        "processor s a request: local | model on the server | this process, one by one | pipelined |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| sequences a request | requests | local tokens/s | server / local | processor s a request: local | model on the "
+        "server | this process beside the server |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for count in asked.sequences:
         far = lsim.open_model(shell, remote=server.url, tokens_per_request=count * LENGTH)
-        kinds = {
-            "local": partial(run, near, count),
-            "single": partial(run, far, count, 1),
-            "ahead": partial(run, far, count, depth),
-        }
+        kinds = {"local": partial(run, near, count), "server": partial(run, far, count)}
         for kind in kinds.values():
             kind()
         runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
         for repeat in range(asked.repeats):
-            order = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
-            sums = {}
-            for kind in order:
-                measured, sums[kind] = kinds[kind]()
-                runs[kind].append(measured)
-            # The same numbers to the last bit.
+            for kind in list(kinds)[:: -1 if repeat % 2 else 1]:
+                runs[kind].append(kinds[kind]())
             print(count, {kind: f"{taken[-1].seconds:.2f} s" for kind, taken in runs.items()}, file=sys.stderr, flush=True)
-            assert all(sums["single"][key].equal(sums["ahead"][key]) for key in sums["single"])
         requests = asked.rows // count
-
-        def ratios(kind: str, other: str, runs: dict[str, list[Run]] = runs) -> str:
-            """Of the throughputs."""
-            return spread([b.seconds / a.seconds for a, b in zip(runs[kind], runs[other], strict=True)])
-
+        ratios = [local.seconds / there.seconds for local, there in zip(runs["local"], runs["server"], strict=True)]
         processor = [
             spread([each / requests for each in values], 3)
             for values in (
                 [measured.here for measured in runs["local"]],
-                [measured.there for measured in runs["ahead"]],
-                [measured.here for measured in runs["single"]],
-                [measured.here for measured in runs["ahead"]],
+                [measured.there for measured in runs["server"]],
+                [measured.here for measured in runs["server"]],
             )
         ]
         speeds = [asked.rows * LENGTH / measured.seconds for measured in runs["local"]]
-        lines.append(
-            f"| {count} | {requests} | {spread(speeds, 0)} | {ratios('single', 'local')} | {ratios('ahead', 'local')} | "
-            f"{ratios('ahead', 'single')} | {' | '.join(processor)} |"
-        )
+        lines.append(f"| {count} | {requests} | {spread(speeds, 0)} | {spread(ratios)} | {' | '.join(processor)} |")
         print(lines[-1], file=sys.stderr, flush=True)
     # Last: it goes offline when it is imported.
     from bench_analyze import machine

@@ -42,7 +42,7 @@ from .engine.analyze_and_compare import analyze as analyze
 from .engine.analyze_and_compare import compare as compare
 from .engine.linear_and_logistic_probes import LogisticProbe as LogisticProbe
 from .engine.linear_and_logistic_probes import linear_probe as linear_probe
-from .engine.merge import merge as merge
+from .engine.shards import merge as merge
 from .engine.submitted_runs import load_run as load_run
 from .many.compare_grid import compare_grid as compare_grid
 from .many.differences import difference as difference

@@ -68,8 +68,6 @@ def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
     assert "`--save-to` is 'part'" in str(run("report", "--save-to", "part").exception)
 
 
-
-
 @pytest.mark.parametrize(("text", "count"), [("last", 8), ("2:5", 24), ("-1:", 8)])
 def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     done = run("report", "--seq-len", 16, "--positions", text, "--out", tmp_path, "--max-tokens", count)
@@ -95,8 +93,6 @@ def test_intervals_reach_the_result_and_the_page(tmp_path):
     # Whiskers at the median of each figure of quantiles, bands around curves.
     assert {trace["name"] for trace in traces if "array" in trace.get("error_y", {})} == {"median"}
     assert [trace for trace in traces if trace.get("fill") == "toself"]
-
-
 
 
 def test_a_folder_of_weights_and_a_text_file(tmp_path):
@@ -205,10 +201,6 @@ def test_sites_are_listed_without_weights(tmp_path):
     assert re.fullmatch(r"ln_final\.hook_normalized +ln_final +- +model\.norm \(output\) +0", listed[-1])
     refused = run("sites", tmp_path / "nothing")
     assert str(refused.exception).startswith("`--model`")
-
-
-
-
 
 
 def test_refusals_are_printed_not_traced(tmp_path):

@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, storage
 from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.engine import submitted_runs as saved_runs
-from tl_layersim.engine.shards import tallies_of
+from tl_layersim.engine.run_files import tallies_of
 from tl_layersim.stitching.fitting import Progress
 from tl_layersim.stitching.stitch import StitchRun, read_start
 from tl_layersim.training.settings import curve_of, open_training_file

@@ -1,4 +1,4 @@
-"""`estimate`: FLOPs and bytes beside torch's own counts and real sums, with and without weights; images; long runs."""
+"""`estimate`: FLOPs and bytes beside torch's own counts and real sums, with and without weights; images."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tl_layersim as lsim
-from tl_layersim.core.sums import DataBlock, Sums, SumTree, Tally
-from tl_layersim.costs.workload import OperationMeter
-from tl_layersim.engine.memory_checks import LongRunNotice, rows_in_data
+from tl_layersim.core.sums import SumTree
+from tl_layersim.costs.estimate import MeteredBatch, OperationMeter
 from tl_layersim.lens.statistics import GROUP_SIZE
 
 from ..input_models import image_vit
@@ -28,7 +27,7 @@ SETS = {
 
 @pytest.fixture(autouse=True)
 def short_calibration(monkeypatch):
-    monkeypatch.setattr("tl_layersim.costs.workload.CALIBRATION", 0.0)
+    monkeypatch.setattr("tl_layersim.costs.estimate.CALIBRATION", 0.0)
 
 
 def config_of(model):
@@ -101,11 +100,12 @@ def test_a_pool_of_many_batches_costs_each_of_them_a_part():
     assert small.flops == pytest.approx(large.flops)
 
 
-def test_results_are_computed_again_for_each_block_of_an_interval():
+def test_results_are_computed_again_for_each_block_of_an_interval(monkeypatch):
+    monkeypatch.setattr(MeteredBatch, "calibrate", lambda _: 2.0)
+    monkeypatch.setattr(lsim.EffectiveRank, "compute_seconds", lambda *_: 3.0)
     cost = lsim.estimate(tiny_llama(), [lsim.EffectiveRank()], tokens=16 * 128, batch_size=2, seq_len=16, intervals=True)
-    work = cost.workload
-    assert (cost.blocks, work.compute_seconds > 0) == (16, True)
-    assert cost.seconds == pytest.approx(64 * work.batch_seconds + 17 * work.compute_seconds, rel=1e-12)
+    assert cost.blocks == 16
+    assert cost.seconds == 64 * 2 + 17 * 3
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
@@ -151,8 +151,9 @@ def test_traffic_is_that_of_the_sums():
     cost = lsim.estimate(there, [lsim.Cosine(center="none")], tokens=3200, **SIZE)
     # 256 batches of 32 positions would fit into 8,192: a request holds 64 at most. One more asks what the server offers.
     assert cost.traffic.requests == 3
-    assert 0 <= cost.traffic.bytes_down - 2 * sum(cost.workload.sums.values()) < 1000
-    assert sum(cost.workload.sums.values()) > cost.workload.sums["cosine"]
+    # Without values, all sums of two requests, as they are held for a run of one leaf.
+    one = lsim.estimate(there, [lsim.Cosine(center="none")], tokens=1, **SIZE)
+    assert 0 <= cost.traffic.bytes_down - 2 * sum(one.sums_bytes.values()) < 1000
     assert "3 requests" in repr(cost)
 
 
@@ -164,7 +165,7 @@ def test_images_are_of_the_configured_size(analyzers):
     assert meta.flops == real.flops
     assert (meta.sums_bytes, meta.activations_bytes) == (real.sums_bytes, real.activations_bytes)
     # 2 x 2 patches and the class token, in 2 rows; the batch is 3.2 times in 32 tokens.
-    assert real.workload.shape == (2, 5)
+    assert real.batch == (2, 5)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.set_attn_implementation("eager")
         model(torch.zeros(2, 3, 8, 8))
@@ -221,42 +222,3 @@ def test_a_misspelt_field_is_named():
 def test_a_mapping_without_a_type_is_refused():
     with pytest.raises(ValueError, match="model identifier: None"):
         lsim.estimate({"hidden_size": 64}, [lsim.CKA()])
-
-
-def notice(total, rows, seconds):
-    clock = iter(seconds)
-    return LongRunNotice(total, rows, [], lambda: next(clock))
-
-
-def test_a_long_run_is_announced_once_with_its_memory():
-    tree = SumTree().add(DataBlock(1, 100, {"cka": Sums.of({"x": torch.zeros(125_000)})}))
-    one = notice(10**6, None, [0.0, 1.0, 4.0, 8.0, 12.0])
-    # Twice as fast in the second window as in the first, and no faster after that.
-    assert [one.words(Tally(tokens=tokens, tree=tree)) for tokens in (100, 200, 300, 700)] == [""] * 4
-    said = one.words(Tally(tokens=1100, tree=tree))
-    assert all(number in said for number in ("2.8 hours", "1,000,000 tokens", "100 tokens/s", "1.0 MB"))
-    assert one.words(Tally(tokens=1200, tree=tree)) == ""
-
-
-def test_short_runs_and_runs_of_unknown_length_are_not_announced():
-    short = notice(1000, None, [0.0, 4.0, 8.0])
-    assert [short.words(Tally(tokens=tokens)) for tokens in (100, 500, 900)] == [""] * 3
-    unknown = notice(None, None, [])
-    assert [unknown.words(Tally(tokens=tokens)) for tokens in (100, 500)] == ["", ""]
-
-
-def test_the_rows_of_the_data_give_the_total():
-    by_rows = notice(None, 10_000, [0.0, 4.0, 8.0])
-    assert [by_rows.words(Tally(tokens=10 * rows, sequences=rows)) for rows in (10, 50)] == ["", ""]
-    assert "for 100,000 tokens" in by_rows.words(Tally(tokens=900, sequences=90))
-    assert rows_in_data(lsim.Data(torch.zeros(5, 3))) == 5
-    assert rows_in_data(lsim.Data(["a"], pack=True)) is None
-
-
-def test_a_run_prints_the_notice(monkeypatch, capsys):
-    clock = iter(range(0, 10**6, 50))
-    monkeypatch.setattr(LongRunNotice.__init__, "__defaults__", (lambda: float(next(clock)),))
-    model = tiny_llama()
-    tokens = torch.randint(model.config.vocab_size, (48, 16), generator=torch.Generator().manual_seed(0))
-    lsim.analyze(model, lsim.Data(tokens, batch_size=16), [lsim.CKA(minibatch=16)])
-    assert "This pass takes about" in capsys.readouterr().err

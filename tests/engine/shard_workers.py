@@ -1,4 +1,4 @@
-"""A run of 64 shards in processes of their own, of which ten are killed in the middle and repeated.
+"""A run of 16 shards in processes of their own, of which four are killed in the middle and repeated.
 
 `python -m tests.engine.shard_workers FOLDER` writes the report of one process and that of the shards, and prints
 what was in the files of the killed shards.
@@ -19,7 +19,7 @@ from typing import Any
 from ..options import called
 
 # About two batches of 16 rows for each shard, in two forward passes each.
-SHARDS, KILLED, ROWS, LENGTH = 64, 10, 2240, 7
+SHARDS, KILLED, ROWS, LENGTH = 16, 4, 560, 7
 
 
 def settings() -> tuple[Any, Any, list[Any], dict[str, Any]]:

@@ -14,8 +14,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
-from tl_layersim.engine import run as engine
-from tl_layersim.engine import shards
+from tl_layersim.engine import analysis, shards
 from tl_layersim.sources.hooked import HookedSource
 
 from ..head_models import CASES
@@ -60,17 +59,17 @@ def measured(folder, of, *arguments, first=None, **options):
     return folder
 
 
-def test_64_shards_of_which_ten_are_killed_equal_one_process(tmp_path):
+def test_16_shards_of_which_four_are_killed_equal_one_process(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.engine.shard_workers", str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == 0, done.stderr
-    assert [one["signal"] for one in found["killed"]] == [9] * 10
+    assert [one["signal"] for one in found["killed"]] == [9] * 4
     assert not any(one["done"] for one in found["killed"])
     # Some had sums of a part of their batches.
-    assert len([one for one in found["killed"] if one["held"] > 0]) >= 3
+    assert len([one for one in found["killed"] if one["held"] > 0]) >= 1
     alone, merged = (contents(tmp_path / f"{name}.safetensors") for name in ("alone", "merged"))
     assert merged[0] == alone[0]
     assert merged[1] == alone[1]
@@ -115,7 +114,7 @@ def test_two_stages_equal_two_passes(tmp_path):
         called(lsim.analyze, model, data, analyzers, first=first / "0.safetensors", **again)
     with pytest.raises(lsim.LayersimError, match=r"`first`.*\b110\b.*\b22\b"):
         called(lsim.analyze, model, data[::-1], analyzers, first=first, **again)
-    with pytest.raises(lsim.LayersimError, match=r"`first`.*analyzers.*0\.safetensors"):
+    with pytest.raises(lsim.LayersimError, match=r"`first`.*analyzers"):
         called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA(minibatch=4)], first=first, **again)
     with pytest.raises(lsim.LayersimError, match=r"`first`.*0\.safetensors"):
         called(lsim.analyze, model, data, analyzers, first=parts, **again)
@@ -138,7 +137,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     model, data, path = tiny_llama(), list(random_tokens(16, 5)), tmp_path / "part"
     call = {"batch_size": 1, "shard": (1, 2), "save_to": path}
     calls, counted, stopped = [], [], []
-    run, count = HookedSource.run, shards.count_data
+    run, count = HookedSource.run, analysis.count_data
 
     def interrupted(self, batch, kernels):
         calls.append(1)
@@ -148,7 +147,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
         return run(self, batch, kernels)
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
-    monkeypatch.setattr("tl_layersim.engine.shard_run.count_data", lambda batches: counted.append(1) or count(batches))
+    monkeypatch.setattr("tl_layersim.engine.analysis.count_data", lambda batches: counted.append(1) or count(batches))
     with pytest.raises(KeyboardInterrupt) as caught:
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call)
     # Three of its batches, not those of the other shard before them.
@@ -243,7 +242,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     files = sorted(parts.iterdir())
     with pytest.raises(lsim.LayersimError, match=r"1 of 3 .*\b1\b.*shard=\(1, 3\)"):
         lsim.merge([files[0], files[2]])
-    with pytest.raises(lsim.LayersimError, match=r"0\.safetensors.*0\.safetensors"):
+    with pytest.raises(lsim.LayersimError, match=r"0\.safetensors \(shard 0\)"):
         lsim.merge([*files, files[0]])
     with pytest.raises(FileNotFoundError, match=r"3\.safetensors"):
         lsim.merge([*files, parts / "3.safetensors"])
@@ -268,7 +267,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     assert "with other model" in refused(odd("model", of_model=tiny_llama(layers=2)))
     assert "with 4 shards, not 3" in refused(odd("number", of=4))
     assert "intervals=True" in refused(odd("intervals", intervals=True))
-    monkeypatch.setattr(engine, "version", lambda _: "9.9")
+    monkeypatch.setattr(analysis, "version", lambda _: "9.9")
     with pytest.raises(lsim.LayersimError, match=r"9\.9.*version.*\b1\b"):
         lsim.merge([files[0], odd("version"), files[2]])
 

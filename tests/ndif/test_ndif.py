@@ -81,20 +81,20 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
     undisturbed = called(lsim.analyze, load("tests/llama"), data, analyzers, **options)
 
-    under_way, plain, asked = threading.Event(), ndif.NdifClient._finish_attempt, []
+    under_way, plain, asked = threading.Event(), ndif.NdifClient._attempt, []
 
-    def attempt(self, request):
+    def attempt(self, run, backend=None):
         asked.append(1)
-        if len(asked) == 6:
+        if len(asked) == 7:
             under_way.set()
-        return plain(self, request)
+        return plain(self, run, backend)
 
     def power_cut():
         under_way.wait(120)
         server.kill()
         server.start()
 
-    monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", attempt)
+    monkeypatch.setattr(ndif.NdifClient, "_attempt", attempt)
     cut = threading.Thread(target=power_cut)
     cut.start()
     report = called(lsim.analyze, load("tests/llama"), data, analyzers, **options)
@@ -150,37 +150,6 @@ def test_few_bytes_come_back(server, capsys):
     assert max(sizes) < 100_000
     # Compressed: fuller histograms are a little larger.
     assert sizes[1] < 2 * sizes[0]
-
-
-def test_the_next_request_is_sent_while_one_runs(server, monkeypatch):
-    from tl_layersim.remote import request_schedule as request_pipeline
-
-    data, analyzers = rows(32, 60), [lsim.Cosine(center="none"), lsim.Trajectory()]
-    options = {"remote": server.url, "batch_size": 4, "tokens_per_request": 240}
-    send, finish, sent, before_result, positions = ndif.NdifClient.send, ndif.NdifClient._finish_attempt, [], [], []
-
-    def sending(self, request):
-        sent.append(request)
-        send(self, request)
-
-    def finishing(self, request):
-        result = finish(self, request)
-        before_result.append(len(sent))
-        positions.append(request.queue_position)
-        return result
-
-    monkeypatch.setattr(ndif.NdifClient, "send", sending)
-    monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", finishing)
-    ahead = called(lsim.analyze, load("tests/slow"), data, analyzers, **options)
-    # The first request shows that its size fits; then one is sent ahead of each result.
-    assert before_result == [1, 3, 4, 5, 6, 7, 8, 8]
-    # Nobody else sends requests to this server.
-    assert positions == [1] * 8
-    monkeypatch.setattr(request_pipeline, "MOST_ON_SERVER", 1)
-    one_by_one = called(lsim.analyze, load("tests/slow"), data, analyzers, **options)
-    assert equal(ahead, one_by_one)
-    [place], [other] = (report["cosine"].provenance.options["remote"] for report in (ahead, one_by_one))
-    assert place["requests"] == other["requests"] == 9
 
 
 def run_client(*args: object) -> subprocess.Popen[bytes]:

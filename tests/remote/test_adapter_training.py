@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.remote import request_schedule as requests
+from tl_layersim.remote import requests
 
 from ..ndif.client import rows
 from ..tiny_models import random_tokens

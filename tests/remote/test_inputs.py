@@ -64,11 +64,3 @@ def test_stitching_with_segments_there(small):
     assert far.loss == pytest.approx(near.loss, abs=1e-5)
     without = lsim.stitch(here, here, lsim.Data(data | {"token_type_ids": None}, batch_size=3), at=(0, 0), adapter="identity")
     assert abs(far.loss - without.loss) > 1e-3
-
-
-def test_large_inputs_are_named_with_their_size(small, monkeypatch):
-    monkeypatch.setattr("tl_layersim.remote.source.LARGE_INPUTS", 100)
-    with pytest.warns(
-        lsim.LayersimWarning, match=r"inputs of each forward pass take .* of a request, most of it 'inputs_embeds'"
-    ):
-        lsim.analyze(lsim.open_model(small.model("gpt2"), remote=small.url), lsim.Data(embeddings(small), batch_size=4), QUICK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -100,29 +98,3 @@ def test_two_models_are_compared_at_other_sites(small, capfd):
     # pool; and 96 numbers a token, where the widths of both are known beforehand.
     crossing = 2 * (tokens // 32 * (12 * 4 * 32 * 33 // 2 + 8 * 32 + 8) + 8)
     assert said.count(f"{crossing / 1e3:.1f} kB are transferred in all") == 2
-    assert said.count(f"activations would be {2 * 96 * 4 * near.provenance.tokens / 1e3:.1f} kB") == 1
-
-
-def announced(capfd, *args, **options) -> str:
-    capfd.readouterr()
-    called(lsim.analyze, *args, **options)
-    return re.sub(r"http://\S+", "", capfd.readouterr().err)
-
-
-def test_the_plan_knows_the_widths_and_numbers_of_sites(small, capfd):
-    """What the largest forward pass holds: sites x samples x largest width, in float32."""
-    data = torch.randint(3, 100, (6, 20))
-    how = {"remote": small.url, "batch_size": 4}
-    for samples, sites, options in (
-        (80, 4 * 32, {}),
-        (80, 3 * 32, {"at": "attn_out"}),
-        (80, 3 * 48, {"at": "mlp_post"}),
-        (80, 12 * 8, {"at": "z", "per_head": True}),
-        # Two sites are padded to the width of the wider one.
-        (80, 6 * 48, {"at": ["mlp_post", "mlp_out"]}),
-        (4, 4 * 32, {"positions": "last"}),
-        (4, 3 * 48, {"positions": "mean", "at": "mlp_post"}),
-        (72, 4 * 32, {"skip_first": 2}),
-    ):
-        said = announced(capfd, small.model(), data, [lsim.CKA(minibatch=4)], **how, **options)
-        assert f"the largest holds {4 * samples * sites / 1e3:.1f} kB of activations on the server" in said, (options, said)

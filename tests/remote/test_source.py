@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
@@ -140,16 +138,6 @@ def one_a_row(view):
 def now_and_then(view):
     few = int(view.sequence.max()) < 3
     return {"norm": torch.ones(len(view.activations)), "count": torch.tensor(1)} | ({"few": torch.tensor(1)} if few else {})
-
-
-def everything(view):
-    return {"norm": view.activations.repeat(1, 40, 40), "count": torch.tensor(1)}
-
-
-def test_what_is_large_is_not_brought_without_a_word(small):
-    much = pytest.warns(lsim.LayersimWarning, match=r"'own' returns \d+ MB per request, most of it 'norm'")
-    with much, contextlib.suppress(lsim.LayersimError):
-        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(8, 20), [lsim_analyzer(everything)])
 
 
 def test_labels_are_any_numbers(small):

@@ -10,7 +10,6 @@ import tl_layersim as lsim
 from ..runs import analyzers, each_model, hooks, lenses, logits
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
-from ..wrapped_models import nnsight
 
 
 @each_model
@@ -125,8 +124,6 @@ def test_nothing_seen_and_not_a_number():
         model(random_tokens())
     with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in forward pass 1(.|\n)*blocks\.2\.hook_resid_post"):
         probe.results()
-
-
 
 
 def test_asking_for_results_does_not_change_them():

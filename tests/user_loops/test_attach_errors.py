@@ -131,8 +131,6 @@ def test_attaching_changes_neither_state_nor_random_numbers_nor_modes(make):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-
-
 def test_every_kind_of_misfit_leaves_the_loop_alone():
     model, tokens = tiny_llama(), random_tokens(2, 6)
     ways = {

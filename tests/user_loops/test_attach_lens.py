@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..runs import each_model, lenses, logits
+from ..runs import each_model, lenses
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
@@ -24,8 +24,6 @@ def test_the_lens_in_a_loop_equals_the_lens_of_a_run(make):
     found = probe.results()
     for name in expected:
         np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-6, atol=1e-6)
-
-
 
 
 def test_the_lens_uses_the_weights_of_the_pass_and_not_of_a_later_one():

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import statistics
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..activations.row_pools import ROWS
+from ..activations.row_pools import ROWS, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
+from ..activations.view import View, in_full_precision, tokens_alone
+from ..analyzers.analyzer import Analyzer
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, in_words
-from ..core.sums import analyzer_of, first_block_size, most_nodes
+from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
 from ..core.wording import duration_in_words, with_article
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.inputs import ROW_AXES
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
-from ..engine.plan import DEFAULT, AtArgument, plan_sites
+from ..engine.plan import DEFAULT, AtArgument, SitePlan, plan_sites
 from ..engine.submitted_runs import TOKENS_PER_REQUEST
 from ..remote.open import open_source
-from ..remote.request_schedule import MOST_BATCHES
+from ..remote.requests import MOST_BATCHES, packed_request, packed_result
+from ..sources.hooks import kernels_alone
 from ..sources.inputs import position_counter, shape_of_row
 from ..sources.named_model import model_without_weights
 from ..sources.open import OpenedModel, is_nnsight
-from ..sources.source import Source
-from ..sources.without_weights import WeightlessSource, has_no_weights
-from .workload import Workload, meter
+from ..sources.source import CanReadSites, Source, running
+from ..sources.without_weights import CPU_ATTENTION, WeightlessSource, has_no_weights, without_values
 
 # Measured with an NDIF server on one machine, see docs/ndif.md.
 BYTES_OF_TOKEN = 4
 BYTES_OF_LAYER, BYTES_OF_SITE = 190, 35
-# Returned by a request before the passes.
+# Of the requests before the passes: the query for the server's features, the checks on one row, and each reply.
+BYTES_OF_OFFER, BYTES_OF_LENS_CHECK, BYTES_OF_STREAM_CHECK = 7_000, 17_000, 35_000
 BYTES_OF_OPENING = 300
+# A calibration ends after so many seconds, or so many repeats.
+CALIBRATION = 10.0
+TIMED_BATCHES = 9
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,9 @@ class CostEstimate:
         traffic: traffic with a server; None if the model is not remote.
         seconds: wall time in seconds, from one batch measured in this process; None without weights and on a server.
         blocks: number of blocks whose sums are kept for confidence intervals; 0 without intervals.
-        workload: the measured workload of one batch.
+        batch: rows and positions of the measured batch.
+        parameters: number of parameters.
+        has_values: whether sums were measured with their values, so that the bytes that a server returns are no upper bound.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -95,7 +113,9 @@ class CostEstimate:
     traffic: Traffic | None
     seconds: float | None
     blocks: int
-    workload: Workload = field(repr=False)
+    batch: tuple[int, int]
+    parameters: int
+    has_values: bool
 
     @property
     def title(self) -> str:
@@ -105,17 +125,17 @@ class CostEstimate:
 
     def rows(self) -> list[tuple[str, str]]:
         """The costs by name, as text with units."""
-        batch, positions = self.workload.shape
+        batch, positions = self.batch
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
         blocks = f", {self.blocks} blocks" if self.blocks else ""
         lines += [("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}")]
         lines += [(f"  {name}", in_words(size)) for name, size in self.sums_bytes.items()]
-        lines += [("weights", f"{in_words(self.weights_bytes)}, {self.workload.parameters:,} parameters")]
+        lines += [("weights", f"{in_words(self.weights_bytes)}, {self.parameters:,} parameters")]
         lines += [("activations", f"{in_words(self.activations_bytes)} for a batch of {batch} x {positions}")]
         if self.traffic is not None:
             sent, back = in_words(self.traffic.bytes_up), in_words(self.traffic.bytes_down)
-            most = "" if self.workload.has_values else "at most "
+            most = "" if self.has_values else "at most "
             lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, {most}{back} down")]
         if self.seconds is not None:
             lines += [("time", f"{duration_in_words(self.seconds)}, measured on one batch")]
@@ -124,62 +144,6 @@ class CostEstimate:
     def __repr__(self) -> str:
         width = max(len(name) for name, _ in self.rows())
         return "\n".join([self.title, *(f"{name:<{width}}  {text}" for name, text in self.rows())])
-
-
-def assemble(workload: Workload, tokens: int, remote: bool, intervals: bool, tokens_per_request: int | None) -> CostEstimate:
-    """Estimate a run from the workload of one of its batches.
-
-    Args:
-        workload: workload of one batch.
-        tokens: number of counted tokens.
-        remote: whether the model is on a server.
-        intervals: whether the sums of blocks are kept.
-        tokens_per_request: number of positions in a request to a server.
-    """
-    share = tokens / workload.samples
-    parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, workload.sums))]
-    rows = math.ceil(share * workload.shape[0])
-    blocks = math.ceil(rows / first_block_size(rows)) if intervals else 0
-    leaf = min(ROWS, workload.capacity)
-    first_nodes = most_nodes(math.ceil(rows / leaf), False)
-    sums_bytes = dict.fromkeys(parts[2:], 0)
-    for name, size in workload.sums.items():
-        # With intervals the first leaves are single rows.
-        units = math.ceil(rows / workload.pools.get(name, 1 if intervals else leaf))
-        sums_bytes[analyzer_of(name)] += most_nodes(units, intervals) * size
-    for name, size in workload.first_sums.items():
-        sums_bytes[name] += first_nodes * size
-    seconds = workload.batch_seconds
-    return CostEstimate(
-        model=workload.model.name,
-        tokens=tokens,
-        batches=math.ceil(share),
-        sites=workload.sites,
-        passes=workload.passes,
-        flops={part: flops * share for part in parts if (flops := workload.flops.get(part))},
-        sums_bytes=sums_bytes,
-        weights_bytes=workload.weights,
-        activations_bytes=workload.activations,
-        traffic=_traffic(workload, rows, tokens_per_request) if remote else None,
-        seconds=None if seconds is None else seconds * share + workload.compute_seconds * (1 + blocks),
-        blocks=blocks,
-        workload=workload,
-    )
-
-
-def _traffic(workload: Workload, rows: int, tokens_per_request: int | None) -> Traffic:
-    # Requests hold whole pools.
-    batches, positions = math.ceil(rows / workload.capacity), workload.capacity * workload.shape[1]
-    fit = max(1, (tokens_per_request or TOKENS_PER_REQUEST) // positions)
-    # A request holds a power of two of batches.
-    each = min(MOST_BATCHES, 1 << (fit.bit_length() - 1))
-    of_a_pass, opening = math.ceil(batches / each), workload.opening
-    requests = workload.passes * of_a_pass
-    read = len(workload.model.layers) * BYTES_OF_LAYER + workload.sites * BYTES_OF_SITE
-    up = sum(opening) + sum(workload.sent) * of_a_pass + requests * read
-    up += workload.passes * rows * workload.shape[1] * BYTES_OF_TOKEN
-    down = sum(workload.returned) * of_a_pass + len(opening) * BYTES_OF_OPENING
-    return Traffic(requests + len(opening), up, down)
 
 
 @typed
@@ -237,20 +201,76 @@ def estimate(
     batch = _random_batch(source, module, batch_size, seq_len, labelled)
     for analyzer in chosen.values():
         analyzer.check_batch(batch, source.model)
-    weightless, remote = isinstance(source, WeightlessSource), opened.on_server
+    run = MeteredBatch(source, module, batch, chosen, plan, opened.on_server)
     try:
-        workload = meter(source, module, batch, chosen, plan, timed=not weightless and not remote, remote=remote)
+        with ExitStack() as stack:
+            stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in chosen.values())))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            run.all_passes()
+            seconds = None if run.weightless or opened.on_server else run.calibrate()
     except LayersimError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if not weightless:
+        if not run.weightless:
             raise
         raise LayersimError(
             f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because the operations depend on values "
             f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller one of the same "
             "architecture."
         ) from error
-    return assemble(workload, tokens, remote, intervals, opened.tokens_per_request)
+    share = tokens / run.samples
+    rows = math.ceil(share * len(batch.tokens))
+    blocks = math.ceil(rows / first_block_size(rows)) if intervals else 0
+    parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, run.sums))]
+    described = plan.models_by_analyzer([source.model], [source])
+    computing = sum(analyzer.compute_seconds(described[name][0]) for name, analyzer in chosen.items())
+    return CostEstimate(
+        model=source.model.name,
+        tokens=tokens,
+        batches=math.ceil(share),
+        sites=len(source.sites),
+        passes=run.passes,
+        flops={part: flops * share for part in parts if (flops := run.flops.get(part))},
+        sums_bytes=_bytes_of_sums(run, rows, intervals),
+        weights_bytes=sum(tensor.nbytes for tensor in run.weights),
+        activations_bytes=run.peak,
+        traffic=_traffic(run, rows, opened.tokens_per_request) if opened.on_server else None,
+        seconds=None if seconds is None else seconds * share + computing * (1 + blocks),
+        blocks=blocks,
+        batch=(batch.tokens.shape[0], batch.tokens.shape[1]),
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        has_values=not run.weightless,
+    )
+
+
+def _bytes_of_sums(run: MeteredBatch, rows: int, intervals: bool) -> dict[str, int]:
+    """Largest number of bytes of sums that a run holds at once, by analyzer."""
+    leaf, held = min(ROWS, run.capacity), Counter[str]()
+    for name, size in run.sums.items():
+        # With intervals the first leaves are single rows.
+        unit = run.pools[name].rows if name in run.pools else 1 if intervals else leaf
+        held[analyzer_of(name)] += most_nodes(math.ceil(rows / unit), intervals) * size
+    for name, sums in run.first.items():
+        held[name] += most_nodes(math.ceil(rows / leaf), False) * _size(sums)
+    return dict(held)
+
+
+def _traffic(run: MeteredBatch, rows: int, tokens_per_request: int | None) -> Traffic:
+    # Requests hold whole pools.
+    width, analyzers, source = run.batch.tokens.shape[1], run.analyzers.values(), run.source
+    batches = math.ceil(rows / run.capacity)
+    fit = max(1, (tokens_per_request or TOKENS_PER_REQUEST) // (run.capacity * width))
+    # A request holds a power of two of batches.
+    of_a_pass = math.ceil(batches / min(MOST_BATCHES, 1 << (fit.bit_length() - 1)))
+    opening = [BYTES_OF_OFFER]
+    opening += [BYTES_OF_LENS_CHECK] * any(analyzer.needs_unembed for analyzer in analyzers)
+    opening += [BYTES_OF_STREAM_CHECK] * (isinstance(source, CanReadSites) and bool(source.stream_sums()))
+    requests = run.passes * of_a_pass
+    read = len(source.model.layers) * BYTES_OF_LAYER + len(source.sites) * BYTES_OF_SITE
+    up = sum(opening) + sum(run.sent) * of_a_pass + requests * read + run.passes * rows * width * BYTES_OF_TOKEN
+    down = sum(run.returned) * of_a_pass + len(opening) * BYTES_OF_OPENING
+    return Traffic(requests + len(opening), up, down)
 
 
 def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Module]:
@@ -287,3 +307,260 @@ def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: in
         data["input_ids"] = torch.randint(described.vocabulary, (rows, length), generator=random)
         data["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
     return next(iter(Batches(Data(data, batch_size=rows), described, labelled, position_counter([source]))))
+
+
+class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
+    """Counts FLOPs and live memory of all operations that run inside it, also on the meta device.
+
+    FLOPs are those of `torch.utils.flop_counter`, a multiplication and an addition counted as two. `FlopCounterMode` itself
+    does not work with `torch.autograd.grad`, does not count attention on CPUs, and does not count by part. Memory is that of
+    the tensors that are alive, as allocators of GPUs count it; workspaces inside an operation are not seen.
+
+    Args:
+        weights: existing tensors, which do not count as memory.
+        head: tensors whose products count as the part "head".
+
+    Attributes:
+        flops: FLOPs by part.
+        peak: largest number of bytes, alive at once, of tensors made inside.
+
+    Examples:
+        >>> import torch
+        >>> with OperationMeter([]) as meter, meter.counting("product"):
+        ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
+        >>> meter.flops["product"], meter.peak
+        (48, 104)
+    """
+
+    def __init__(self, weights: Iterable[Tensor], head: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.flops: Counter[str] = Counter()
+        self.live, self.peak = 0, 0
+        self._part: tuple[str, Any] = "", 1
+        self._weights, self._head = _storages(list(weights)), _storages(list(head))
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    @contextmanager
+    def counting(self, part: str, share: float = 1) -> Iterator[None]:
+        """Context in which FLOPs are counted under a name.
+
+        Args:
+            part: the name.
+            share: share of the FLOPs to count.
+        """
+        before, self._part = self._part, (part, share)
+        yield
+        self._part = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given, formula = _storages((args, kwargs)), FORMULAS.get(func.overloadpacket)
+        out = func(*args, **kwargs)
+        if formula is not None:
+            part, share = self._part
+            self.flops["head" if given.keys() & self._head.keys() else part] += share * formula(*args, **kwargs, out_val=out)
+        for key, storage in _storages(out).items():
+            if not any(key in known for known in (given, self._alive, self._weights)):
+                self._note(key, storage)
+        return out
+
+    def _note(self, key: int, storage: Any) -> None:
+        """Count the memory of a tensor until it is freed."""
+        size = storage.nbytes()
+
+        def freed(_: Any) -> None:
+            self.live -= size
+            self._alive.pop(key, None)
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of attention, in which grouped queries share keys and values."""
+    count: Any = sdpa_flop_count
+    return int(count(query.shape, (*query.shape[:2], *key.shape[2:]), (*query.shape[:2], *value.shape[2:])))
+
+
+FORMULAS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention_on_cpu}
+
+
+def _storages(values: Any) -> dict[int, Any]:
+    """The memory of all tensors in nested values, by a key that identifies it."""
+    storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return {storage._cdata: storage for storage in storages}
+
+
+class MeteredBatch:
+    """One batch through all passes of a run, with its costs measured.
+
+    Args:
+        source: the source that runs the model; a `WeightlessSource` for a model on the meta device.
+        module: the model.
+        batch: a batch of the size of the run's batches.
+        analyzers: the analyzers, by name.
+        plan: the sites that each analyzer reads.
+        remote: whether to measure requests to a server.
+
+    Attributes:
+        flops: FLOPs of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer.
+        sums: bytes of the sums of each kernel.
+        pools: a pool of rows for each kernel of pools.
+        first: sums of the first pass.
+        passes: number of passes that run the model.
+        peak: largest number of bytes beside the weights that were alive at once.
+        samples: number of samples of the batch.
+        sent: bytes of a request to a server in each pass, without its tokens.
+        returned: bytes of a reply in each pass.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        module: torch.nn.Module,
+        batch: Batch,
+        analyzers: Mapping[str, Analyzer],
+        plan: SitePlan,
+        remote: bool,
+    ) -> None:
+        self.source, self.batch, self.analyzers, self.plan, self.remote = source, batch, analyzers, plan, remote
+        self.weights = [*module.parameters(), *module.buffers()]
+        self.sent: list[int] = []
+        self.returned: list[int] = []
+        self.flops: Counter[str] = Counter()
+        self.sums: dict[str, int] = {}
+        self.pools: dict[str, _Pool] = {}
+        self.first: dict[str, Sums] = {}
+        self.passes, self.peak, self.samples = 1, 0, 0
+        head = source.model.head
+        paths = [] if head is None else head.modules
+        self.head = [weight for path in paths for weight in module.get_submodule(path).parameters()]
+        self.weightless = isinstance(source, WeightlessSource)
+        kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
+        # Counting tokens or labels needs no model.
+        self.alone = {name: kernel for name, kernel in kernels.items() if analyzers[name].first_without_model}
+        self.first_kernels = {name: plan.kernel(name, kernel) for name, kernel in kernels.items() if name not in self.alone}
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a batch, a power of two: whole pools that run in one or several forward passes."""
+        return max([1 << (len(self.batch.tokens).bit_length() - 1), *(pool.rows for pool in self.pools.values())])
+
+    def all_passes(self) -> None:
+        """Measure the first pass, if an analyzer needs one, and the main pass."""
+        self.first = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
+        if self.first_kernels:
+            self.first |= self._pass(self.first_kernels)
+            self.passes = 2
+        with without_values() if self.weightless else nullcontext():
+            kernels = self.plan.kernels(self.analyzers, self.first)
+        self.pools = {
+            name: _Pool.of(kernel, self.batch, self.source.model.vocabulary or 1)
+            for name, kernel in kernels.items()
+            if isinstance(kernel, PoolKernel)
+        }
+        self.sums = {name: _size(sums) for name, sums in self._pass(kernels).items()}
+
+    def _pass(self, kernels: Mapping[str, AnyKernel]) -> dict[str, Sums]:
+        """Run kernels on the batch, count their FLOPs, and return their sums."""
+        outputs = {}
+        with OperationMeter(self.weights, self.head) as meter, without_values() if self.weightless else nullcontext():
+            with meter.counting("forward"):
+                view = self.source.collect(self.batch)
+            self.samples = view.activations.shape[1]
+            for name, kernel in kernels.items():
+                pool: Any = self.pools.get(name)
+                # A batch is a part of a pool, or several.
+                share = 1 if pool is None else len(self.batch.tokens) / pool.rows
+                run: Any = kernel if pool is None else pool.sums
+                with meter.counting(analyzer_of(name), share), kernels_alone():
+                    outputs[name] = run(view)
+        self.flops.update(meter.flops)
+        self.peak = max(self.peak, meter.peak)
+        sums = {name: self._widened(out) for name, out in outputs.items()}
+        if self.remote:
+            # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
+            unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
+            self.sent.append(packed_request(kernels) + unpacked)
+            sites = self.source.sites
+            self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(sites, sums))
+        return sums
+
+    def _widened(self, out: Mapping[str, Tensor]) -> Sums:
+        """Sums of a kernel's output, in float64 or int64; sums without values stay on the meta device."""
+        kinds = {name: torch.float64 if value.dtype.is_floating_point else torch.int64 for name, value in out.items()}
+        known = Sums.of({name: value for name, value in out.items() if not value.is_meta}).fields
+        shapes = {
+            name: torch.empty(value.shape, dtype=kinds[name], device="meta") for name, value in out.items() if value.is_meta
+        }
+        return Sums({**known, **shapes})
+
+    def calibrate(self) -> float:
+        """Seconds of all passes over the batch: the median of runs within `CALIBRATION` seconds, after a warm-up run."""
+        main = self.plan.kernels(self.analyzers, self.first)
+        steps: list[Mapping[str, AnyKernel]] = [kernels for kernels in (self.first_kernels, main) if kernels]
+        taken: list[float] = []
+        view = self.source.collect(self.batch) if self.pools else None
+        start = time.perf_counter()
+        while not taken or (len(taken) <= TIMED_BATCHES and time.perf_counter() - start < CALIBRATION):
+            before, of_pools = time.perf_counter(), 0.0
+            for kernels in steps:
+                single = {name: kernel for name, kernel in kernels.items() if not isinstance(kernel, PoolKernel)}
+                for out in self.source.run(self.batch, single)[1].values():
+                    Sums.of(out)
+            whole = time.perf_counter() - before
+            for pool in self.pools.values():
+                assert view is not None
+                before = time.perf_counter()
+                in_full_precision(view.activations.device, partial(pool.sums, view))
+                of_pools += (time.perf_counter() - before) * len(self.batch.tokens) / pool.rows
+            taken.append(whole + of_pools)
+        return statistics.median(taken[1:] or taken)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """A pool of rows of which one batch is available; its samples stand in for all others.
+
+    Attributes:
+        kernel: kernel of the pool.
+        rows: number of rows of the pool.
+        samples: the drawn samples.
+        draws: see `PoolKernel`.
+        index: indices of the samples among the samples of the batch.
+    """
+
+    kernel: PoolKernel
+    rows: int
+    samples: Samples
+    draws: Draws
+    index: Tensor
+
+    @classmethod
+    def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
+        """Make a pool of rows that have as many counted positions as the rows of a batch.
+
+        Args:
+            kernel: kernel of the pool.
+            batch: one batch of the run.
+            vocabulary: size of the vocabulary; the draws depend on token ids.
+        """
+        counted = int(batch.counted.sum())
+        each = max(1, counted // len(batch.tokens))
+        rows = kernel.rows(each)
+        row = torch.arange(rows).repeat_interleave(each)
+        ids = torch.randint(vocabulary, (len(row),), generator=torch.Generator().manual_seed(0))
+        known = View(torch.empty(0, len(row), 0), ids, row, row, row=row)
+        [pool] = plan_batch(known, (0, rows), rows, None, {"": kernel}).pools[""]
+        return cls(kernel, rows, pool.samples, pool.draws, pool.index % (len(batch.tokens) if kernel.whole_rows else counted))
+
+    def sums(self, view: View) -> dict[str, Tensor]:
+        """The sums of the pool."""
+        out = drawn(view, read=self.kernel.read, sites=self.kernel.sites, index=self.index)
+        return self.kernel.sums([out["samples 0"]], [tuple(out["widths 0"].tolist())], self.samples, self.draws)
+
+
+def _size(sums: Sums) -> int:
+    """Bytes of sums."""
+    return sum(value.nbytes for value in sums.fields.values())

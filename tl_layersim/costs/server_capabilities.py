@@ -11,7 +11,7 @@ from ..analyzers import find_analyzers
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..remote.open import on_server, open_source
-from ..remote.server_status import ServerOffer
+from ..remote.server_status import ServerStatus
 from ..sources.open import OpenedModel
 
 
@@ -28,7 +28,7 @@ class Capabilities:
 
     model: str
     layers: tuple[str, ...]
-    offer: ServerOffer
+    offer: ServerStatus
     analyzers: Mapping[str, str]
 
     def __str__(self) -> str:

@@ -446,20 +446,18 @@ class Batches:
 
 
 class BatchSize(NamedTuple):
-    """Numbers of rows, positions and samples of a batch.
+    """Numbers of rows and positions of a batch.
 
     Attributes:
         tokens: number of counted positions.
         rows: number of rows.
         pass_size: numbers of rows and positions in the largest forward pass, padding included.
-        samples: number of samples: counted positions, or rows with positions="mean".
         density: see `Batch`.
     """
 
     tokens: int
     rows: int
     pass_size: tuple[int, int]
-    samples: int
     density: float
 
 
@@ -469,8 +467,7 @@ def batch_sizes(batches: Batches) -> list[BatchSize]:
     for batch in batches:
         tokens = int(batch.counted.sum())
         if tokens:
-            samples = int(batch.counted.any(1).sum()) if batch.pooled else tokens
-            sizes.append(BatchSize(tokens, len(batch.tokens), batch.pass_size, samples, batch.density))
+            sizes.append(BatchSize(tokens, len(batch.tokens), batch.pass_size, batch.density))
     return sizes
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.arguments import typed
-from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, weight_peers
+from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, rank_and_size, weight_peers
+from ..core.errors import LayersimError
 from ..core.results import Report, Result
+from ..core.resumable_file import ResumableFile, plain
+from ..core.storage import refuse_unwritable
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..remote.open import open_source
 from ..sources.inputs import position_counter
 from ..sources.open import OpenedModel, records_of
 from ..sources.source import HasModule
+from ..sources.untrained import refuse_changed, untrained
+from .analysis import Analysis, DataPart
 from .chosen_analyzers import (
     AnalyzersArgument,
     choose_analyzers,
@@ -30,11 +36,14 @@ from .chosen_analyzers import (
 )
 from .plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from .report_assembly import make_report
-from .run import Analysis, DataPart, run
-from .shard_run import run_shard
-from .shards import FilesArgument, chosen_shard, open_checkpoint
+from .run import run
+from .run_files import tallies_of
+from .shards import FilesArgument, merged_first, paths_of, refuse_no_shard, run_shard
 from .submitted_runs import RemoteRun, start
-from .untrained import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
+
+BaselineArgument: TypeAlias = Literal["untrained"] | None
+# Seeds of the fresh weights.
+SEEDS = 3
 
 
 def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None, blocking: bool = True) -> Report | RemoteRun:
@@ -50,15 +59,19 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None,
     """
     analysis.check()
     deal = agree([weight_peers(one.module) if isinstance(one, HasModule) else frozenset() for one in analysis.sources])
-    identity = {} if path is None else analysis.identity("checkpoint")
-    file, tallies = open_checkpoint(path, identity, deal)
+    rank, size = rank_and_size()
+    own = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
+    refuse_unwritable(own, "checkpoint")
+    identity = {} if path is None else analysis.identity("checkpoint") | {"processes": size, "copies": deal.copies}
+    file = ResumableFile(own, "checkpoint", identity)
+    tallies = file.resume(tallies_of) or {}
     _read_ahead(analysis)
     done = run(analysis, DataPart(deal), file, tallies, blocking)
     if not blocking:
         with analysis.running():
             return start(done)
     tally = done.state.tally
-    seconds = sum(own.seconds for own in tallies.values())
+    seconds = sum(one.seconds for one in tallies.values())
     places = analysis.places
     settings = analysis.settings | analysis.batches.row_counts() | ({"remote": places} if places else {})
     return make_report(
@@ -70,6 +83,71 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None,
         settings,
         None if tally.tree.size is None else add_blocks_over_ranks(tally.tree, done.kernels, deal),
     )
+
+
+def with_untrained(found: Any, run: Callable[[int], Any]) -> Any:
+    """Add results of untrained twins to a result or a report; `plot`, `to_frame` and `print` show them beside it.
+
+    Args:
+        found: result or report of the trained models.
+        run: function of a seed that measures untrained twins on the same data, and returns a result or report like `found`.
+    """
+    twins = [run(seed) for seed in range(SEEDS)]
+    if isinstance(found, Report):
+        return Report({name: result.with_twins([twin[name] for twin in twins]) for name, result in found.items()})
+    return found.with_twins(twins)
+
+
+def twin_of(opened: OpenedModel, seed: int) -> OpenedModel:
+    """An untrained twin: the same architecture with fresh weights, opened as the trained model is.
+
+    Args:
+        opened: the trained model.
+        seed: random seed of the weights.
+    """
+    return replace(opened, model=untrained(opened.model, seed), verify=None)
+
+
+def refuse_no_twin(models: Collection[OpenedModel], data: Data, blocking: bool = True, shard: Any = None) -> None:
+    """Raise an error for a run in which no untrained model can be measured.
+
+    Args:
+        models: the trained models.
+        data: the data of the run.
+        blocking: the option `blocking` of the run.
+        shard: the option `shard`; None for all data.
+
+    Raises:
+        LayersimError: names the argument.
+    """
+    if data.read_once:
+        raise LayersimError(
+            f'`data` is {brief(data.source)}, which can be read only once, and `baseline="untrained"` reads it for each model. '
+            "Pass list(data)."
+        )
+    idle = {"remote": any(one.on_server for one in models), "blocking": not blocking, "shard": shard is not None}
+    for name, wrong in idle.items():
+        if wrong:
+            raise LayersimError(
+                f'`baseline="untrained"` cannot be combined with `{name}`: models with fresh weights run in this process, on '
+                "all data."
+            )
+    for one in models:
+        refuse_changed(one.model)
+
+
+def seeds_of(seed: int, models: int) -> range:
+    """Seeds for the weights of several models; different values of `seed` share none.
+
+    Args:
+        seed: seed of the twins.
+        models: number of models.
+
+    Examples:
+        >>> [list(seeds_of(seed, 2)) for seed in range(3)]
+        [[0, 1], [2, 3], [4, 5]]
+    """
+    return range(seed * models, (seed + 1) * models)
 
 
 def _read_ahead(analysis: Analysis) -> None:
@@ -117,10 +195,6 @@ def analyze(
 def analyze(
     model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: Literal[False], **options: Unpack[SharedKeywords]
 ) -> RemoteRun: ...
-@overload
-def analyze(
-    model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: bool, **options: Unpack[SharedKeywords]
-) -> Report | RemoteRun: ...
 @overload
 def analyze(
     model: Any,
@@ -206,10 +280,13 @@ def analyze(
         more = given | {"intervals": False, "checkpoint": None}
         joined: Report = with_untrained(analyze(**given), lambda seed: analyze(**more | {"model": twin_of(opened, seed)}))
         return joined
-    part = chosen_shard(shard, save_to, first, checkpoint, blocking)
+    refuse_no_shard(shard, save_to, first, checkpoint, blocking)
     refuse_idle_options(opened, blocking, checkpoint)
+    stage = None if first is None else merged_first(paths_of(first, "first"))
     analysis = opened_analysis(opened, data, chosen, at, per_head, intervals)
-    return run_analysis(analysis, checkpoint, blocking) if part is None else run_shard(analysis, part)
+    if shard is None or save_to is None:
+        return run_analysis(analysis, checkpoint, blocking)
+    return run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), stage)
 
 
 def opened_analysis(

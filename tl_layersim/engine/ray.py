@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -18,19 +20,19 @@ from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.resumable_file import plain
+from ..core.storage import replacing
 from ..core.sums import Tally
 from ..core.wording import brief, with_article
 from ..data import data as data_module
 from ..data.data import Data
 from ..sources.open import OpenedModel
+from .analysis import FIRST, MAIN, Analysis, DataCounts, FirstStage
 from .analyze_and_compare import opened_analysis
 from .chosen_analyzers import AnalyzersArgument, choose_analyzers
-from .merge import FirstStage, differing_entries, merged_first, merged_report
 from .plan import DEFAULT, AtArgument
 from .report_assembly import refuse_empty
-from .run import TITLES, Analysis
-from .shard_run import ShardRun
-from .shards import FIRST, MAIN, DataCounts, ShardPart, count_data, digest_of, read_part
+from .run import TITLES
+from .shards import differing_entries, merge, merged_first, read_part, run_shard
 
 # Small shards: little is lost with a worker, and all workers end at about the same time.
 SHARDS_PER_WORKER = 6
@@ -38,18 +40,9 @@ SHARDS_PER_WORKER = 6
 WORKER_OPTIONS = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 5}
 
 
-class RunDescription(NamedTuple):
-    """A worker's description of the run, which the driver compares.
-
-    Attributes:
-        identity: model, analyzers, options and version, as plain data.
-        counts: counts of rows and tokens of all data.
-        in_two_stages: whether the model makes a first pass.
-    """
-
-    identity: dict[str, Any]
-    counts: DataCounts
-    in_two_stages: bool
+# A worker's description of the run, which the driver compares: its identity as plain data, the counts of all data, and whether
+# the model makes a first pass.
+Description = tuple[dict[str, Any], DataCounts, bool]
 
 
 class ModelCopy:
@@ -70,29 +63,32 @@ class ModelCopy:
 
         # Every shard reads the rows of all data.
         data_module.MOST_KEPT = sys.maxsize
-        analysis = opened_analysis(_loaded(self._load_model), *ray.get(self._how[0]))
-        analysis.check()
-        return analysis
+        return opened_analysis(_loaded(self._load_model), *ray.get(self._how[0]))
 
     @cached_property
-    def _described(self) -> RunDescription:
-        identity = plain(self._analysis.identity(self._argument))
-        return RunDescription(identity, count_data(self._analysis.batches), self._analysis.first_needs_model)
+    def _identity(self) -> dict[str, Any]:
+        return plain(self._analysis.identity(self._argument))
 
-    def describe(self) -> RunDescription:
+    def describe(self) -> Description:
         """Load the model, count the data and describe the run."""
-        return self._described
+        analysis = self._analysis
+        analysis.check()
+        return self._identity, analysis.counts, analysis.first_needs_model
 
-    def measure(self, number: int, of: int, first: FirstStage | None) -> ShardPart:
+    def measure(self, number: int, of: int, first: FirstStage | None) -> tuple[str, int, bytes]:
         """Measure one shard.
 
         Args:
             number: index of the shard.
             of: number of shards.
             first: the result of the first stage; None in the first stage, or if there is none.
+
+        Returns:
+            Stage and index of the shard, and the content of its file.
         """
-        identity, counts, _ = self._described
-        return ShardRun(self._analysis, identity, number, of, first).measure(counts, {})
+        with TemporaryDirectory() as folder:
+            path = run_shard(self._analysis, self._identity, (number, of), Path(folder) / "shard", first)
+            return read_part(path).stage, number, path.read_bytes()
 
 
 class Workers:
@@ -101,72 +97,67 @@ class Workers:
     Args:
         ray: the package ray.
         actors: Ray actors of `ModelCopy`.
+        folder: folder for the files of shards; shards in it are not measured again.
     """
 
-    def __init__(self, ray: Any, actors: list[Any]) -> None:
-        self._ray, self._free = ray, list[Any]()
-        self._running: dict[Any, tuple[Any, tuple[str, int] | None]] = {}
-        for actor in actors:
-            self._running[actor.describe.remote()] = (actor, None)
-        self.run: RunDescription = self._wait()[1]
+    def __init__(self, ray: Any, actors: list[Any], folder: Path) -> None:
+        self._ray, self._folder, self._free = ray, folder, list[Any]()
+        self._running: dict[Any, Any] = {actor.describe.remote(): actor for actor in actors}
+        self.identity: dict[str, Any]
+        self.identity, self.counts, self.in_two_stages = self._wait()
 
-    def measured(
-        self, stage: str, identity: Mapping[str, Any], first: FirstStage | None, of: int, folder: Path | None
-    ) -> list[ShardPart]:
-        """Measure all shards; the sums of a shard come from the first worker that returns them.
+    def measure(self, stage: str, of: int, first: FirstStage | None) -> list[Path]:
+        """Measure all shards, and return their files. The file of a shard comes from the first worker that returns it.
 
         Args:
             stage: "first" or "main".
-            identity: identity of the run, including the digest of the first stage.
+            of: number of shards, if the folder holds none.
             first: the result of the first stage, for the main stage.
-            of: number of shards, if `folder` holds none.
-            folder: folder of the sums; shards in it are not measured again.
 
         Raises:
             LayersimError: the folder holds sums of another run.
         """
-        kept = [] if folder is None else [read_part(path) for path in folder.glob(f"{stage}-*.safetensors")]
-        parts: dict[int, ShardPart] = {}
-        with tqdm(desc=TITLES[stage], unit="token", unit_scale=True, total=self.run.counts.tokens, disable=None) as bar:
-            for part in kept:
-                _refuse_other_run(
-                    f"`checkpoint` is {folder}, where {Path(part.path).name} has", part, identity, self.run.counts
-                )
-                of, parts[part.number] = part.of, part
-            bar.update(sum(map(_tokens, kept)))
-            while len(parts) < of:
-                self._give(stage, [number for number in range(of) if number not in parts], of, first)
-                task, part = self._wait()
-                if task is None or task[0] != stage or task[1] in parts:
-                    continue
-                _refuse_other_run("`load_model` or `data` gave a worker", part, identity, self.run.counts)
-                parts[part.number] = part
-                if folder is not None:
-                    part.save(folder / f"{stage}-{part.number}.safetensors")
-                bar.update(_tokens(part))
-        return list(parts.values())
+        files, given = dict[int, Path](), Counter[int]()
+        with tqdm(desc=TITLES[stage], unit="token", unit_scale=True, total=self.counts.tokens, disable=None) as bar:
+            for path in self._folder.glob(f"{stage}-*.safetensors"):
+                of = self._add(path, files, bar, f"`checkpoint` is {self._folder}, where {path.name} has")
+            while len(files) < of:
+                # Shards in work are given a second time, because a machine may be lost.
+                for number in sorted(set(range(of)) - files.keys(), key=given.__getitem__):
+                    if self._free and given[number] < 2:
+                        given[number] += 1
+                        actor = self._free.pop()
+                        self._running[actor.measure.remote(number, of, first)] = actor
+                found = self._wait()
+                if found[0] == stage and found[1] not in files:
+                    path = self._folder / f"{stage}-{found[1]}.safetensors"
+                    with replacing(path) as file:
+                        file.write(found[2])
+                    self._add(path, files, bar, "`load_model` or `data` gave a worker")
+        return list(files.values())
 
-    def _give(self, stage: str, missing: list[int], of: int, first: FirstStage | None) -> None:
-        """Give missing shards to free workers, then shards in work a second time, because a machine may be lost."""
-        given = [task[1] for _, task in self._running.values() if task is not None and task[0] == stage]
-        for number in sorted(missing, key=given.count):
-            if self._free and given.count(number) < 2:
-                actor = self._free.pop()
-                self._running[actor.measure.remote(number, of, first)] = (actor, (stage, number))
+    def _add(self, path: Path, files: dict[int, Path], bar: Any, given: str) -> int:
+        """Add the file of a shard of this run, and return the number of shards of the run."""
+        part = read_part(path)
+        if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
+            raise LayersimError(f"{given} a different run from the other parts, with {words}.")
+        if part.counts != self.counts:
+            raise LayersimError(f"{given} different rows from the other parts, which have {self.counts.tokens} tokens.")
+        files[part.number] = path
+        bar.update(sum(node.tokens for node in part.tally.tree.nodes))
+        return part.of
 
-    def _wait(self) -> tuple[tuple[str, int] | None, Any]:
-        """Wait for the next call to end; return its key (None for a description) and its result."""
+    def _wait(self) -> Any:
+        """Wait for the next call to end, and return its result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
-        actor, task = self._running.pop(reference)
+        self._free.append(self._running.pop(reference))
         try:
-            found = self._ray.get(reference)
+            return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, Exception):
                 raise
             error.cause.add_note(f"Raised in a worker of Ray:\n{error}")
             raise error.cause from None
-        self._free.append(actor)
-        return task, found
 
 
 @typed
@@ -229,24 +220,20 @@ def analyze_on_ray(
             f"`load_model` is {with_article(type(load_model).__name__)}; it must be a function that loads the model, which "
             "each worker loads itself."
         )
-    folder = None if checkpoint is None else Path(checkpoint)
-    if folder is not None:
+    with _connected() as ray, TemporaryDirectory() as temporary:
+        folder = Path(checkpoint or temporary)
         folder.mkdir(exist_ok=True)
-    with _connected() as ray:
         # Once for all workers; the data without the rows that this process keeps.
         given = ray.put((replace(data, source=_rows(data)), chosen, at, per_head, intervals))
         kind = ray.remote(**WORKER_OPTIONS | dict(resources or {}))(ModelCopy)
         argument = None if checkpoint is None else "checkpoint"
         actors = [kind.remote(load_model, argument, [given]) for _ in range(num_workers)]
         try:
-            workers = Workers(ray, actors)
-            identity, counts, in_two_stages = workers.run
-            refuse_empty(Tally(sequences=counts.sequences, tokens=counts.tokens))
-            of, first, digest = min(counts.measured, SHARDS_PER_WORKER * num_workers), None, ""
-            if in_two_stages:
-                first = merged_first(workers.measured(FIRST, identity | {"first": ""}, None, of, folder), identity)
-                digest = digest_of(first.sums)
-            return merged_report(workers.measured(MAIN, identity | {"first": digest}, first, of, folder), chosen)
+            workers = Workers(ray, actors, folder)
+            refuse_empty(Tally(sequences=workers.counts.sequences, tokens=workers.counts.tokens))
+            of = min(workers.counts.measured, SHARDS_PER_WORKER * num_workers)
+            first = merged_first(workers.measure(FIRST, of, None)) if workers.in_two_stages else None
+            return merge(workers.measure(MAIN, of, first), analyzers=chosen)
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -274,17 +261,6 @@ def _loaded(load_model: Callable[[], Any]) -> OpenedModel:
                 "alone."
             )
     return opened
-
-
-def _tokens(part: ShardPart) -> int:
-    return sum(node.tokens for node in part.tally.tree.nodes)
-
-
-def _refuse_other_run(given: str, part: ShardPart, identity: Mapping[str, Any], counts: DataCounts) -> None:
-    if words := differing_entries(identity, part.identity):
-        raise LayersimError(f"{given} a different run from the other parts, with {words}.")
-    if part.counts != counts:
-        raise LayersimError(f"{given} different rows from the other parts, which have {counts.tokens} tokens.")
 
 
 @contextmanager

@@ -31,13 +31,17 @@ LARGEST_DIMENSION = 0.5
 LEAST_TOKENS = 200
 
 
-def warn_of_sizes(
+# A warning, and the names of the analyzers that it is about.
+Note = tuple[str, list[str]]
+
+
+def notes_on_sizes(
     analyzers: Mapping[str, Analyzer],
     models_of: Mapping[str, Sequence[Model]],
     sums: Mapping[str, Sums],
     options: Mapping[str, Any],
-) -> dict[str, list[str]]:
-    """Warn once of tokens and dimensions that are much larger than all others; return the warnings by analyzer.
+) -> list[Note]:
+    """The warnings on tokens and dimensions that are much larger than all others.
 
     Args:
         analyzers: the analyzers, by name.
@@ -45,7 +49,6 @@ def warn_of_sizes(
         sums: sums of the main pass over the data.
         options: how the data was read.
     """
-    said: dict[str, list[str]] = {name: [] for name in analyzers}
     found: dict[str, list[str]] = {}
     for name, analyzer in analyzers.items():
         own = sums.get(SIZES + name, Sums())
@@ -55,12 +58,7 @@ def warn_of_sizes(
             text = _samples(own, models_of[name], options) if what == "samples" else _dimension(own, models_of[name], what)
             if text:
                 found.setdefault(text, []).append(name)
-    for text, names in found.items():
-        warning = f"{', '.join(names)}: {text}"
-        warn(warning)
-        for name in names:
-            said[name].append(warning)
-    return said
+    return [(f"{', '.join(names)}: {text}", names) for text, names in found.items()]
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
@@ -198,22 +196,21 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     return with_replicates(result, tuple(replicates), tokens)
 
 
-def warn_of_drift(results: Mapping[str, Result]) -> dict[str, str]:
-    """Warn once if neighbouring blocks of the data are alike; return the warning by analyzer.
+def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
+    """The warning if neighbouring blocks of the data are alike.
 
     Args:
         results: results with their replicates, by name of the analyzer.
     """
     found = {name: value for name, result in results.items() if (value := drift_of(result)) > MOST_CORRELATION}
     if not found:
-        return {}
+        return []
     text = (
         f"Neighbouring blocks of the data are alike in {', '.join(map(repr, found))}, with a correlation of "
         f"{max(found.values()):.2f} (independent blocks: about 0), so intervals are too narrow. Draw the texts at random "
         "from their whole source, or pass more."
     )
-    warn(text)
-    return dict.fromkeys(found, text)
+    return [(text, list(found))]
 
 
 def drift_of(result: Result) -> float:
@@ -230,15 +227,15 @@ def drift_of(result: Result) -> float:
     return float(torch.cat(each).nanmean()) if each else math.nan
 
 
-def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
-    """Warn once of analyzers whose intervals rest on few blocks; return the warning by analyzer.
+def notes_on_blocks(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> list[Note]:
+    """The warning on analyzers whose intervals rest on few blocks.
 
     Args:
         blocks: the blocks of the main pass, by analyzer.
     """
     few = {name: len(own) for name, own in blocks.items() if len(own) < FEW_BLOCKS}
     if not few:
-        return {}
+        return []
     fewest = min(few.values())
     words = f"{fewest} block{'s' * (fewest > 1)} of rows"
     text = (
@@ -246,8 +243,7 @@ def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
         f"{FEW_BLOCKS} or more are good: pass more rows, for packed text a smaller seq_len, or in attach fewer rows in a "
         "forward pass. For CKA and other measures over pairs of samples, a block has at least 16 rows and minibatch= samples."
     )
-    warn(text)
-    return dict.fromkeys(few, text)
+    return [(text, list(few))]
 
 
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
@@ -293,28 +289,31 @@ def make_report(
     """
     refuse_empty(tally)
     own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
-    few = warn_of_few(own_blocks)
-    large = warn_of_sizes(analyzers, models_of, sums, data_options)
-    results = {}
+    notes = notes_on_blocks(own_blocks) + notes_on_sizes(analyzers, models_of, sums, data_options)
+    results, said = dict[str, Result](), dict[str, list[str]]()
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
         models = models_of[name]
         provenance = record(models, tally, options, getattr(analyzer, "seed", None))
         about = (first.get(name, Sums()), models[0].head, models[0].stream, tuple(models))
         run = Run(models[0].layers, models[-1].layers, provenance, *about)
-        with recorded_warnings() as given:
+        with recorded_warnings() as said[name]:
             result = analyzer.compute(with_pools(sums, name), run)
             if not isinstance(result, Result):
                 raise LayersimError(f"{type(analyzer).__name__}.compute returned {brief(result)}; it must return a Result.")
             if name in own_blocks:
                 result = replicated(result, analyzer, run, name, own_blocks[name])
-        given += [few[name]] if name in few else []
-        given += large[name]
-        results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(given))))
-    for name, text in warn_of_drift(results).items():
-        said = results[name].provenance
-        results[name] = replace(results[name], provenance=replace(said, warnings=(*said.warnings, text)))
-    return Report(results)
+        results[name] = result
+    for text, names in notes + notes_on_drift(results):
+        warn(text)
+        for name in names:
+            said[name].append(text)
+    return Report(
+        {
+            name: replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(said[name]))))
+            for name, result in results.items()
+        }
+    )
 
 
 def record_of_models(models: Sequence[Model]) -> dict[str, Any]:

@@ -8,182 +8,37 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+import psutil
 from tqdm.auto import tqdm
 
 from ..activations.row_pools import ROWS, AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, reduce, tokens_alone
-from ..analyzers.analyzer import Analyzer, code_digest
-from ..core.distributed import ALONE, Deal, add_over_ranks, rank_and_size
-from ..core.errors import LayersimError
+from ..analyzers.analyzer import Analyzer, Exchange
+from ..core.distributed import add_over_ranks, rank_and_size
+from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.sums import MOST_BLOCKS, DataBlock, Sums, SumTree, Tally, first_block_size, rows_in_block
-from ..core.wording import duration_in_words
-from ..data.batches import Batch, Batches, BatchSize, batch_sizes, fingerprint, new_digest
+from ..core.sums import SIZES, DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
+from ..data.batches import Batch, BatchSize, batch_sizes, fingerprint, new_digest
+from ..data.data import Data
 from ..sources.checks import check_lens, check_stream_sums, refuse_not_finite
 from ..sources.model import Model
 from ..sources.out_of_memory import reduce_batch
-from ..sources.source import CanReadSites, OnServer, PartialSums, Source, running
-from .chosen_analyzers import refuse_large_heads
-from .cross_model_statistics import crossing, exchange
-from .memory_checks import LongRunNotice, refuse_large_blocks, refuse_sums_over_limits, rows_in_data, warn_of_large_sums
+from ..sources.source import CanReadSites, OnServer, PartialSums, Source
+from .analysis import FIRST, MAIN, Analysis, DataPart
 from .plan import SitePlan
 from .report_assembly import refuse_empty
-from .shards import FIRST, MAIN, DataCounts, tallies_snapshot
 
 # Leaves of a run whose number is not known, for the memory of its sums.
 TYPICAL_LEAVES = 1024
+# Copies of the sums that are held beside the nodes of the tree while two nodes are added.
+ADDED = 2
 TITLES = {FIRST: "first pass", MAIN: "layers"}
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """Models, data and analyzers of a run.
-
-    Attributes:
-        sources: the models: one, or several to compare.
-        batches: the data; each batch holds whole pools of rows.
-        analyzers: the analyzers, by name.
-        plan: the sites that each analyzer reads.
-        opened_with: options with which the models were opened, for the record.
-        intervals: whether to keep the sums of blocks of the data, for confidence intervals.
-    """
-
-    sources: Sequence[Source]
-    batches: Batches
-    analyzers: Mapping[str, Analyzer]
-    plan: SitePlan
-    opened_with: Mapping[str, Any] = field(default_factory=dict)
-    intervals: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", replace(self.batches, pool_rows=self._pool_rows))
-
-    def _pool_rows(self, density: float) -> int:
-        return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether a model runs on a server."""
-        return any(isinstance(source, OnServer) for source in self.sources)
-
-    @cached_property
-    def together(self) -> Source | None:
-        """Source that runs several models in one trace or request; None if they run one after the other.
-
-        On servers only for analyzers without cross-model statistics, as one model in a request is the smaller job.
-        """
-        if len(self.sources) == 1 or (self.is_remote and all(one.exchange() is not None for one in self.analyzers.values())):
-            return None
-        return self.sources[0].beside(self.sources[1:])
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The options with which data and models were opened."""
-        intervals = {"intervals": True} if self.intervals else {}
-        return self.batches.record() | dict(self.opened_with) | self.plan.record() | intervals
-
-    @property
-    def places(self) -> list[dict[str, Any]]:
-        """The servers on which models ran."""
-        return [source.record() for source in self.sources if isinstance(source, OnServer)]
-
-    @property
-    def models(self) -> dict[str, list[Model]]:
-        """The models with the sites that each analyzer reads, by analyzer; a forward pass may complete the description."""
-        return self.plan.models_by_analyzer([source.model for source in self.sources], self.sources)
-
-    @cached_property
-    def first_kernels(self) -> dict[str, Kernel]:
-        """Kernels of the first pass, by analyzer; empty if no analyzer needs a first pass."""
-        return {
-            name: kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
-            for name, analyzer in self.analyzers.items()
-            if (kernel := analyzer.first_kernel()) is not None
-        }
-
-    @property
-    def first_needs_model(self) -> bool:
-        """Whether the first pass runs the model. It does not if it only counts tokens or labels."""
-        return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
-
-    def identity(self, argument: str | None) -> dict[str, Any]:
-        """Models, analyzers, data options and version: a call continues this run only if they are equal.
-
-        Args:
-            argument: see `Model.identity`.
-        """
-        return {
-            "models": [source.model.identity(argument) for source in self.sources],
-            "sites": [list(source.sites) for source in self.sources],
-            "analyzers": {
-                name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
-                for name, analyzer in self.analyzers.items()
-            },
-            "code": {name: code_digest(analyzer) for name, analyzer in self.analyzers.items()},
-            "data": self.settings,
-            "version": version("tl_layersim"),
-        }
-
-    def check(self) -> None:
-        """Raise an error if an analyzer cannot use a model or the options, and print how long a result takes after the pass."""
-        models = self.models
-        for name, analyzer in self.analyzers.items():
-            analyzer.check_sites(*models[name])
-            analyzer.check(*models[name])
-            if self.is_remote:
-                refuse_large_heads(analyzer)
-            if analyzer.prompts and self.batches.data.pack:
-                raise LayersimError(
-                    f"`pack` is True; it must be False for {type(analyzer).__name__}, which takes each row for a prompt."
-                )
-        for name, analyzer in self.analyzers.items():
-            # With intervals, a call for all data and for the data without each block.
-            times = 1 + MOST_BLOCKS * self.intervals
-            if (seconds := times * analyzer.compute_seconds(models[name][0])) >= 10:
-                took = f"{type(analyzer).__name__} takes about {duration_in_words(seconds)} on one core after the data pass."
-                tqdm.write(took, file=sys.stderr)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context in which the models run without dropout, and with the features that the analyzers need."""
-        with ExitStack() as stack:
-            for source in self.sources:
-                stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))
-            yield
-
-
-@dataclass(frozen=True)
-class DataPart:
-    """The batches and the passes of one call: all of them, or those of one rank or shard.
-
-    Attributes:
-        deal: the batches that this rank measures.
-        number: index of the shard.
-        of: number of shards. The batches with a counted position are divided among them in order.
-        counts: counts of all data; None if the data was not counted before.
-        stage: "first" to end after the first pass; else "main".
-        first: sums of a first pass over all data; None to run the first pass here.
-    """
-
-    deal: Deal = ALONE
-    number: int = 0
-    of: int = 1
-    counts: DataCounts | None = None
-    stage: str = MAIN
-    first: Mapping[str, Sums] | None = None
-
-    @property
-    def within(self) -> range | None:
-        """Range of this part among the batches with a counted position; None for all batches of this rank."""
-        return None if self.counts is None else self.counts.within(self.number, self.of)
 
 
 class Step(NamedTuple):
@@ -313,9 +168,7 @@ class DataPass:
         if self.label == FIRST and self.state.tally.done:
             # The main pass reads the same data, and the digests of both are compared afterwards.
             return
-        # The time of a part of the data does not follow from the number of all tokens.
-        known = (self.total, rows_in_data(self.analysis.batches.data)) if self.within is None else (None, None)
-        notice = LongRunNotice(*known, self.sources)
+        rows = rows_in_data(self.analysis.batches.data) if self.total is None and self.within is None else None
         is_remote = any(isinstance(source, OnServer) for source in self.sources)
         with self.file.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
             for parts in self._partial_sums(bar.set_postfix_str):
@@ -323,8 +176,11 @@ class DataPass:
                 self.state.add(parts, self._seconds())
                 if self.state.tally.tree.rows == sum(part.count for part in parts):
                     self._check_memory(sums_so_far(self.state.tally.tree), parts[0].count)
-                bar.update(self.state.tally.tokens - bar.n)
-                notice.note(self.state.tally)
+                tally = self.state.tally
+                if rows is not None:
+                    # Rows that are not read yet are taken to be as long as those that are.
+                    bar.total = round(tally.tokens * rows / max(1, tally.sequences))
+                bar.update(tally.tokens - bar.n)
                 if is_remote or self.file.due:
                     self.file.save(*self._snapshot())
             self.state.add_unmeasured(self._seconds())
@@ -394,13 +250,9 @@ class DataPass:
     def _check_memory(self, sums: Mapping[str, Sums], leaf: int) -> None:
         """Raise an error or warn if the sums do not fit into memory, judged by the sums of the first batches."""
         rows = rows_in_data(self.analysis.batches.data)
+        # The number of leaves is not known to all runs; its logarithm counts.
         leaves = TYPICAL_LEAVES if rows is None else -(-rows // leaf)
-        refuse_sums_over_limits(sums, self.analyzers, leaves, self.first_block is not None)
-        if self.first_block is not None:
-            refuse_large_blocks(sums)
-        else:
-            # The number of leaves is not known to all runs; its logarithm counts.
-            warn_of_large_sums(sums, leaves)
+        check_memory(sums, leaves, self.first_block is not None, self.analyzers)
 
     def _bar(self) -> Any:
         return tqdm(
@@ -445,7 +297,7 @@ class DataPass:
 
     def _snapshot(self) -> Snapshot:
         """The tallies of all passes, for the checkpoint."""
-        return tallies_snapshot({**self.tallies, self.label: self.state.tally})
+        return self.analysis.snapshot(self.part, {**self.tallies, self.label: self.state.tally})
 
     def _summed(self) -> str:
         """First words of the note that says where an interrupted run was saved."""
@@ -479,7 +331,7 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
     if part.counts is not None:
         tokens, rows = part.counts.tokens, part.counts.rows
     about = (file, tallies, tokens, rows)
-    first = {} if part.first is None else dict(part.first)
+    first = {} if part.first is None else dict(part.first.sums)
     with analysis.running():
         if kernels:
             last = DataPass(analysis, part, FIRST, kernels, *about)
@@ -513,16 +365,14 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
     """
     if len(analysis.sources) > 1 and analysis.together is None:
         # Printed also where stderr is no terminal, unlike progress bars.
-        tqdm.write(crossing(analysis.analyzers, analysis.sources, analysis.plan, sizes), file=sys.stderr)
+        tqdm.write(crossing(analysis.analyzers, len(analysis.sources), analysis.plan, sizes), file=sys.stderr)
     elif sizes:
         source = analysis.sources[0]
         assert isinstance(source, OnServer)
         rows, positions = max((size.pass_size for size in sizes), key=lambda size: size[1])
         source.refuse_larger(rows, positions)
-        # Forward passes of a batch have about equally many samples.
-        samples = max(math.ceil(size.samples * min(rows / size.rows, 1)) for size in sizes)
         count, tokens = sum(math.ceil(size.rows / rows) for size in sizes), sum(size.tokens for size in sizes)
-        tqdm.write(source.plan(passes, count, tokens, positions, samples * len(analysis.sources)), file=sys.stderr)
+        tqdm.write(source.plan(passes, count, tokens), file=sys.stderr)
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -532,6 +382,61 @@ def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
 
 def _other_data(given: str) -> LayersimError:
     return LayersimError(f"`data` differs from the data of the checkpoint: `data` has {given}.")
+
+
+def rows_in_data(data: Data) -> int | None:
+    """Number of rows in data that has a length; None for other data, or if rows are joined.
+
+    Args:
+        data: the data of the run.
+
+    Examples:
+        >>> rows_in_data(Data(["one", "two"])), rows_in_data(Data({"input_ids": [[1], [2], [3]]}))
+        (2, 3)
+    """
+    source = data.source
+    if isinstance(source, Mapping):
+        source = next(iter(source.values()), None)
+    try:
+        return None if data.pack else len(source)
+    except (TypeError, RuntimeError):
+        # Generators, and tensors without axes.
+        return None
+
+
+def check_memory(
+    sums: Mapping[str, Sums], leaves: int, intervals: bool, analyzers: Mapping[str, Analyzer] = MappingProxyType({})
+) -> None:
+    """Check the memory for the sums of a run. Sums are added in pairs, so several copies are held at once.
+
+    Warns if they may not fit into the free memory.
+
+    Args:
+        sums: sums of one batch, by kernel.
+        leaves: number of groups of rows (leaves) whose sums are added, or an upper limit.
+        intervals: whether blocks are kept.
+        analyzers: analyzers by name, which may have a limit `max_memory_gb`.
+
+    Raises:
+        LayersimError: the sums of an analyzer need more than its limit.
+    """
+    copies, needs = most_nodes(max(leaves, 1), intervals) + ADDED, Counter[str]()
+    for name, own in sums.items():
+        needs[analyzer_of(name)] += copies * sum(value.nbytes for value in own.fields.values())
+    for name, need in needs.items():
+        limit = getattr(analyzers.get(name), "max_memory_gb", math.inf)
+        if need > limit * 1e9:
+            raise LayersimError(
+                f"`max_memory_gb` is {limit:g}, but the sums of {name!r} need {need / 1e9:.2g} GB ({copies} copies). Read "
+                "fewer sites with `at`."
+            )
+    free = psutil.virtual_memory().available
+    if needs.total() > free:
+        warn(
+            f"The sums of this run may not fit into memory: up to {copies} copies take {in_words(needs.total())}, but only "
+            f"{in_words(free)} are free. {needs.most_common(1)[0][0]!r} has the largest sums. Read fewer sites with at=[...]"
+            f"{', or measure without intervals' if intervals else ''}."
+        )
 
 
 def sums_so_far(tree: SumTree) -> dict[str, Sums]:
@@ -560,3 +465,89 @@ def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, S
                 f"The kernel of {name!r} must return a dict of tensors whose shapes do not depend on the batch: {error}"
             ) from error
     return sums
+
+
+def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
+    """The cross-model statistics of each analyzer, which compare two models on different machines.
+
+    Raises:
+        LayersimError: an analyzer needs the activations of both models in one place.
+    """
+    by_name = {}
+    for name, analyzer in analyzers.items():
+        statistics = analyzer.exchange()
+        if statistics is None:
+            raise LayersimError(
+                f"{analyzer!r} needs the activations of both models in one place, but one of the models is on a server, and "
+                'they are not edits of one model there. Load both here, or use CKA(estimator="minibatch").'
+            )
+        by_name[name] = statistics
+    return by_name
+
+
+def exchange(
+    sources: Sequence[Source],
+    batches: Iterator[Batch],
+    analyzers: Mapping[str, Analyzer],
+    plan: SitePlan,
+    show: Callable[[str], None],
+) -> Iterator[list[PartialSums]]:
+    """Run each batch on one model after the other, and join the statistics of all models.
+
+    Args:
+        sources: the models.
+        batches: the batches, in the order of the data.
+        analyzers: the analyzers, by name.
+        plan: the sites that each analyzer reads.
+        show: function that shows a few words on the model that runs.
+    """
+    by_name = exchanges(analyzers)
+    kernels = [
+        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()}
+        | plan.kernels_of_sizes(analyzers, number)
+        for number in range(len(sources))
+    ]
+    for batch in batches:
+        sides = []
+        for number, source in enumerate(sources):
+            show(f"model {number + 1} of {len(sources)}")
+            sides.append(source.sums(batch, kernels[number]))
+        if any(len(leaves) != len(sides[0]) for leaves in sides):
+            # Of a model whose activations are not finite.
+            yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
+            continue
+        yield [PartialSums(batch.leaf, *_joined(by_name, leaves)) for leaves in zip(*sides, strict=True)]
+
+
+def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
+    """The sums of one leaf, joined from the statistics of all models; none for an analyzer without a pool that ends there."""
+    not_finite = [count for counts, _ in leaves for count in counts]
+    if any(bool(count.any()) for count in not_finite):
+        return not_finite, {}
+    out = {}
+    for name, item in by_name.items():
+        statistics = [own[name] for _, own in leaves]
+        out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
+        sizes = [own.get(SIZES + name, {}) for _, own in leaves]
+        # Each was number 0 in its own pass.
+        out[SIZES + name] = {f"{i}{key[1:]}": value for i, each in enumerate(sizes) for key, value in each.items()}
+    return not_finite, out
+
+
+def crossing(analyzers: Mapping[str, Analyzer], models: int, plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
+    """A sentence on the number of bytes that the comparison of models transfers.
+
+    Args:
+        analyzers: the analyzers, by name.
+        models: number of models.
+        plan: the sites that each analyzer reads.
+        sizes: sizes of the batches.
+    """
+    size = sum(
+        item.size(batch.rows, batch.density, len(choice.numbers))
+        for name, item in exchanges(analyzers).items()
+        for choice in plan.choices[name]
+        for batch in sizes
+    )
+    how = "on one model and then on the other" if models == 2 else f"on {models} models in turn"
+    return f"{len(sizes)} batches, each run {how}; {in_words(size)} are transferred in all."

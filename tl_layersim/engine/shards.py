@@ -1,301 +1,50 @@
-"""Shards, contiguous parts of the data that separate processes measure: their arguments, counts and files."""
+"""Shards, contiguous parts of the data that separate processes measure; and `merge`, the report from the files of all."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial, reduce
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..core.distributed import ALONE, Deal, rank_and_size
+from ..core.arguments import typed
+from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
-from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.storage import checksum, refuse_other_types, refuse_unwritable
-from ..core.sums import DataBlock, Sums, SumTree, Tally
+from ..core.results import Report
+from ..core.resumable_file import ResumableFile
+from ..core.storage import refuse_other_types, refuse_unwritable
+from ..core.sums import Sums, SumTree, Tally
 from ..core.wording import brief
-from ..data.batches import Batches, fingerprint, new_digest
-
-# Fields of a tally that JSON holds; the others are sums.
-PLAIN = ("batches", "sequences", "tokens", "digest", "seconds", "done")
-
-
-def open_checkpoint(
-    path: str | os.PathLike[str] | None, identity: Mapping[str, Any], deal: Deal = ALONE
-) -> tuple[ResumableFile, dict[str, Tally]]:
-    """Open the checkpoint file of an analysis on this rank, and read its tallies by pass; empty if there is no file yet.
-
-    Args:
-        path: path of the file, None for none; a rank above 0 appends its index.
-        identity: model, analyzers and data settings. A file of another run raises an error.
-        deal: the batches that this process takes.
-
-    Raises:
-        LayersimError: no file can be written at `path`, or the file there is damaged or of another run.
-    """
-    rank, size = rank_and_size()
-    own = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
-    refuse_unwritable(own, "checkpoint")
-    file = ResumableFile(own, "checkpoint", {**identity, "processes": size, "copies": deal.copies})
-    return file, file.resume(tallies_of) or {}
-
-
-def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
-    """Convert tallies by pass to the notes and tensors of a checkpoint file."""
-    passes: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    for label, tally in tallies.items():
-        tree = tally.tree
-        passes[label] = {name: getattr(tally, name) for name in PLAIN}
-        passes[label]["tree"] = {
-            "size": tree.size,
-            "start": tree.start,
-            "nodes": [[node.rows, node.tokens] for node in tree.nodes],
-            "names": list(tree.nodes[0].sums) if tree.nodes else [],
-        }
-        for number, node in enumerate(tree.nodes):
-            for name, own in node.sums.items():
-                tensors |= {f"{label} {number}/{name}/{key}": tensor for key, tensor in own.fields.items()}
-    return {"passes": passes}, tensors
-
-
-def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """Restore tallies by pass from the notes and tensors that `tallies_snapshot` made."""
-    return {label: _tally(label, kept, tensors) for label, kept in notes["passes"].items()}
-
-
-def _tally(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
-    plain = {name: kept[name] for name in PLAIN}
-    refuse_other_types(Tally, plain)
-    return Tally(**plain, tree=_tree(label, kept["tree"], tensors))
-
-
-def _tree(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SumTree:
-    shape = {"size": kept["size"], "start": kept["start"]}
-    refuse_other_types(SumTree, shape)
-    nodes = list[DataBlock]()
-    for number, (rows, tokens) in enumerate(kept["nodes"]):
-        counts = {"rows": rows, "tokens": tokens}
-        refuse_other_types(DataBlock, counts)
-        nodes.append(DataBlock(**counts, sums=_sums_of(f"{label} {number}", kept["names"], tensors)))
-    return SumTree(**shape, nodes=tuple(nodes))
-
-
-def _sums_of(heading: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
-    """The sums by analyzer, from the tensors whose keys begin with `heading`."""
-    fields: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for key, tensor in tensors.items():
-        own_heading, name, field_name = key.split("/", 2)
-        if own_heading == heading:
-            fields[name][field_name] = tensor
-    return {name: Sums(own) for name, own in fields.items()}
-
+from .analysis import FIRST, MAIN, Analysis, DataCounts, DataPart, FirstStage
+from .chosen_analyzers import AnalyzersArgument
+from .report_assembly import make_report, refuse_empty
+from .run import run
+from .run_files import model_of, restored_analyzers, sums_below, tallies_of
 
 SHARD_FILE = "shard"
-# Labels of the passes whose sums a file holds, as in a checkpoint.
-FIRST, MAIN = "first", "main"
-
-
-@dataclass(frozen=True)
-class DataCounts:
-    """Counts of all data, the same in all shards of a run.
-
-    Attributes:
-        batches: number of batches.
-        measured: number of batches with a counted position, which are divided among the shards.
-        sequences: number of rows.
-        tokens: number of counted positions.
-        digest: SHA-256 of all rows.
-        rows: number of rows in the measured batches.
-        capacity: number of rows in each batch but the last.
-    """
-
-    batches: int
-    measured: int
-    sequences: int
-    tokens: int
-    digest: str
-    rows: int
-    capacity: int
-
-    def within(self, number: int, of: int) -> range:
-        """Range of a shard among the batches with a counted position.
-
-        Args:
-            number: index of the shard.
-            of: number of shards of the run.
-
-        Examples:
-            >>> counts = DataCounts(8, 7, 14, 70, "", 14, 2)
-            >>> [list(counts.within(number, 3)) for number in range(3)]
-            [[0, 1], [2, 3], [4, 5, 6]]
-        """
-        return range(self.measured * number // of, self.measured * (number + 1) // of)
-
-
-@dataclass(frozen=True)
-class ShardPart:
-    """Contents of a shard's file, except for the tensors of its sums.
-
-    Attributes:
-        path: path of the file; for messages, any name of the part.
-        number: index of the shard, from 0.
-        of: number of shards of the run.
-        stage: "first" for the sums of a first pass, which the main pass continues from; "main" for the sums of a report.
-        identity: model, analyzers, options and version as plain data; the same in all shards of a run.
-        counts: counts of all data; None until the data was read to its end.
-        tallies: tallies by pass: the main pass, or the first pass if `stage` is "first".
-        first: sums of the first pass over all data, by analyzer; empty if no analyzer needs one or `stage` is "first".
-        notes: description of the model, the analyzers and the settings, from which the report is made.
-    """
-
-    path: str
-    number: int
-    of: int
-    stage: str
-    identity: Mapping[str, Any]
-    counts: DataCounts | None
-    tallies: Mapping[str, Tally]
-    first: Mapping[str, Sums]
-    notes: Mapping[str, Any]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the shard was measured to its end."""
-        return self.counts is not None and self.stage in self.tallies and self.tallies[self.stage].done
-
-    @property
-    def tally(self) -> Tally:
-        """Tally of the pass whose sums the file holds."""
-        return self.tallies[self.stage]
-
-    def save(self, path: Path) -> None:
-        """Write the part to the file of a shard.
-
-        Args:
-            path: path of the file.
-        """
-        (names, held), (notes, tensors) = first_notes(self.first), tallies_snapshot(self.tallies)
-        ResumableFile(path, SHARD_FILE).save({**self.notes, **names, **notes}, {**held, **tensors})
-
-
-class ShardFile(ResumableFile):
-    """The file of a shard, which is also its checkpoint.
-
-    Args:
-        path: path of the file; None to keep the sums of the shard in memory.
-        identity: identity of the run and the shard.
-        describe: function that returns the description that the file holds beside the tallies, at the moment of writing.
-    """
-
-    def __init__(self, path: Path | None, identity: Mapping[str, Any], describe: Callable[[], Snapshot]) -> None:
-        super().__init__(path, SHARD_FILE, identity)
-        self._describe = describe
-
-    def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write the tallies with the description of the run."""
-        more, held = self._describe()
-        return super().write({**more, **notes}, {**held, **tensors})
-
-    def resume_part(self) -> ShardPart | None:
-        """Read the state of the shard; None if there is no file yet."""
-        path = str(self.path)
-        return self.resume(lambda notes, tensors: part_of(path, notes, tensors))
-
-    def part(self, tallies: Mapping[str, Tally]) -> ShardPart:
-        """The state of the shard as its file would hold it.
-
-        Args:
-            tallies: tallies by pass, "first" or "main".
-        """
-        (more, held), (notes, tensors) = self._describe(), tallies_snapshot(tallies)
-        return part_of(str(self.path or "memory"), {**more, **notes, "identity": self.identity}, {**held, **tensors})
-
-
-def read_part(path: str | os.PathLike[str]) -> ShardPart:
-    """Read the file of a shard.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        LayersimError: the file is damaged, or is not the file of a shard.
-    """
-    return ResumableFile(path, SHARD_FILE).read(lambda notes, tensors: part_of(str(path), notes, tensors))
-
-
-def part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ShardPart:
-    """The part in a file, from its notes and tensors; malformed ones may raise any exception."""
-    identity = dict(notes["identity"])
-    number, of = identity.pop("shard")
-    stage = identity.pop("stage")
-    counts = None
-    if notes["counts"] is not None:
-        refuse_other_types(DataCounts, notes["counts"])
-        counts = DataCounts(**{field.name: notes["counts"][field.name] for field in fields(DataCounts)})
-    held = {"number": number, "of": of, "stage": stage}
-    refuse_other_types(ShardPart, held)
-    if not 0 <= number < of:
-        raise ValueError(f"shard {number} of {of}")
-    first = _sums_of("all first", notes["first"], tensors)
-    return ShardPart(
-        path, **held, identity=identity, counts=counts, tallies=tallies_of(notes, tensors), first=first, notes=notes
-    )
-
-
-def first_notes(first: Mapping[str, Sums]) -> Snapshot:
-    """The sums of the first pass over all data, in the form that a file holds."""
-    tensors = {f"all first/{name}/{key}": tensor for name, own in first.items() for key, tensor in own.fields.items()}
-    return {"first": list(first)}, tensors
-
-
-def digest_of(first: Mapping[str, Sums]) -> str:
-    """SHA-256 of the sums of a first pass; "" without a first pass."""
-    if not first:
-        return ""
-    whole = hashlib.sha256()
-    for name in sorted(first):
-        whole.update(checksum(name, dict(first[name].fields)).encode())
-    return whole.hexdigest()
-
-
 # A folder, a pattern or a path; or several paths.
 FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One of several shards of a run, and the file for its sums.
-
-    Attributes:
-        number: index of the shard, from 0.
-        of: number of shards of the run.
-        save_to: path of the shard's file.
-        first: files of the first stage; None if not given.
-    """
-
-    number: int
-    of: int
-    save_to: Path
-    first: tuple[Path, ...] | None = None
-
-
-def chosen_shard(
+def refuse_no_shard(
     shard: tuple[int, int] | None,
     save_to: str | os.PathLike[str] | None,
     first: FilesArgument | None,
     checkpoint: str | os.PathLike[str] | None,
     blocking: bool,
-) -> Shard | None:
-    """The shard that the arguments of `analyze` name; None for a run over all data.
+) -> None:
+    """Raise an error if the arguments `shard`, `save_to` and `first` of `analyze` do not fit one another or the others.
 
     Args:
-        shard: index of the shard and number of shards.
+        shard: index of the shard and number of shards; None for a run over all data.
         save_to: path of the shard's file.
         first: files of the first stage.
         checkpoint: the option `checkpoint`, which a shard does not take.
@@ -308,7 +57,7 @@ def chosen_shard(
         for name, value in (("save_to", save_to), ("first", first)):
             if value is not None:
                 raise LayersimError(f"`{name}` is {brief(value)}; it needs `shard`, such as shard=(0, 64).")
-        return None
+        return
     number, of = shard
     if not 0 <= number < of:
         raise LayersimError(
@@ -326,7 +75,6 @@ def chosen_shard(
             "ranks divide the data already."
         )
     refuse_unwritable(save_to, "save_to")
-    return Shard(number, of, Path(save_to), None if first is None else paths_of(first, "first"))
 
 
 def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
@@ -354,34 +102,279 @@ def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def refuse_one_shot(batches: Batches) -> None:
-    """Raise an error for data that can be read only once. A shard reads it twice: to count its batches, and to run.
+def run_shard(
+    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first: FirstStage | None
+) -> Path:
+    """Measure one shard of the data, and write its sums to a file that is also the shard's checkpoint.
 
     Args:
-        batches: the data.
+        analysis: model, data and analyzers.
+        identity: identity of the run as plain data, see `Analysis.identity`. A forward pass may change the model's description.
+        shard: index of the shard and number of shards.
+        path: path of the file.
+        first: result of the first stage; None in the first stage, or if there is none.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        LayersimError: an analyzer cannot use the model or the data, or the file or the first stage belongs to another run.
+        OSError: the file cannot be written.
     """
-    if batches.one_shot:
+    if analysis.batches.one_shot:
         raise LayersimError(
             "`data` can be read only once, and a shard reads it twice. Pass list(data), or "
             "datasets.Dataset.from_generator(...)."
         )
+    analysis.check()
+    if first is not None:
+        if not analysis.first_needs_model:
+            raise LayersimError("`first` is given, but no analyzer of this call has a first pass with the model.")
+        if words := differing_entries(identity, first.identity):
+            raise LayersimError(f"`first` holds the first stage of another run, with {words}.")
+    number, of = shard
+    # A first pass without the model is a part of each shard.
+    stage = FIRST if analysis.first_needs_model and first is None else MAIN
+    own = {"first": "" if first is None else first.digest, "shard": [number, of], "stage": stage}
+    file = ResumableFile(path, SHARD_FILE, {**identity, **own})
+    kept = file.resume(partial(_part_of, str(path)))
+    counts = analysis.counts if kept is None or kept.is_done else kept.counts
+    if kept is not None and kept.is_done:
+        if counts != kept.counts:
+            raise _other_data(f"`save_to` is {path}, the shard of other data", kept.counts, counts)
+        tqdm.write(f"{path} holds this shard already, and is complete.", file=sys.stderr)
+        return path
+    if first is not None and first.counts != counts:
+        raise _other_data("`first` holds the first stage of other data", first.counts, counts)
+    refuse_empty(Tally(sequences=counts.sequences, tokens=counts.tokens))
+    tallies = {} if kept is None else dict(kept.tallies)
+    part = DataPart(number=number, of=of, counts=counts, stage=stage, first=first)
+    file.write(*analysis.snapshot(part, tallies))
+    run(analysis, part, file, tallies)
+    if stage == FIRST:
+        names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
+        tqdm.write(
+            f"{path} holds the first stage of shard {number} of {of}, the first pass over the data for {names}. When all "
+            "shards have a first stage, call again with the files of all: "
+            "analyze(..., shard=(i, n), first=[files of the first stage], save_to=another path).",
+            file=sys.stderr,
+        )
+    return path
 
 
-def count_data(batches: Batches) -> DataCounts:
-    """Read and tokenise all data once, and count its batches, rows and tokens.
+def _other_data(given: str, then: DataCounts, now: DataCounts) -> LayersimError:
+    return LayersimError(f"{given}: {then.tokens} tokens in {then.sequences} rows, not {now.tokens} in {now.sequences}.")
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """Contents of a shard's file.
+
+    Attributes:
+        path: path of the file.
+        number: index of the shard, from 0.
+        of: number of shards of the run.
+        stage: "first" for the sums of a first pass, which the main pass continues from; "main" for the sums of a report.
+        identity: model, analyzers, options and version as plain data; the same in all shards of a run.
+        counts: counts of all data.
+        tallies: tallies by pass: the main pass, or the first pass if `stage` is "first".
+        first: sums of the first pass over all data, by analyzer; empty if no analyzer needs one or `stage` is "first".
+        notes: description of the model, the analyzers and the settings, from which the report is made.
+    """
+
+    path: str
+    number: int
+    of: int
+    stage: str
+    identity: Mapping[str, Any]
+    counts: DataCounts
+    tallies: Mapping[str, Tally]
+    first: Mapping[str, Sums]
+    notes: Mapping[str, Any]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the shard was measured to its end."""
+        return self.stage in self.tallies and self.tally.done
+
+    @property
+    def tally(self) -> Tally:
+        """Tally of the pass whose sums the file holds."""
+        return self.tallies[self.stage]
+
+
+def read_part(path: str | os.PathLike[str]) -> ShardPart:
+    """Read the file of a shard.
 
     Args:
-        batches: the data.
+        path: path of the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        LayersimError: the file is damaged, or is not the file of a shard.
     """
-    digest, marked = new_digest(), batches.data.selection.marked
-    number = measured = sequences = tokens = rows = capacity = 0
-    bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
-    with bar:
-        for batch in batches:
-            fingerprint(digest, batch, marked)
-            counted, size = int(batch.counted.sum()), len(batch.tokens)
-            number, sequences, tokens, capacity = number + 1, sequences + size, tokens + counted, batch.capacity
-            measured, rows = measured + (counted > 0), rows + size * (counted > 0)
-            bar.update(counted)
-    # As a pass over the data counts: no row, no digest.
-    return DataCounts(number, measured, sequences, tokens, digest.hexdigest() if number else "", rows, capacity)
+    return ResumableFile(path, SHARD_FILE).read(partial(_part_of, str(path)))
+
+
+def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ShardPart:
+    """The part in a file, from its notes and tensors; malformed ones may raise any exception."""
+    identity = dict(notes["identity"])
+    number, of = identity.pop("shard")
+    held = {"number": number, "of": of, "stage": identity.pop("stage")}
+    refuse_other_types(ShardPart, held)
+    refuse_other_types(DataCounts, notes["counts"])
+    counts = DataCounts(**{field.name: notes["counts"][field.name] for field in fields(DataCounts)})
+    if not 0 <= number < of:
+        raise ValueError(f"shard {number} of {of}")
+    tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
+    if any(tally.tree.start != start for label, tally in tallies.items() if label == held["stage"]):
+        raise ValueError(f"the sums do not begin after row {start}")
+    first = sums_below("all first", notes["first"], tensors)
+    return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, first=first, notes=notes)
+
+
+@typed
+def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -> Report:
+    """Add the sums of all shards of a run, and compute the report.
+
+    Batches are added in one order that depends on their number alone, so every number equals that of one process over all data
+    to the last bit, intervals included. Only `seconds` differs: it is the sum over all shards. Memory holds the sums of one
+    shard beside the total.
+
+    Args:
+        files: the files that `analyze(..., shard=(i, n), save_to=path)` wrote, in any order: paths, a folder that holds only
+            these files, or a pattern such as "parts/*.safetensors".
+        analyzers: the analyzers as they were given to `analyze`; needed if they are the user's own or hold tensors.
+
+    Returns:
+        The results by analyzer name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first stage; the message
+            names the files.
+
+    Examples:
+        >>> import os, tempfile
+        >>> import tl_layersim as lsim
+        >>> folder = tempfile.mkdtemp()
+        >>> model, texts = lsim.demo_model(), lsim.demo_text()[:8]
+        >>> for i in range(2):
+        ...     path = os.path.join(folder, f"part-{i}.safetensors")
+        ...     _ = lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"], shard=(i, 2), save_to=path)
+        >>> merged = lsim.merge(folder)
+        >>> bool((merged["cka"].values == lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"])["cka"].values).all())
+        True
+    """
+    parts = _in_order(map(_header_of, paths_of(files, "files")), MAIN)
+    tree, head, counts = _tree_of_shards(parts), parts[0], parts[0].counts
+    notes = head.notes
+    chosen = restored_analyzers(notes["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
+    # A first pass without a model is a part of each shard; one with a model has files of its own.
+    seconds = sum(tally.seconds for part in parts for tally in part.tallies.values()) + notes["first_seconds"]
+    tally = Tally(counts.batches, counts.sequences, counts.tokens, counts.digest, seconds, True, tree)
+    places = [place for part in parts for place in part.notes["places"]]
+    settings = notes["settings"] | ({"remote": places} if places else {})
+    models = {name: [model_of(own)] for name, own in notes["models"].items()}
+    blocks = None if tree.size is None else tree.blocks()
+    return make_report(chosen, models, tally, tree.total().sums, head.first, settings, blocks)
+
+
+def merged_first(files: Iterable[Path]) -> FirstStage:
+    """Add the first-stage sums of all shards.
+
+    Args:
+        files: the files of the first stage.
+
+    Raises:
+        LayersimError: a shard is missing, given twice, not finished, or of another run.
+    """
+    parts = _in_order(map(_header_of, files), FIRST)
+    total = _tree_of_shards(parts).total().sums
+    identity = {key: value for key, value in parts[0].identity.items() if key != "first"}
+    sums = {name: total[name] for name in identity["analyzers"] if name in total}
+    return FirstStage(sums, sum(part.tally.seconds for part in parts), parts[0].counts, identity)
+
+
+def _header_of(path: Path) -> ShardPart:
+    """The part in a file, without the tensors of its sums: one part at a time is held beside the total."""
+    part = read_part(path)
+    tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
+    return replace(part, tallies=tallies)
+
+
+def _tree_of_shards(parts: Sequence[ShardPart]) -> SumTree:
+    """The sums of all batches, from the files of all shards in order."""
+    trees = (read_part(part.path).tally.tree for part in parts)
+    return reduce(SumTree.join, trees)
+
+
+def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
+    """The shards in order of their index.
+
+    Raises:
+        LayersimError: a shard is missing, not finished, of another run, or given twice.
+    """
+    parts = list(headers)
+    others = [part for part in parts if part.stage != stage]
+    if others and stage == MAIN:
+        raise LayersimError(
+            f"Files of a first stage cannot be merged to a report: {_shard_names(others)}. Measure all shards with "
+            "first=[these files], and merge the files that these calls write."
+        )
+    if others:
+        raise LayersimError(f"`first` names files of the main pass: {_shard_names(others)}.")
+    here, head = version("tl_layersim"), parts[0]
+    if others := [part for part in parts if part.identity["version"] != here]:
+        then = others[0].identity["version"]
+        raise LayersimError(
+            f"Shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
+            "another meaning; install that version."
+        )
+    if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
+        words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
+        raise LayersimError(f"Shards belong to another run than {head.path}, with {words}: {_shard_names(others)}.")
+    if others := [part for part in parts if part.counts != head.counts]:
+        raise _other_data(f"Shards were measured on other data: {_shard_names(others)}", head.counts, others[0].counts)
+    if unfinished := [part for part in parts if not part.is_done]:
+        raise LayersimError(
+            f"Shards are not finished: {_shard_names(unfinished)}. The call with shard=({unfinished[0].number}, "
+            f"{unfinished[0].of}) continues from its file."
+        )
+    by_number = {part.number: part for part in parts}
+    if twice := [part for part in parts if by_number[part.number] is not part]:
+        raise LayersimError(f"Shards are given more than once: {_shard_names(twice)}.")
+    if count := head.of - len(parts):
+        # `of` comes from a file: no list is as long as it says.
+        missing = list(islice((number for number in range(head.of) if number not in by_number), 20))
+        words = ", ".join(map(str, missing)) + (" ..." if count > len(missing) else "")
+        raise LayersimError(
+            f"{count} of {head.of} shards {'is' if count == 1 else 'are'} missing: {words}. Pass their files too, or measure "
+            f"them with shard=({missing[0]}, {head.of}){' and without `first`' if stage == FIRST else ''}."
+        )
+    return [by_number[number] for number in range(head.of)]
+
+
+def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """The entries in which the identities of two runs differ, in words.
+
+    Args:
+        now: identity of this run.
+        then: identity of the other run.
+    """
+    names = {"models": "model", "code": "code of the analyzers", "first": "first stage", "version": "version of tl_layersim"}
+    words = []
+    for key in sorted(now.keys() | then.keys()):
+        mine, other = now.get(key), then.get(key)
+        if mine != other and key == "data" and isinstance(mine, dict) and isinstance(other, dict):
+            options = sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
+            words.append("other options " + ", ".join(f"{name}={other.get(name)!r}" for name in options))
+        elif mine != other:
+            words.append(f"other {names.get(key, key)}")
+    return " and ".join(words)
+
+
+def _shard_names(parts: Sequence[ShardPart]) -> str:
+    """Paths and indices of parts, cut after the first few."""
+    words = [f"{part.path} (shard {part.number})" for part in parts[:10]]
+    return ", ".join(words) + (f" and {len(parts) - 10} more" if len(parts) > 10 else "")

@@ -25,7 +25,17 @@ from ..core.sums import Sums
 from ..core.wording import brief, counted
 from ..data.batches import Batches
 from ..data.data import Data
-from ..engine.analyze_and_compare import SeveralAnalyzers, SharedKeywords, run_analysis
+from ..engine.analysis import Analysis
+from ..engine.analyze_and_compare import (
+    BaselineArgument,
+    SeveralAnalyzers,
+    SharedKeywords,
+    refuse_no_twin,
+    run_analysis,
+    seeds_of,
+    twin_of,
+    with_untrained,
+)
 from ..engine.chosen_analyzers import (
     choose_analyzers,
     is_several,
@@ -36,8 +46,6 @@ from ..engine.chosen_analyzers import (
 )
 from ..engine.plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from ..engine.report_assembly import record_of_models
-from ..engine.run import Analysis
-from ..engine.untrained import BaselineArgument, refuse_no_twin, seeds_of, twin_of, with_untrained
 from ..remote.open import open_source
 from ..sources.inputs import position_counter
 from ..sources.model import Model

@@ -27,10 +27,9 @@ from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
 from ..core.wording import brief
 from ..data.data import OPTIONS, Data
-from ..engine.analyze_and_compare import analyze
+from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from ..engine.plan import DEFAULT, AtArgument
-from ..engine.untrained import BaselineArgument
 from ..sources.open import is_nnsight
 from ..sources.out_of_memory import release_memory
 

@@ -1,114 +1,50 @@
-"""`NdifClient`: sends requests to an NDIF server, and repeats them after transient failures."""
+"""`NdifClient`: sends requests to an NDIF server, repeats them after transient failures, and explains other failures."""
 
 from __future__ import annotations
 
+import json
 import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from ..core.errors import LOG, LayersimError, without_login
-from .failures import ConnectionStalled, FailureMap, JobTooLong, TransientFailure, last_line
 from .server_status import ServerStatus, host_of, keep_logins_out_of_logs, parse_status, redacted
 
-# Seconds between two looks for Ctrl-C on systems whose locks do not notice it.
+# Words in a server's message that name a failure of the server. In a traceback only NO_SANDBOX does; others are the request's.
+TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
+NO_SANDBOX = "waiting for the runner socket"
+TOO_LONG = "exceeded the execution timeout"
+# A LayersimError that a kernel raised on the server, as the last line of a traceback shows it.
+REFUSAL = re.compile(r"LayersimError: (?P<message>.+)")
+
+
+class JobTooLong(Exception):
+    """The server ended a job that took longer than its operator allows."""
+
+
+class TransientFailure(Exception):
+    """A failure of the network or the server that may not recur."""
+
+
+class ModelNotRunning(TransientFailure):
+    """The server has not loaded the model and cannot load it now."""
+
+
+class ConnectionStalled(Exception):
+    """The server has sent nothing for a long time and does not respond to /ping."""
+
+
+# Seconds between two looks for Ctrl-C.
 SECONDS_PER_LOOK = 1.0
-
-
-class PreparedRequest:
-    """A serialised request. It can be sent again until its result arrives.
-
-    The caller's thread traces and serialises, because nnsight reads its frames and changes global state. Another thread sends
-    the bytes, receives messages, and downloads and decodes the result.
-
-    Args:
-        payload: the serialised trace.
-    """
-
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-        self._backend: Any = None
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether the request was sent, and `wait` has not returned its result yet."""
-        return self._backend is not None
-
-    @property
-    def queue_position(self) -> int:
-        """The request's highest position in the server's queue; 1 if no other request waited."""
-        return 1 if self._backend is None else int(self._backend.display.queue_position)
-
-    def start(self, backend: Any) -> None:
-        """Send the request in another thread.
-
-        Args:
-            backend: a backend from `NdifClient.backend` that holds the payload.
-        """
-        self._backend, self._result, self._error = backend, None, None
-        self._ended.clear()
-        # A daemon, so that Python may end while a job is queued.
-        threading.Thread(target=self._exchange, args=(backend,), daemon=True, name="ndif-request").start()
-
-    def _exchange(self, backend: Any) -> None:
-        try:
-            self._result = backend.exchange()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def wait(self) -> tuple[Any, Any]:
-        """Wait for the result, and return it with the backend that received it.
-
-        Raises:
-            Exception: the exception of the other thread. The request can then be sent again.
-        """
-        backend = self._backend
-        backend.display.show()
-        while not self._ended.wait(SECONDS_PER_LOOK):
-            pass
-        if self._error is not None:
-            self._backend = None
-            raise self._error
-        return self._result, backend
-
-    def abandon(self) -> None:
-        """Close the connection of a sent request whose result is not needed any more."""
-        if self._backend is not None:
-            self._backend.display.abandoned = True
-
-
 # Seconds without a message after which the connection is checked.
 SILENCE = 60.0
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """Status of a non-blocking job.
-
-    Attributes:
-        state: the server's name for the state of the job; None if the server does not know the job or is unreachable.
-        result: result of the job; None before it has completed.
-        failure: reason of a failure after which the job can be sent again; "" without such a failure.
-        halve: whether the job was too long, so that its batches are split into two jobs.
-        reached: whether the server responded.
-        final: an error that another attempt would raise again; None without such an error.
-    """
-
-    state: str | None
-    result: Any = None
-    failure: str = ""
-    halve: bool = False
-    reached: bool = True
-    final: Exception | None = None
 
 
 @dataclass
@@ -119,42 +55,27 @@ class JobDisplay:
         report: called with each status message of the server.
         ping: raises an error if the server does not respond.
         enabled: whether nnsight calls `refresh` ten times a second.
-        shown: whether messages are reported; False while an earlier request is running.
         abandoned: whether the result of the job is not needed any more.
         seconds: how long the job ran, from status RUNNING to status COMPLETED.
-        queue_position: the job's highest position in the server's queue; 1 for the next job to run.
     """
 
     report: Callable[[Any], None]
     ping: Callable[[], Any]
     enabled: bool = True
-    shown: bool = True
     abandoned: bool = False
     seconds: float = 0.0
-    queue_position: int = 1
     _last_message: float = field(default_factory=time.monotonic)
     _started: float | None = None
-    _last_response: Any = None
-
-    def show(self) -> None:
-        """Report the last message and all later ones."""
-        self.shown = True
-        if self._last_response is not None:
-            self.report(self._last_response)
 
     def update(self, response: Any) -> None:
-        """Record the time of a status message, and pass the message to `report` if messages are shown."""
+        """Record the time of a status message, and pass the message to `report`."""
         self._last_message = time.monotonic()
-        self._last_response = response
-        if place := re.search(r"position (\d+)", response.description or ""):
-            self.queue_position = max(self.queue_position, int(place[1]))
         status = response.status.value
         if status == "RUNNING" and self._started is None:
             self._started = self._last_message
         if status == "COMPLETED" and self._started is not None:
             self.seconds = self._last_message - self._started
-        if self.shown:
-            self.report(response)
+        self.report(response)
 
     def refresh(self) -> None:
         """Check the connection if no message has arrived for `SILENCE` seconds.
@@ -264,17 +185,8 @@ class NdifClient:
         self.model_key = model_key
         self.env = dict(env)
         self.say: Callable[[str], None] = quiet
-        self.requests, self.sent, self.received = 0, 0, 0
+        self.requests, self.bytes_sent, self.bytes_received = 0, 0, 0
         self.seconds = 0.0
-        self.failures = FailureMap(self.host, self.name, model_key, lambda: self.status)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a server may be unreachable before a run ends."""
-        return sum(WAITS)
 
     def request(self, run: Callable[[Any], T], patient: bool = True) -> T:
         """Send a request and return its result. After transient failures the request is sent again.
@@ -300,10 +212,10 @@ class NdifClient:
                 return attempt()
             except TransientFailure as error:
                 if number == len(waits):
-                    raise self.failures.given_up(error, len(waits) + 1) from None
+                    raise self.given_up(error, len(waits) + 1) from None
                 if "could not be read" in str(error) and number == 2:
                     # Three times the same failure of a payload is not the network's.
-                    raise self.failures.given_up(error, 3) from None
+                    raise self.given_up(error, 3) from None
                 reason, wait = last_line(str(error)), waits[number]
                 LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number + 2, len(waits) + 1, wait, reason)
                 for left in range(int(wait), 0, -1):
@@ -311,24 +223,20 @@ class NdifClient:
                     time.sleep(wait / int(wait))
         raise AssertionError
 
-    def _attempt(self, run: Callable[[Any], T]) -> T:
-        backend = self.backend(blocking=True)
+    def _attempt(self, run: Callable[[Any], T], backend: Any = None) -> T:
+        backend = backend or self.backend(blocking=True)
         try:
             result = run(backend)
         except LayersimError:
             raise
         except Exception as error:
-            raise self.failures.classify(error) from None
-        self._count(backend)
+            raise self.classify(error) from None
+        self.requests += 1
+        self.bytes_sent, self.bytes_received = self.bytes_sent + backend.sent, self.bytes_received + backend.received
+        self.seconds = backend.display.seconds
         return result
 
-    def _count(self, backend: Any) -> None:
-        """Count a request whose result has arrived."""
-        self.requests += 1
-        self.sent, self.received = self.sent + backend.sent, self.received + backend.received
-        self.seconds = backend.display.seconds
-
-    def prepare(self, run: Callable[[Any], Any]) -> PreparedRequest:
+    def prepare(self, run: Callable[[Any], Any]) -> bytes:
         """Trace and serialise a request without sending it.
 
         Args:
@@ -337,32 +245,53 @@ class NdifClient:
         backend = self.backend(blocking=True)
         backend.prepares = True
         run(backend)
-        return PreparedRequest(backend.payload)
+        payload: bytes = backend.payload
+        return payload
 
-    def send(self, request: PreparedRequest) -> None:
-        """Send a prepared request; another thread receives the result, and `finish` returns it."""
-        backend = self.backend(blocking=True)
-        backend.payload, backend.display.shown = request.payload, False
-        request.start(backend)
+    @contextmanager
+    def sent(self, payload: bytes) -> Iterator[Callable[[], Any]]:
+        """A context in which another thread sends a prepared request, and downloads and decodes its result.
 
-    def finish(self, request: PreparedRequest) -> Any:
-        """Return the result of a prepared request. It is sent if necessary, and again after transient failures.
+        The caller's thread traces and serialises, because nnsight reads its frames and changes global state.
 
-        Raises:
-            JobTooLong: the server ended the job.
-            LayersimError: see `request`.
+        Args:
+            payload: the request, which `prepare` made.
+
+        Yields:
+            Function that waits for the result and returns it. After transient failures it sends the request again. It raises
+            the exceptions of `request`.
         """
-        return self._repeated(lambda: self._finish_attempt(request))
+        backend, answer, is_first = self.backend(blocking=True), Future[Any](), True
+        backend.payload = payload
 
-    def _finish_attempt(self, request: PreparedRequest) -> Any:
-        if not request.is_sent:
-            self.send(request)
+        def exchange() -> None:
+            try:
+                answer.set_result(backend.exchange())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # A daemon, so that Python may end while a job is queued.
+        threading.Thread(target=exchange, daemon=True, name="ndif-request").start()
+
+        def first(_: Any) -> Any:
+            # On some systems waiting without an end does not notice Ctrl-C.
+            while not answer.done():
+                wait([answer], SECONDS_PER_LOOK)
+            return answer.result()
+
+        def again(other: Any) -> Any:
+            other.payload = payload
+            return other.exchange()
+
+        def attempt() -> Any:
+            nonlocal is_first
+            is_first, was_first = False, is_first
+            return self._attempt(first, backend) if was_first else self._attempt(again)
+
         try:
-            result, backend = request.wait()
-        except Exception as error:
-            raise self.failures.classify(error) from None
-        self._count(backend)
-        return result
+            yield lambda: self._repeated(attempt)
+        finally:
+            backend.display.abandoned = True
 
     def backend(self, blocking: bool, job_id: str | None = None) -> Any:
         """An nnsight backend for one job on this server, which counts bytes and reports progress through `say`."""
@@ -377,7 +306,9 @@ class NdifClient:
         if status in ("PROVISIONING", "DEPLOYING") or (status == "QUEUED" and "position 1." not in response.description):
             self.say(redacted(f"{status.lower()}: {response.description}", self.host)[:80])
         elif status == "RUNNING":
-            self.say(f"request {self.requests + 1}, {self.sent / 1e3:.0f} kB sent, {self.received / 1e3:.0f} kB back")
+            self.say(
+                f"request {self.requests + 1}, {self.bytes_sent / 1e3:.0f} kB sent, {self.bytes_received / 1e3:.0f} kB back"
+            )
 
     def submit(self, run: Callable[[Any], Any]) -> str:
         """Send a non-blocking request and return the id of its job.
@@ -395,21 +326,22 @@ class NdifClient:
         self.request(send)
         return job_ids[0]
 
-    def poll(self, job_id: str) -> JobStatus:
-        """The status of a non-blocking job."""
+    def poll(self, job_id: str) -> tuple[str | None, Any]:
+        """The state of a non-blocking job, None if the server does not know it; with its result or its failure.
+
+        Raises:
+            TransientFailure: the server cannot be reached, or the result cannot be downloaded now.
+        """
         backend = self.backend(blocking=False, job_id=job_id)
         try:
             result = backend.poll()
         except Exception as error:
-            failure, state = self.failures.classify(error), None if backend.status is None else backend.status.value
+            failure, state = self.classify(error), None if backend.status is None else backend.status.value
             if state != "ERROR" and isinstance(failure, TransientFailure):
-                # The connection or the download of the result failed, not the job.
-                return JobStatus(state if state != "COMPLETED" else "RUNNING", failure=last_line(str(failure)), reached=False)
-            if isinstance(failure, JobTooLong | TransientFailure):
-                return JobStatus("ERROR", failure=last_line(str(failure)), halve=isinstance(failure, JobTooLong))
-            return JobStatus("ERROR", failure=str(failure), final=failure)
-        self.received += backend.received
-        return JobStatus(None if backend.status is None else backend.status.value, result)
+                raise failure from None
+            return "ERROR", failure
+        self.bytes_received += backend.received
+        return None if backend.status is None else backend.status.value, result
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """The JSON at a path of the server.
@@ -429,11 +361,11 @@ class NdifClient:
             if code in (502, 503, 504):
                 text = f"{self.name} is not ready ({code}): {error.response.text[:200]}"
                 raise TransientFailure(redacted(text, self.host)) from None
-            raise self.failures.no_server(f"{path}: HTTP {code}") from None
+            raise self.no_server(f"{path}: HTTP {code}") from None
         except httpx.TransportError as error:
-            raise self.failures.no_server(f"{type(error).__name__}: {error}") from None
+            raise self.no_server(f"{type(error).__name__}: {error}") from None
         except (ValueError, RecursionError):
-            raise self.failures.no_server(f"{path}: a response that is not JSON") from None
+            raise self.no_server(f"{path}: a response that is not JSON") from None
 
     @cached_property
     def status(self) -> ServerStatus:
@@ -446,9 +378,97 @@ class NdifClient:
             self.get("/ping", timeout=10.0)
             status, env = self.get("/status", timeout=60.0), self.get("/env", timeout=60.0)
         except TransientFailure as error:
-            raise self.failures.given_up(error, 1) from None
+            raise self.given_up(error, 1) from None
         try:
             return parse_status(self.model_key, status, env)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             given = f"/status or /env: a response of another form ({type(error).__name__}: {error})"
-            raise self.failures.no_server(given) from error
+            raise self.no_server(given) from error
+
+    def classify(self, error: Exception) -> Exception:
+        """The class of a failure: `TransientFailure`, `JobTooLong`, or the error that ends the run."""
+        import httpx
+        import pydantic
+        import websocket
+        from nnsight.intervention.backends.remote import RemoteError
+
+        text = redacted(str(error), self.host)
+        broken = (websocket.WebSocketException, httpx.HTTPError, pydantic.ValidationError, json.JSONDecodeError)
+        if isinstance(error, (*broken, ConnectionStalled, OSError, EOFError)):
+            # The message may contain an address that gives access to a result.
+            first = re.sub(r"https?://[^ ]*", self.name, text.splitlines()[0] if text else "")
+            return TransientFailure(f"{type(error).__name__}: {first}")
+        if not isinstance(error, RemoteError):
+            return error
+        lower = text.lower()
+        if TOO_LONG in lower:
+            return JobTooLong(text.strip())
+        # The HTTP status, where there is one, belongs to the cause of nnsight's own error.
+        code = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if refusal := self._refused_by_server(text, code):
+            return refusal
+        if "error provisioning" in lower or "error starting model" in lower:
+            return ModelNotRunning(text)
+        if ours := re.search(REFUSAL, text):
+            return LayersimError(ours["message"])
+        unreached = isinstance(error.__cause__, httpx.TransportError)
+        words = (NO_SANDBOX,) if "traceback (most recent" in lower else TRANSIENT
+        if unreached or code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in words):
+            return TransientFailure(text)
+        return self._failed_on_server(text)
+
+    def _refused_by_server(self, text: str, code: int | None) -> LayersimError | None:
+        """The error for a request that the server rejected because of its API key or its package versions."""
+        from nnsight.schema.config import CONFIG
+
+        if code in (401, 403) or (code == 400 and "api key" in text.lower()):
+            return LayersimError(
+                f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent): {last_line(text)}. Set "
+                "NDIF_API_KEY before Python starts, or call nnsight.login()."
+            )
+        if code == 400 and "version" in text.lower():
+            return LayersimError(
+                f"{self.name} rejects requests from the installed versions: {last_line(text)}. It runs "
+                f"{', '.join(f'{name} {version}' for name, version in self.status.versions.items())}."
+            )
+        return None
+
+    def _failed_on_server(self, text: str) -> LayersimError:
+        """The error for a request that failed while it ran."""
+        if "out of memory" in text.lower():
+            return LayersimError(
+                f"A forward pass of this size does not fit into the free memory of the server: {last_line(text)}. Use a "
+                "smaller batch_size= or seq_len=."
+            )
+        do = "Try remote='local', which simulates the server in this process"
+        if self.status.differences:
+            do += f"; if that works, versions matter: {'; '.join(self.status.differences)}"
+        frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text)
+        where = " (line {1} of {0}, in {2})".format(*frames[-1]) if frames else ""
+        return LayersimError(f"The request failed on {self.name}: {last_line(text)}{where}. {do}.")
+
+    def given_up(self, error: Exception, attempts: int) -> LayersimError:
+        """The error that ends a run after this many attempts."""
+        if isinstance(error, ModelNotRunning):
+            running = ", ".join(self.status.running) or "none"
+            return LayersimError(
+                f"{self.name} does not run this model, and could not start it: {self.model_key.partition(':')[2]}: "
+                f"{last_line(str(error))}. It runs {running}."
+            )
+        return LayersimError(
+            f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}: {last_line(str(error))}. The "
+            "same call later continues a checkpoint= or a saved RemoteRun."
+        )
+
+    def no_server(self, given: str) -> LayersimError:
+        """The error for an address at which no NDIF server responds."""
+        return LayersimError(
+            f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, or "
+            "NDIF_HOST, nnsight's default."
+        )
+
+
+def last_line(text: str) -> str:
+    """The last line of a traceback or of a server's message. It names the failure."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[-1][:300].rstrip(".") if lines else "nothing"

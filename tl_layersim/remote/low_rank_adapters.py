@@ -21,11 +21,9 @@ from ..sources.hooks import frozen_weights
 from ..sources.inputs import fewest_logits
 from ..sources.nnsight import NNsightSource
 from ..sources.open import OpenedModel, is_nnsight
-from .client import quiet
-from .failures import JobTooLong
+from .client import JobTooLong, quiet
 from .open import open_source
-from .request_schedule import RequestSchedule
-from .shipped_source import ShippedSource
+from .requests import RequestSchedule, ShippedSource
 from .source import RemoteSource
 from .traces import remote_lens
 

@@ -60,7 +60,7 @@ CRITICAL = ("nnsight", "transformers", "torch")
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status of a server and of one model on it, before any request is run.
+    """What an NDIF server says about itself and one model, and what a request of one row has found.
 
     Attributes:
         running: names of the loaded models.
@@ -68,6 +68,10 @@ class ServerStatus:
         job_limit: time limit for a job in seconds; None if there is no limit or none is reported.
         versions: versions of Python, nnsight, transformers and torch on the server.
         differences: descriptions of versions that differ from this process.
+        server: address of the server; "" before the request.
+        trusted: whether requests run in the process with the weights. If False, they run in a sandbox without weights and
+            gradients.
+        devices: devices of the blocks, as kernels see them.
     """
 
     running: tuple[str, ...]
@@ -75,22 +79,9 @@ class ServerStatus:
     job_limit: float | None
     versions: Mapping[str, str]
     differences: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ServerOffer(ServerStatus):
-    """What an NDIF server allows its users to do with one model: its status, and what a request of one row has found.
-
-    Attributes:
-        server: address of the server.
-        trusted: whether requests run in the process with the weights. If False, they run in a sandbox without weights and
-            gradients.
-        devices: devices of the blocks, as kernels see them.
-    """
-
-    server: str
-    trusted: bool
-    devices: tuple[str, ...]
+    server: str = ""
+    trusted: bool = False
+    devices: tuple[str, ...] = ()
 
 
 def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:

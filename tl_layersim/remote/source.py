@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,26 +17,29 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
+from ..architectures.chosen_hook_points import site_map
 from ..architectures.points import HookPoint
-from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, shown, warn
+from ..core.errors import LOG, LayersimError, shown
 from ..data.batches import Batch
+from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
-from ..sources.inputs import fewest_logits, forward_arguments, smallest_arguments
+from ..sources.inputs import call_on, device_of, fewest_logits, forward_arguments, no_cache, smallest_arguments
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums
-from .client import NdifClient, PreparedRequest, quiet
-from .failures import JobTooLong
-from .order_without_weights import Order, order_without_weights, widths_without_weights
-from .request_schedule import MOST_BATCHES, RequestPipeline, RequestSchedule
-from .server_status import ServerOffer
-from .shipped_source import ShippedSource
+from .client import JobTooLong, NdifClient, quiet
+from .requests import RequestSchedule, ShippedSource
+from .server_status import ServerStatus
 from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
 
 T = TypeVar("T")
-# Bytes of one analyzer's sums above which a warning is given.
-LARGE_SUMS = 8e6
-# Bytes of the further inputs of one forward pass above which a warning is given.
-LARGE_INPUTS = 32e6
+# The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
+Order = tuple[tuple[int, ...], tuple[int, ...]]
+# Positional and keyword arguments of a forward pass.
+Arguments = tuple[Sequence[Tensor], Mapping[str, Any]]
+# Number of tokens of a forward pass.
+PROBE_POSITIONS = 4
+# What forward passes without weights raise where they depend on values.
+FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 class RemoteSource(NNsightSource, OnServer):
@@ -66,7 +69,6 @@ class RemoteSource(NNsightSource, OnServer):
         self.schedule = RequestSchedule(tokens_per_request)
         super().__init__(model, layers, unembed, remote)
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
-        self._warned: set[str] = set()
         self._frozen = ShippedSource()
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
@@ -87,14 +89,14 @@ class RemoteSource(NNsightSource, OnServer):
             stream="none" if self._model.stream == "unknown" else self._model.stream,
         )
 
-    def _ask_offer(self) -> ServerOffer:
+    def _ask_offer(self) -> ServerStatus:
         """Limits and properties of the server for this model, from its status and from a request with one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
-        found = vars(status) | {"dtype": f"torch.{status.dtype}" if status.dtype else facts["dtype"]}
+        dtype = f"torch.{status.dtype}" if status.dtype else facts["dtype"]
         devices = tuple(dict.fromkeys(facts["devices"]))
-        return ServerOffer(**found, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
+        return replace(status, dtype=dtype, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
 
     def _shares_model(self, other: NNsightSource) -> bool:
         place = (self.ndif.name, self.ndif.model_key, self.ndif.env)
@@ -109,24 +111,19 @@ class RemoteSource(NNsightSource, OnServer):
             "versions": dict(offer.versions),
             "requests": ndif.requests,
             "halved": self.schedule.lowered,
-            "bytes_sent": ndif.sent,
-            "bytes_received": ndif.received,
+            "bytes_sent": ndif.bytes_sent,
+            "bytes_received": ndif.bytes_received,
         }
 
     def refuse_larger(self, rows: int, positions: int) -> None:
         self.schedule.refuse_larger(rows, positions)
 
-    def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
-        width = self._model.d_model if self.reads_residual else max(self.widths, default=0)
-        memory = in_words(4 * len(self.sites) * samples * (width or 0))
-        held = f", of which the largest holds {memory} of activations on the server" if width else ""
-        limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
-        most_tokens = self.schedule.most_tokens
-        fewest = -(-count * positions // most_tokens) if most_tokens else -(-count // MOST_BATCHES)
+    def plan(self, passes: int, count: int, tokens: int) -> str:
+        offer = self.offer
+        limit = f"{offer.job_limit:g} s a job" if offer.job_limit else "no known limit of a job's time"
         return (
-            f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): "
-            f"{tokens:,} tokens in {count} forward passes{held}{', and all once more for a mean' if passes > 1 else ''}. "
-            f"{passes * fewest} or more requests. Only sums come back."
+            f"{offer.server} ({'trusted' if offer.trusted else 'sandboxed'}, {offer.dtype}, {limit}): {tokens:,} tokens in "
+            f"{count} forward passes{', and all once more for a mean' if passes > 1 else ''}. Only sums come back."
         )
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -136,7 +133,8 @@ class RemoteSource(NNsightSource, OnServer):
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
         try:
-            parts = partial_sums(self.ndif.finish(self._prepare([batch], kernels, joined=False))["found"])
+            with self.ndif.sent(self._request_for(self.ndif.prepare, [batch], kernels, False)) as result:
+                parts = partial_sums(result()["found"])
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
         return [(part.not_finite, {name: dict(one) for name, one in part.out.items()}) for part in parts]
@@ -167,19 +165,45 @@ class RemoteSource(NNsightSource, OnServer):
         say: Callable[[str], None],
         first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        self.ndif.say = say
-        schedule = self.schedule
+        schedule, waiting = self.schedule, deque[list[Batch]]()
         groups = schedule.groups(
             batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit), first_block
         )
-        pipeline = RequestPipeline(self.ndif, schedule, lambda group: self._prepare(group, kernels), self._halved)
+        failed: Exception | None = None
+
+        def next_request() -> tuple[list[Batch], bytes] | None:
+            """Read and serialise the next request. A failure is raised after the results of earlier requests."""
+            nonlocal failed
+            try:
+                group = waiting.popleft() if waiting else None if failed else next(groups, None)
+                while group is not None and len(group) > schedule.most_batches:
+                    group, rest = self._halved(group, None)
+                    waiting.appendleft(rest)
+                return None if group is None else (group, self._request_for(self.ndif.prepare, group, kernels, True))
+            except Exception as error:
+                failed = error
+                waiting.clear()
+                return None
+
+        self.ndif.say = say
         try:
-            with closing(pipeline.results(groups)) as results:
-                for group, result in results:
-                    schedule.measure(self.ndif.seconds, len(group))
-                    parts = partial_sums(result["found"])
-                    self._warn_of_large_sums(parts)
-                    yield parts
+            request = next_request()
+            while request is not None:
+                group, payload = request
+                # While a request runs, the next one is serialised.
+                with self.ndif.sent(payload) as result:
+                    request = next_request()
+                    try:
+                        found = result()
+                    except JobTooLong as error:
+                        halves = self._halved(group, error)
+                        waiting.extendleft([*([request[0]] if request else []), *reversed(halves)])
+                        request = next_request()
+                        continue
+                schedule.measure(self.ndif.seconds, len(group))
+                yield partial_sums(found["found"])
+            if failed is not None:
+                raise failed
         finally:
             # The progress bar that it wrote to has ended.
             self.ndif.say = quiet
@@ -207,35 +231,7 @@ class RemoteSource(NNsightSource, OnServer):
 
     def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> str:
         """Send a non-blocking request and return the id of its job."""
-        return self._request_for(self.ndif.submit, group, kernels, joined=True)
-
-    def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
-        """Warn once for each analyzer if it returns large sums."""
-        for name, one in parts[0].out.items():
-            size = sum(value.numel() * value.element_size() for value in one.values())
-            if size > LARGE_SUMS and name not in self._warned:
-                self._warned.add(name)
-                key, value = max(one.items(), key=lambda item: item[1].numel())
-                warnings.warn(
-                    f"{name!r} returns {size / 1e6:.0f} MB per request, most of it {key!r} of shape {tuple(value.shape)}.",
-                    LayersimWarning,
-                    stacklevel=2,
-                )
-
-    def _warn_of_large_inputs(self, batch: Batch) -> None:
-        """Warn once if the further inputs of a batch are large."""
-        sizes = {name: value.numel() * value.element_size() for name, value in batch.inputs.items()}
-        if sum(sizes.values()) > LARGE_INPUTS and "inputs of requests" not in self._warned:
-            self._warned.add("inputs of requests")
-            name = max(sizes, key=lambda name: sizes[name])
-            warn(
-                f"The inputs of each forward pass take {in_words(sum(sizes.values()))} of a request, most of it {name!r} of "
-                f"shape {tuple(batch.inputs[name].shape)}."
-            )
-
-    def _prepare(self, group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool = True) -> PreparedRequest:
-        """Prepare a request for the sums over batches, without sending it."""
-        return self._request_for(self.ndif.prepare, group, kernels, joined)
+        return self._request_for(self.ndif.submit, group, kernels, True)
 
     def _request_for(
         self, take: Callable[[Callable[[Any], None]], T], group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool
@@ -266,7 +262,6 @@ class RemoteSource(NNsightSource, OnServer):
             if not bool(batch.counted.any()):
                 continue
             args, options = forward_arguments(self.module, batch, self._model)
-            self._warn_of_large_inputs(batch)
             keep, kept = kept_of(batch)
             # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
@@ -302,3 +297,90 @@ def _model_key(model: Any, remote: bool | str) -> str:
             f"as 'org/{os.path.basename(name.rstrip('/')) or 'name'}'."
         ) from error
     return key
+
+
+def order_without_weights(
+    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], arguments: Arguments
+) -> Order:
+    """The order of hook points in a forward pass, and their widths, from a forward pass on the meta device.
+
+    If no such pass can run, the order is the order of `lsim.sites`, and the widths are empty.
+
+    Args:
+        module: the model.
+        blocks: module paths of its blocks.
+        points: the hook points.
+        arguments: arguments of a forward pass. On the meta device they have no values.
+
+    Raises:
+        LayersimError: a module does not run exactly once in a forward pass; or no forward pass can run here, and a point is not
+            a listed site.
+    """
+    found = _shown_by(module, points, [partial(_on_device, module, arguments), *_token_passes(module)])
+    return (_listed_order(module, blocks, points, found), ()) if isinstance(found, Exception) else found
+
+
+def widths_without_weights(module: torch.nn.Module, points: Sequence[HookPoint]) -> tuple[int, ...]:
+    """The widths of hook points, from a forward pass of token ids on the meta device; empty if no such pass can run.
+
+    Args:
+        module: the model.
+        points: the hook points.
+
+    Raises:
+        LayersimError: a module does not run exactly once in a forward pass.
+    """
+    found = _shown_by(module, points, _token_passes(module))
+    return () if isinstance(found, Exception) else found[1]
+
+
+def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequence[Callable[[], Any]]) -> Order | Exception:
+    """Order and widths of hook points, from the first forward pass that runs. Raises the last failure if none does."""
+    modules = {point.module: module.get_submodule(point.module) for point in points}
+    failed = Exception("no forward pass")
+    for run in passes:
+        try:
+            return firing_order(points, modules, run)
+        except LayersimError:
+            raise
+        except FAILURES as error:
+            failed = error
+    return failed
+
+
+def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
+    """Run the module on the arguments, moved to the device of its weights."""
+    args, options = arguments
+    # Masks are computed from values, which meta tensors do not have. Masks of four axes are in their final form.
+    given = {name: value for name, value in options.items() if not name.endswith("attention_mask") or value.dim() == 4}
+    return call_on(device_of(module), module, args, given)
+
+
+def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
+    """Arguments of forward passes of token ids, without a mask and with a 4D mask, which most decoders take as it is."""
+    tokens, mask = torch.zeros(1, PROBE_POSITIONS, dtype=torch.long), torch.zeros(1, 1, PROBE_POSITIONS, PROBE_POSITIONS)
+    options: dict[str, Any] = {**no_cache(module)}
+    name = "attention_mask"
+    if encoder_and_decoder(module):
+        options, name = options | {"decoder_input_ids": tokens}, "decoder_attention_mask"
+    return [partial(_on_device, module, ((tokens,), options | more)) for more in ({}, {name: mask})]
+
+
+def _listed_order(
+    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
+) -> tuple[int, ...]:
+    """The hook points in the order of `lsim.sites`, the order of computation.
+
+    Raises:
+        LayersimError: a point is not a listed site, so its place in the order is unknown.
+    """
+    place: dict[tuple[str, bool], int] = {}
+    for site in site_map(module, blocks).sites:
+        place.setdefault((site.point.module, site.point.incoming), len(place))
+    strange = [point for point in points if (point.module, point.incoming) not in place]
+    if strange:
+        raise LayersimError(
+            f"`at` names {strange[0].name}, whose place in the forward pass cannot be found without the model's weights "
+            f"({type(failed).__name__}: {str(failed)[:160]}). Use a site that lsim.sites(model) lists."
+        )
+    return tuple(sorted(range(len(points)), key=lambda number: place[points[number].module, points[number].incoming]))

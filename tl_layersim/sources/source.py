@@ -170,15 +170,13 @@ class OnServer(Source):
     """A source of a model on a server; its `stream` may run several batches per request."""
 
     @abstractmethod
-    def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
-        """Describe the requests, memory and time that a run needs.
+    def plan(self, passes: int, count: int, tokens: int) -> str:
+        """Describe a run on the server before it starts.
 
         Args:
             passes: number of passes over the data.
-            count: number of batches.
+            count: number of forward passes.
             tokens: number of tokens in all batches.
-            positions: number of positions of the largest batch, padding included.
-            samples: number of samples of the batch that has the most.
         """
 
     @abstractmethod

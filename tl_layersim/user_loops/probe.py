@@ -22,12 +22,10 @@ from ..core.wording import first_line
 from ..data.batches import new_digest
 from ..data.padding import as_mask
 from ..data.positions import Positions
-from ..engine.memory_checks import refuse_large_blocks
 from ..engine.plan import SitePlan
 from ..engine.report_assembly import make_report
-from ..engine.run import sums_of, sums_so_far
-from ..remote.trace_reader import PROBES, PassReader, ShippedProbe
-from ..remote.traces import partial_sums
+from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
+from ..remote.traces import PROBES, PassReader, ShippedProbe, partial_sums
 from ..sources.checks import refuse_not_finite, refuse_other_logits
 from ..sources.hooked import HookedSource
 from ..sources.hooks import kernels_alone
@@ -329,7 +327,7 @@ class LoopProbe(Probe):
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
             own = sums_of((name,), out, sums_so_far(self._tree))
             if self._intervals:
-                refuse_large_blocks(own)
+                check_memory(own, TYPICAL_LEAVES, True)
             return own[name]
         except Exception as error:
             self._fail(error)
@@ -409,13 +407,11 @@ class TraceProbe(Probe):
         return self
 
     def _reader(self) -> PassReader:
-        source, known = self._source, self._source.model
+        known = self._source.model
+        [reader] = self._source.readers()
         edges = {*known.starts, *known.ends}
         return PassReader(
-            source.envoy,
-            source.sites,
-            source.steps(),
-            source.lens,
+            reader,
             self._kernels,
             self._rule,
             known.mask_input,
@@ -479,7 +475,7 @@ class TraceProbe(Probe):
         refuse_not_finite(part.not_finite, [self._source.sites], f"forward pass {self._forwards}")
         own = sums_of(tuple(self._kernels), part.out, sums_so_far(self._tree))
         if self._intervals:
-            refuse_large_blocks(own)
+            check_memory(own, TYPICAL_LEAVES, True)
         self._sequences += read["rows"]
         self._tokens += read["tokens"]
         self._digest.update(read["hash"].numpy().tobytes())

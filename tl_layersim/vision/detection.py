@@ -27,10 +27,10 @@ from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.inputs import is_image
 from ..data.labels import LABELS
+from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import run_analysis
 from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
-from ..engine.run import Analysis
 from ..remote.open import open_source
 from ..sources.hooked import HookedSource
 from ..sources.model import Model

@@ -1,23 +1,26 @@
-"""Requests to a server: number of batches, size in bytes, and preparation of the next request while one runs."""
+"""Requests to a server: their number of batches, their size in bytes, and the source text of functions that they ship."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import linecache
+import sys
+import tokenize
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from ..activations.row_pools import AnyKernel
 from ..core.errors import LayersimError
+from ..core.functions import called_by, codes_in, plain_constants
 from ..core.sums import Sums, next_size, rows_in_block
 from ..data.batches import Batch
-from ..sources.nnsight import shippable
-from .client import NdifClient, PreparedRequest
-from .failures import JobTooLong
+from ..sources.nnsight import own_function, shippable
 from .traces import submit
 
 # Seconds that a request may take where the operator's limit is not known; where it is, a quarter of the limit at most.
@@ -35,12 +38,10 @@ class RequestSchedule:
     Attributes:
         most_batches: maximum number of batches in a request; it is lowered if the server ends a job because of its time limit.
         lowered: number of times that `most_batches` was lowered.
-        largest_completed: number of batches in the largest completed request.
     """
 
     def __init__(self, most_tokens: int | None) -> None:
         self.most_tokens, self.most_batches, self.lowered = most_tokens, MOST_BATCHES, 0
-        self.largest_completed = 0
         self._seconds_per_batch: float | None = None
 
     def refuse_larger(self, rows: int, positions: int) -> None:
@@ -112,7 +113,6 @@ class RequestSchedule:
     def measure(self, seconds: float, count: int) -> None:
         """Record the time of a completed job with this number of batches."""
         self._seconds_per_batch = max(seconds, 1e-3) / count
-        self.largest_completed = max(self.largest_completed, count)
 
     def lower(self, most_batches: int) -> None:
         """Limit later requests to this number of batches, after a job took too long."""
@@ -156,104 +156,70 @@ def _packed(data: bytes, level: int) -> int:
     return len(zstandard.ZstdCompressor(level=level).compress(data))
 
 
-# Number of requests of one run that are queued or running on the server at once.
-MOST_ON_SERVER = 2
+class ShippedSource:
+    """Source text of the files of shipped functions. Each file is read once, and every request of a run ships this text."""
 
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[int, None, list[str], str]] = {}
+        self._checked: set[FunctionType] = set()
 
-@dataclass
-class PlannedRequest:
-    """The batches of a request, the prepared request, and the error of reading or preparing it."""
+    @contextmanager
+    def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """A context in which `linecache` holds this text; its previous entries are restored at the end.
 
-    batches: list[Batch]
-    request: PreparedRequest | None = None
-    failure: Exception | None = None
+        Args:
+            kernels: functions that are shipped, by name.
 
-
-class RequestPipeline:
-    """Runs requests on a server and yields their results in the order of the data.
-
-    While a request runs, the next one is prepared. It is also sent, unless its size is new (two jobs would be lost if one
-    exceeds the server's time limit) or requests of other users wait in the queue.
-
-    Args:
-        ndif: the client.
-        schedule: chooses the number of batches in a request.
-        prepare: traces and serialises the request for a group of batches.
-        halve: splits a group in two, if its job exceeded the server's time limit or the group is now too large.
-    """
-
-    def __init__(
-        self,
-        ndif: NdifClient,
-        schedule: RequestSchedule,
-        prepare: Callable[[list[Batch]], PreparedRequest],
-        halve: Callable[[list[Batch], JobTooLong | None], tuple[list[Batch], list[Batch]]],
-    ) -> None:
-        self._ndif, self._schedule, self._prepare, self._halve = ndif, schedule, prepare, halve
-        self._planned: deque[PlannedRequest] = deque()
-
-    def results(self, groups: Iterator[list[Batch]]) -> Generator[tuple[list[Batch], Any], None, None]:
-        """Run groups of batches, and yield each group, or its halves, with the result of its request.
-
-        An error in reading or preparing a group is raised after the results of earlier groups.
+        Raises:
+            LayersimError: the file of a kernel has changed since it was imported.
         """
+        functions = {name: own_function(k) for name, k in kernels.items()}
+        roots = {"tl_layersim", *(function.__module__.split(".")[0] for function in functions.values())}
+        for module in list(sys.modules.values()):
+            path = getattr(module, "__file__", None)
+            if path and path.endswith(".py") and path not in self._entries and module.__name__.split(".")[0] in roots:
+                with tokenize.open(path) as file:
+                    lines = file.readlines()
+                self._entries[path] = (sum(map(len, lines)), None, lines, path)
+        for name, function in functions.items():
+            self._refuse_other_code(name, function)
+        # An entry without a modification time is never compared with the file again.
+        before = {path: linecache.cache.get(path) for path in self._entries}
+        linecache.cache.update(self._entries)
         try:
-            while True:
-                self._fill(groups)
-                if not self._planned:
-                    return
-                first = self._planned[0]
-                if first.failure is not None:
-                    raise first.failure
-                assert first.request is not None
-                try:
-                    result = self._ndif.finish(first.request)
-                except JobTooLong as error:
-                    self._split(0, error)
-                    continue
-                self._planned.popleft()
-                yield first.batches, result
+            yield
         finally:
-            for planned in self._planned:
-                if planned.request is not None:
-                    planned.request.abandon()
+            for path, entry in before.items():
+                if entry is None:
+                    linecache.cache.pop(path, None)
+                else:
+                    linecache.cache[path] = entry
 
-    def _fill(self, groups: Iterator[list[Batch]]) -> None:
-        """Send the first request, and prepare or send the next ones."""
-        for place in range(MOST_ON_SERVER):
-            if place == len(self._planned):
-                self._plan_next(groups)
-            if place == len(self._planned) or self._planned[place].failure is not None:
-                return
-            planned = self._planned[place]
-            if planned.request is not None and planned.request.is_sent:
-                continue
-            while len(self._planned[place].batches) > self._schedule.most_batches:
-                self._split(place, None)
-            planned = self._planned[place]
-            try:
-                planned.request = planned.request or self._prepare(planned.batches)
-            except Exception as error:
-                planned.failure = error
-                return
-            if place == 0 or self._may_follow(planned, self._planned[place - 1]):
-                self._ndif.send(planned.request)
-
-    def _plan_next(self, groups: Iterator[list[Batch]]) -> None:
+    def _refuse_other_code(self, name: str, function: Callable[..., Any]) -> None:
+        if not isinstance(function, FunctionType) or function in self._checked:
+            return
+        self._checked.add(function)
+        code = function.__code__
+        if code.co_filename not in self._entries:
+            # Code from a notebook or a console has no file that could change.
+            return
         try:
-            self._planned += [PlannedRequest(group) for group in [next(groups, None)] if group is not None]
-        except Exception as error:
-            self._planned.append(PlannedRequest([], failure=error))
+            whole = compile("".join(self._entries[code.co_filename][2]), code.co_filename, "exec", dont_inherit=True)
+            on_disk = {(other.co_qualname, other.co_firstlineno): other for other in codes_in(whole)}
+        except SyntaxError:
+            on_disk = {}
+        # The functions that a kernel calls are shipped with it.
+        for each in called_by([function]):
+            mine = each.__code__
+            if mine.co_filename != code.co_filename or _same(mine, on_disk.get((mine.co_qualname, mine.co_firstlineno))):
+                continue
+            raise LayersimError(
+                f"The file of the kernel of {name!r} has changed since it was imported: {each.__qualname__} in "
+                f"{code.co_filename}. Use importlib.reload(module), or restart Python."
+            )
 
-    def _may_follow(self, planned: PlannedRequest, before: PlannedRequest) -> bool:
-        """Whether a request may be sent before the previous one has completed."""
-        assert before.request is not None
-        known = len(planned.batches) <= self._schedule.largest_completed
-        return known and before.request.is_sent and before.request.queue_position == 1
 
-    def _split(self, place: int, error: JobTooLong | None) -> None:
-        """Replace a planned request by two smaller ones."""
-        halves = self._halve(self._planned[place].batches, error)
-        del self._planned[place]
-        for half in reversed(halves):
-            self._planned.insert(place, PlannedRequest(half))
+def _same(a: CodeType, b: CodeType | None) -> bool:
+    if b is None or a.co_code != b.co_code or a.co_names != b.co_names:
+        return False
+    return plain_constants(a) == plain_constants(b)

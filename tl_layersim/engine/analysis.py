@@ -1,0 +1,286 @@
+"""`Analysis`, the models, data and analyzers of a run; and `DataPart`, the part of the data that one call measures."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ..activations.view import Kernel
+from ..analyzers.analyzer import Analyzer, code_digest
+from ..core.distributed import ALONE, Deal
+from ..core.errors import LayersimError
+from ..core.resumable_file import Snapshot
+from ..core.storage import checksum
+from ..core.sums import MOST_BLOCKS, Sums, Tally
+from ..core.wording import duration_in_words
+from ..data.batches import Batches, fingerprint, new_digest
+from ..sources.model import Model
+from ..sources.source import OnServer, Source, running
+from .chosen_analyzers import refuse_large_heads
+from .plan import SitePlan
+from .run_files import model_notes, recipe_of, sums_snapshot, tallies_snapshot
+
+# Names of the passes over the data, as files hold them.
+FIRST, MAIN = "first", "main"
+
+
+@dataclass(frozen=True)
+class DataCounts:
+    """Counts of all data, the same in all shards of a run.
+
+    Attributes:
+        batches: number of batches.
+        measured: number of batches with a counted position, which are divided among the shards.
+        sequences: number of rows.
+        tokens: number of counted positions.
+        digest: SHA-256 of all rows.
+        rows: number of rows in the measured batches.
+        capacity: number of rows in each batch but the last.
+    """
+
+    batches: int
+    measured: int
+    sequences: int
+    tokens: int
+    digest: str
+    rows: int
+    capacity: int
+
+    def within(self, number: int, of: int) -> range:
+        """Range of a shard among the batches with a counted position.
+
+        Args:
+            number: index of the shard.
+            of: number of shards of the run.
+
+        Examples:
+            >>> counts = DataCounts(8, 7, 14, 70, "", 14, 2)
+            >>> [list(counts.within(number, 3)) for number in range(3)]
+            [[0, 1], [2, 3], [4, 5, 6]]
+        """
+        return range(self.measured * number // of, self.measured * (number + 1) // of)
+
+
+@dataclass(frozen=True)
+class FirstStage:
+    """Result of the first pass over all data, from all shards of the first stage.
+
+    Attributes:
+        sums: sums by analyzer.
+        seconds: time that all shards took together.
+        counts: counts of all data.
+        identity: identity of the run, see `Analysis.identity`.
+    """
+
+    sums: Mapping[str, Sums]
+    seconds: float
+    counts: DataCounts
+    identity: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the sums."""
+        whole = hashlib.sha256()
+        for name in sorted(self.sums):
+            whole.update(checksum(name, dict(self.sums[name].fields)).encode())
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """The batches and the passes of one call: all of them, or those of one rank or shard.
+
+    Attributes:
+        deal: the batches that this rank measures.
+        number: index of the shard.
+        of: number of shards. The batches with a counted position are divided among them in order.
+        counts: counts of all data; None if the data was not counted before.
+        stage: "first" to end after the first pass; else "main".
+        first: result of the first stage of all shards; None to run the first pass here.
+    """
+
+    deal: Deal = ALONE
+    number: int = 0
+    of: int = 1
+    counts: DataCounts | None = None
+    stage: str = MAIN
+    first: FirstStage | None = None
+
+    @property
+    def within(self) -> range | None:
+        """Range of this part among the batches with a counted position; None for all batches of this rank."""
+        return None if self.counts is None else self.counts.within(self.number, self.of)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Models, data and analyzers of a run.
+
+    Attributes:
+        sources: the models: one, or several to compare.
+        batches: the data; each batch holds whole pools of rows.
+        analyzers: the analyzers, by name.
+        plan: the sites that each analyzer reads.
+        opened_with: options with which the models were opened, for the record.
+        intervals: whether to keep the sums of blocks of the data, for confidence intervals.
+    """
+
+    sources: Sequence[Source]
+    batches: Batches
+    analyzers: Mapping[str, Analyzer]
+    plan: SitePlan
+    opened_with: Mapping[str, Any] = field(default_factory=dict)
+    intervals: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batches", replace(self.batches, pool_rows=self._pool_rows))
+
+    def _pool_rows(self, density: float) -> int:
+        return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a model runs on a server."""
+        return any(isinstance(source, OnServer) for source in self.sources)
+
+    @cached_property
+    def together(self) -> Source | None:
+        """Source that runs several models in one trace or request; None if they run one after the other.
+
+        On servers only for analyzers without cross-model statistics, as one model in a request is the smaller job.
+        """
+        if len(self.sources) == 1 or (self.is_remote and all(one.exchange() is not None for one in self.analyzers.values())):
+            return None
+        return self.sources[0].beside(self.sources[1:])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options with which data and models were opened."""
+        intervals = {"intervals": True} if self.intervals else {}
+        return self.batches.record() | dict(self.opened_with) | self.plan.record() | intervals
+
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        """The servers on which models ran."""
+        return [source.record() for source in self.sources if isinstance(source, OnServer)]
+
+    @property
+    def models(self) -> dict[str, list[Model]]:
+        """The models with the sites that each analyzer reads, by analyzer; a forward pass may complete the description."""
+        return self.plan.models_by_analyzer([source.model for source in self.sources], self.sources)
+
+    @cached_property
+    def first_kernels(self) -> dict[str, Kernel]:
+        """Kernels of the first pass, by analyzer; empty if no analyzer needs a first pass."""
+        return {
+            name: kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
+            for name, analyzer in self.analyzers.items()
+            if (kernel := analyzer.first_kernel()) is not None
+        }
+
+    @property
+    def first_needs_model(self) -> bool:
+        """Whether the first pass runs the model. It does not if it only counts tokens or labels."""
+        return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
+
+    def identity(self, argument: str | None) -> dict[str, Any]:
+        """Models, analyzers, data options and version: a call continues this run only if they are equal.
+
+        Args:
+            argument: see `Model.identity`.
+        """
+        return {
+            "models": [source.model.identity(argument) for source in self.sources],
+            "sites": [list(source.sites) for source in self.sources],
+            "analyzers": {
+                name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
+                for name, analyzer in self.analyzers.items()
+            },
+            "code": {name: code_digest(analyzer) for name, analyzer in self.analyzers.items()},
+            "data": self.settings,
+            "version": version("tl_layersim"),
+        }
+
+    @cached_property
+    def counts(self) -> DataCounts:
+        """Counts of all data, which is read and tokenised once for them."""
+        return count_data(self.batches)
+
+    def snapshot(self, part: DataPart, tallies: Mapping[str, Tally]) -> Snapshot:
+        """The tallies of a part of the data as a file holds them; of a shard, with the description that `merge` needs.
+
+        Args:
+            part: the part of the data.
+            tallies: tallies by pass, "first" or "main".
+        """
+        notes, tensors = tallies_snapshot(tallies)
+        if part.counts is None:
+            return notes, tensors
+        first = {} if part.first is None else part.first.sums
+        if part.stage == MAIN and FIRST in tallies:
+            first = tallies[FIRST].sums(self.first_kernels)
+        described = {
+            "counts": asdict(part.counts),
+            "models": {name: model_notes(own[0]) for name, own in self.models.items()},
+            "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
+            "settings": {**self.settings, **self.batches.row_counts()},
+            "places": self.places,
+            "first": list(first),
+            "first_seconds": 0.0 if part.first is None else part.first.seconds,
+        }
+        return {**described, **notes}, {**sums_snapshot("all first", first), **tensors}
+
+    def check(self) -> None:
+        """Raise an error if an analyzer cannot use a model or the options, and print how long a result takes after the pass."""
+        models = self.models
+        for name, analyzer in self.analyzers.items():
+            analyzer.check_sites(*models[name])
+            analyzer.check(*models[name])
+            if self.is_remote:
+                refuse_large_heads(analyzer)
+            if analyzer.prompts and self.batches.data.pack:
+                raise LayersimError(
+                    f"`pack` is True; it must be False for {type(analyzer).__name__}, which takes each row for a prompt."
+                )
+        for name, analyzer in self.analyzers.items():
+            # With intervals, a call for all data and for the data without each block.
+            times = 1 + MOST_BLOCKS * self.intervals
+            if (seconds := times * analyzer.compute_seconds(models[name][0])) >= 10:
+                took = f"{type(analyzer).__name__} takes about {duration_in_words(seconds)} on one core after the data pass."
+                tqdm.write(took, file=sys.stderr)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context in which the models run without dropout, and with the features that the analyzers need."""
+        with ExitStack() as stack:
+            for source in self.sources:
+                stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))
+            yield
+
+
+def count_data(batches: Batches) -> DataCounts:
+    """Read and tokenise all data once, and count its batches, rows and tokens.
+
+    Args:
+        batches: the data.
+    """
+    digest, marked = new_digest(), batches.data.selection.marked
+    number = measured = sequences = tokens = rows = capacity = 0
+    bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
+    with bar:
+        for batch in batches:
+            fingerprint(digest, batch, marked)
+            counted, size = int(batch.counted.sum()), len(batch.tokens)
+            number, sequences, tokens, capacity = number + 1, sequences + size, tokens + counted, batch.capacity
+            measured, rows = measured + (counted > 0), rows + size * (counted > 0)
+            bar.update(counted)
+    # As a pass over the data counts: no row, no digest.
+    return DataCounts(number, measured, sequences, tokens, digest.hexdigest() if number else "", rows, capacity)
