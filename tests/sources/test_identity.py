@@ -109,6 +109,39 @@ def acting_by(function):
     return of_block(change)
 
 
+class Scaled(torch.nn.Module):
+    """A block of a user: its output depends on an object, on a private attribute, on a tensor, and on code."""
+
+    def __init__(self, inner, **own):
+        super().__init__()
+        self.inner, self.options, self._by, self.shift = inner, Options(), 1.0, torch.zeros(1)
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def scaled(self, x):
+        return x * self.options.scale
+
+    def forward(self, x):
+        return self.scaled(self.inner(x)) * self._by + self.shift
+
+
+class Options:
+    def __init__(self, scale=1.0):
+        self.scale, self.itself = scale, self
+
+
+class Doubled(Scaled):
+    def scaled(self, x):
+        return 2 * super().scaled(x)
+
+
+Doubled.__qualname__ = Scaled.__qualname__
+
+
+def own_class(kind=Scaled, **own):
+    return of_block(lambda block: setattr(block, "mlp", kind(block.mlp, **own)))
+
+
 def with_lora(change):
     def make(model):
         peft = pytest.importorskip("peft")
@@ -141,6 +174,11 @@ CHANGES = {
     "function with other code": acting_by(lambda x: x * 3),
     "numbers": of_block(lambda block: setattr(block.mlp, "gains", [1.0, np.float32(2)])),
     "numbers with others": of_block(lambda block: setattr(block.mlp, "gains", [1.0, np.float32(3)])),
+    "own class": own_class(),
+    "own class with other options": own_class(options=Options(2.0)),
+    "own class with a private number": own_class(_by=2.0),
+    "own class with a tensor": own_class(shift=torch.ones(1)),
+    "own class with other code": own_class(Doubled),
     "module around": of_block(lambda block: setattr(block, "mlp", torch.nn.Sequential(block.mlp, torch.nn.Tanh()))),
     "LoRA": with_lora(lambda _: None),
     "LoRA with another scaling": with_lora(
@@ -223,6 +261,14 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_weights_are_the_same_model(name, tmp_path):
     assert identity(SAME[name](tiny_llama(), tmp_path)) == identity(tiny_llama()) == (hash_weights(tiny_llama()), "")
+
+
+def test_a_run_continues_in_another_folder(tmp_path):
+    first = called(lsim.analyze, tiny_llama(), TOKENS, **CALL, shard=(0, 2), save_to=tmp_path / "0.safetensors")
+    elsewhere = reloaded(tiny_llama(), tmp_path / "model")
+    second = called(lsim.analyze, elsewhere, TOKENS, **CALL, shard=(1, 2), save_to=tmp_path / "1.safetensors")
+    whole = called(lsim.analyze, tiny_llama(), TOKENS, **CALL)["cosine"].values
+    assert torch.equal(lsim.merge([first, second])["cosine"].values, whole)
 
 
 def test_hook_points_of_transformer_lens(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from types import BuiltinFunctionType, FunctionType
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from ..core.errors import LayersimError
-from ..core.functions import ValueNames, defined_in, digest_of_code
+from ..core.functions import ValueNames, defined_in
 from .hooks import every_module
 
 # Packed weights of GPTQ and AWQ, which are buffers.
@@ -265,7 +266,8 @@ WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
 # Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
 PASSING = {"training", "gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
 PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
-# Private attributes by which layers of PEFT compute; others are of how a model was made.
+PASSING |= {*vars(torch.nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "_compiled_call_impl"}
+# Private attributes by which layers of PEFT compute; others of libraries are of how a model was made.
 PRIVATE = {"_active_adapter", "_disable_adapters"}
 
 
@@ -305,8 +307,9 @@ class StoredWeights:
 def hash_weights(module: torch.nn.Module) -> str:
     """Checksum of a model's weights and module settings; "" if not all weights are in this process.
 
-    It has 12 hex digits and covers all bytes of parameters and buffers, and each module's class and plain attributes (numbers,
-    texts and collections of them), such as the epsilon of a norm or the scaling of a LoRA adapter.
+    It has 12 hex digits and covers all bytes of parameters and buffers, and each module's class and attributes (numbers, texts,
+    tensors, functions, objects of users' classes and collections of them), such as the epsilon of a norm or the scaling of a
+    LoRA adapter. Code of classes counts if it is neither Python's, PyTorch's nor of a library that loads and runs models.
 
     Equal bits have equal checksums on every device and in every memory layout. Dtypes, shapes and the order of the tensors
     count, names do not. For quantised weights, the stored integers and scales count. Weights that accelerate has offloaded are
@@ -335,7 +338,8 @@ def hash_weights(module: torch.nn.Module) -> str:
         known |= {id(tensor): digest} if is_own else {}
         whole.update(digest)
         count += 1
-    whole.update(repr([_settings_of(sub) for sub in every_module(module)]).encode())
+    texts = dict[int, tuple[Any, str | None]]()
+    whole.update(repr([_settings_of(sub, texts) for sub in every_module(module)]).encode())
     return whole.hexdigest()[:12] if count else ""
 
 
@@ -387,32 +391,58 @@ def _multipliers() -> tuple[Tensor, Tensor]:
     return lower, upper
 
 
-def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
-    """A module's class, and its plain attributes as names and texts."""
-    kept = {name for name in vars(module) if name in PRIVATE or not name.startswith("_")} - PASSING
+def _settings_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> list[Any]:
+    """The class of a module or another object, with the users' code in it, and its attributes as names and texts.
+
+    Args:
+        value: the object.
+        known: objects and classes with their texts, by `id`. The text of an object inside itself is None.
+    """
+    kind = type(value)
+    if id(kind) not in known:
+        inside = [getattr(item, "fget", getattr(item, "__func__", item)) for one in kind.__mro__ for item in vars(one).values()]
+        own = [item for item in inside if isinstance(item, FunctionType) and not _is_of_library(item)]
+        known[id(kind)] = kind, f"{kind.__module__}.{kind.__qualname__} {' '.join(map(ValueNames().function, own))}"
+    private = PRIVATE if _is_of_library(kind) else vars(value)
+    kept = {name for name in vars(value) if name in private or not name.startswith("_")} - PASSING
     # Libraries that place a model wrap its methods, such as `to`. `hooks_on` names a `forward` that is replaced.
-    kept -= {name for name in kept if callable(getattr(type(module), name, None))}
-    plain = [(name, text) for name in sorted(kept) if (text := _plain_text(vars(module)[name])) is not None]
-    return f"{type(module).__module__}.{type(module).__qualname__}", plain
+    kept -= {name for name in kept if callable(getattr(kind, name, None))}
+    texts = [(name, _text_of(vars(value)[name], known)) for name in sorted(kept)]
+    return [known[id(kind)][1], *(one for one in texts if one[1] is not None)]
 
 
-def _plain_text(value: Any) -> str | None:
-    """A text that is equal for equal numbers, texts, functions, and collections of these; None for other objects."""
+def _is_of_library(function: Any) -> bool:
+    root = defined_in(function).partition(".")[0]
+    return _is_own(function) or root == "torch" or root in sys.stdlib_module_names
+
+
+def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None:
+    """A text that is equal for equal numbers, texts, tensors, functions, objects of users' classes, and collections of these.
+
+    Modules, whose settings count on their own, and objects of libraries have none.
+    """
     if value is None or isinstance(value, str | bool | int | float | complex | np.generic):
         return repr(value)
+    if isinstance(value, Tensor):
+        return None if value.is_meta or hasattr(value, "placements") else digest_of_tensor(value).hex()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    if isinstance(value, partial):
-        return _plain_text([value.func, value.args, value.keywords])
-    if isinstance(value, FunctionType | BuiltinFunctionType):
-        code = digest_of_code([value]) if isinstance(value, FunctionType) else ""
-        return f"{value.__module__}.{value.__qualname__} {code}"
-    items = [list(item) for item in value.items()] if isinstance(value, dict) else value
-    if not isinstance(items, list | tuple | set | frozenset):
-        return None
-    # Of a collection with other objects too, the plain ones.
-    known = [text for item in items if (text := _plain_text(item)) is not None]
-    return None if items and not known else str(known if isinstance(value, list | tuple) else sorted(known))
+    if isinstance(value, FunctionType | BuiltinFunctionType | partial):
+        return ValueNames().function(value)
+    if id(value) in known:
+        return known[id(value)][1]
+    known[id(value)] = value, None
+    text = None
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        items = [list(item) for item in value.items()] if isinstance(value, dict) else value
+        # Of a collection with other objects too, those with a text.
+        texts = [one for item in items if (one := _text_of(item, known)) is not None]
+        if texts or not items:
+            text = str(texts if isinstance(value, list | tuple) else sorted(texts))
+    elif not isinstance(value, torch.nn.Module | type) and not _is_of_library(type(value)) and hasattr(value, "__dict__"):
+        text = str(_settings_of(value, known))
+    known[id(value)] = value, text
+    return text
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:

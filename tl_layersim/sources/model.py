@@ -131,7 +131,9 @@ class Model(ModelInputs):
         """
         if argument is not None:
             refuse_unknown(self.changes, argument)
-        return (self.name, self.config_hash, self.weights_hash, self.changes, self.source, self.basis, self.dtype)
+        # Another machine may have the same weights in another folder.
+        which = self.weights_hash or self.name
+        return (which, self.config_hash, self.changes, self.source, self.basis, self.dtype)
 
     @property
     def reads_rows(self) -> bool:
@@ -168,8 +170,9 @@ def describe(
     config = getattr(module, "config", None)
     text = text_config(config)
     if config is not None and hasattr(config, "to_dict"):
-        # Name and version tell from where a configuration was loaded, and do not belong to the model.
-        plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        # How a model was loaded does not belong to it, and its dtype is a field of its own.
+        loading = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+        plain = {k: v for k, v in config.to_dict().items() if k not in loading}
     else:
         plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
     first = next(module.parameters(), None)
