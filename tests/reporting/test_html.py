@@ -49,8 +49,8 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     found = lsim.compare(a, b, random_tokens(), [lsim.CKA(minibatch=16)], at="mlp_out")
     page = found.to_html(tmp_path / "r.html").read_text()
     assert (
-        "3 sites: blocks.0.hook_mlp_out to blocks.2.hook_mlp_out; second model: 2 sites: blocks.0.hook_mlp_out, blocks.1.hook_mlp_out."
-        in page
+        "3 sites: blocks.0.hook_mlp_out to blocks.2.hook_mlp_out; second model: 2 sites: blocks.0.hook_mlp_out, "
+        "blocks.1.hook_mlp_out." in page
     )
     one = lsim.analyze(a, random_tokens(), [lsim.CKA(minibatch=16)], at=["model.layers.1.mlp.up_proj", "blocks.0.hook_mlp_out"])
     page = one.to_html(tmp_path / "r.html").read_text()

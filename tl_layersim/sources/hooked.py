@@ -112,7 +112,7 @@ class StreamTest:
             self.strangers[path] = None
 
     def _leave(self, path: str, output: Tensor) -> None:
-        first, last = next(iter(self.modules)), next(reversed(self.modules))
+        first, last = next(iter(self.modules)), [*self.modules][-1]
         if path == first:
             # A new forward pass.
             self.strangers.clear()
