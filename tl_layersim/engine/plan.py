@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -195,11 +196,9 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
     """The optional families of an analyzer that the model has."""
     has = []
     for family in analyzer.optional_families:
-        try:
+        with suppress(LayersimError):
             source.hook_points(family, False)
-        except LayersimError:
-            continue
-        has.append(family)
+            has.append(family)
     return has
 
 
