@@ -37,7 +37,7 @@ from .chosen_analyzers import AnalyzersArgument
 from .plan import SiteChoice, SitePlan
 from .report_assembly import make_report, refuse_empty
 from .run import DataPass, PassState, Step
-from .run_files import below, model_notes, model_of, recipe_of, restored_analyzers, sums_below, sums_snapshot
+from .run_files import model_notes, model_of, recipe_of, restored_analyzers, sums_below, sums_snapshot, tensors_below
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def parsed(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
 
 
 def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
-    batches = [_batch(facts, below(f"batch/{number}/{place}/", tensors)) for place, facts in enumerate(item["batches"])]
+    batches = [_batch(facts, tensors_below(f"batch/{number}/{place}/", tensors)) for place, facts in enumerate(item["batches"])]
     parts = []
     for place, (count, names) in enumerate(item["parts"]):
         sums = sums_below(f"part/{number}/{place}", names, tensors)
@@ -144,7 +144,7 @@ def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
     """A batch, from its facts and tensors."""
     more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
     held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
-    return Batch(**{**facts, **more}, **held, inputs=below("input/", tensors))
+    return Batch(**{**facts, **more}, **held, inputs=tensors_below("input/", tensors))
 
 
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.
