@@ -62,8 +62,8 @@ def test_a_checkpoint_is_read(name):
         assert len(found) == 2
         assert {"look/0", "look/2", "weight/module.lm_head.weight"} <= set(storage.read(FILES / name, ("training",))[1])
     if name == "remote_run.run":
-        model, _, jobs = found
-        assert len(model.layers) == 4
+        _, models, _, jobs = found
+        assert [len(model.layers) for model in models.values()] == [4]
         assert jobs[0].state == "COMPLETED"
         assert [len(job.batches) for job in jobs] == [0, 2, 0]
 

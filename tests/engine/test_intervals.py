@@ -161,7 +161,7 @@ def test_a_file_keeps_the_intervals(tmp_path):
             assert type(one) is type(other)
 
 
-@pytest.mark.parametrize("at", [1, 20, 30, 45, 60])
+@pytest.mark.parametrize("at", [1, 30, 60])
 def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monkeypatch):
     """Thirty-four rows twice over: blocks of one row become blocks of two at the thirty-second."""
     model, data, path = tiny_llama(), rows(34), tmp_path / "run.safetensors"

@@ -166,7 +166,7 @@ def test_a_list_with_an_analyzer_twice_is_refused():
         lsim.analyze(tiny_llama(), ROWS, [lsim.LogitLens(norm="none"), lsim.LogitLens()])
 
 
-@pytest.mark.parametrize("name", ["a/b", "", "a b", "1st", "a.b", "a=b", "a,b", "_a", "é", 3, "../x", "a-b"])
+@pytest.mark.parametrize("name", ["a/b", "", "1st", "a=b", "_a", "é", 3])
 def test_a_name_that_a_file_or_an_option_cannot_hold_is_refused(name):
     with pytest.raises(lsim.LayersimError, match=f"`analyzers`.*{re.escape(repr(name))}"):
         lsim.analyze(tiny_llama(), ROWS, {name: lsim.Cosine(center="none")})

@@ -1,4 +1,4 @@
-"""Linear probes and task metrics of models on a server: sums there, fits here."""
+"""Linear probes of models on a server: sums there, fits here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .helpers import here
 pytestmark = [pytest.mark.filterwarnings("ignore:.*not those here.*:UserWarning")]
 
 
-@pytest.mark.parametrize("options", [{"positions": "last"}, {"positions": "mean"}, {"at": "z", "per_head": True}])
+@pytest.mark.parametrize("options", [{"positions": "mean"}, {"at": "z", "per_head": True}])
 def test_a_model_on_a_server_gives_the_answer_of_one_here(small, options):
     tokens = random_tokens(30, 6)
     how = {"probe": lsim.LinearProbe(labels=tokens[:, -1] % 3), "batch_size": 8, **options}
@@ -33,23 +33,3 @@ def test_held_out_data_of_its_own_on_a_server(small):
     far = lsim.linear_probe(lsim.open_model(small.model(), remote=small.url), data, probe, **parts)
     near = lsim.linear_probe(here(small, "llama"), data, probe, **parts)
     assert torch.equal(far.confusion, near.confusion)
-
-
-def test_a_run_that_is_not_waited_for(small):
-    tokens = random_tokens(30, 6)
-    probe = lsim.LinearProbe(labels=tokens[:, -1] % 2)
-    run = lsim.analyze(
-        lsim.open_model(small.model(), remote=small.url), lsim.Data(tokens, positions="last"), [probe], blocking=False
-    )
-    near = lsim.analyze(here(small, "llama"), lsim.Data(tokens, positions="last"), [probe])["linear_probe"]
-    assert torch.equal(run.result()["linear_probe"].confusion, near.confusion)
-
-
-def test_task_metrics_of_a_model_on_a_server(small):
-    tokens = random_tokens(8, 6)
-    far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(tokens, batch_size=3), "task_metrics")[
-        "task_metrics"
-    ]
-    near = lsim.analyze(here(small, "llama"), tokens, "task_metrics")["task_metrics"]
-    assert torch.equal(far.confusion, near.confusion)
-    assert torch.equal(far.mcc, near.mcc)

@@ -15,6 +15,7 @@ from .helpers import QUICK, local, lsim_analyzer
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
 
 ALL = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.Trajectory(), lsim.NeuralCollapse(), lsim.LogitLens(), lsim.Saturation()]
+ALL += [lsim.TaskMetrics()]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

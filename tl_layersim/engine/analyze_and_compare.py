@@ -197,6 +197,10 @@ def analyze(
 ) -> RemoteRun: ...
 @overload
 def analyze(
+    model: Any, data: Any, analyzers: AnalyzersArgument, *, blocking: bool, **options: Unpack[SharedKeywords]
+) -> Report | RemoteRun: ...
+@overload
+def analyze(
     model: Any,
     data: Any,
     analyzers: AnalyzersArgument,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -195,11 +196,9 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
     """The optional families of an analyzer that the model has."""
     has = []
     for family in analyzer.optional_families:
-        try:
+        with suppress(LayersimError):
             source.hook_points(family, False)
-        except LayersimError:
-            continue
-        has.append(family)
+            has.append(family)
     return has
 
 
@@ -245,9 +244,8 @@ def chosen_rule(
                 f"`positions` is 'mean', for which {type(analyzer).__name__} is not defined: the mean of a row has no next "
                 "token and no logits."
             )
-        for model in models:
-            _refuse_other_position(rule, analyzer, model)
-            _refuse_incomplete_rows(analyzer, model, skip_first)
+        for model in models if analyzer.reads_head else ():
+            _refuse_other_position(rule, skip_first, analyzer, model)
     return rule
 
 
@@ -310,25 +308,20 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
     return rules[0]
 
 
-def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model) -> None:
-    """Raise an error for the lens of a row classifier at a position that its head does not read."""
-    if not analyzer.reads_head or model.head is None or model.head.reads == "every":
+def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyzer, model: Model) -> None:
+    """Raise an error for the lens of a row classifier at a position that its head does not read, or at a part of a row."""
+    if model.head is None or model.head.reads == "every":
         return
-    own = _rule_of(model)
+    own, name = _rule_of(model), type(analyzer).__name__
     if rule not in ("all", own):
         allowed = "'all'" if own == "all" else f"{own!r} or 'all'"
         raise LayersimError(
-            f"`positions` is {Positions(rule).record()}; {type(analyzer).__name__} needs {allowed}, as the head of "
-            f"{model.name} reads {_head_reads(model.head.reads)} of a row."
+            f"`positions` is {Positions(rule).record()}; {name} needs {allowed}, as the head of {model.name} reads "
+            f"{_head_reads(model.head.reads)} of a row."
         )
-
-
-def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -> None:
-    """Raise an error for the lens of a head that reads whole rows, if some positions are left out."""
-    if skip_first and analyzer.reads_head and model.head is not None and model.head.reads == "rows":
+    if skip_first and model.head.reads == "rows":
         raise LayersimError(
-            f"`skip_first` is {skip_first}; it must be 0 for {type(analyzer).__name__}, as the head of {model.name} reads "
-            "whole rows."
+            f"`skip_first` is {skip_first}; it must be 0 for {name}, as the head of {model.name} reads whole rows."
         )
 
 

@@ -31,13 +31,13 @@ def sums_snapshot(prefix: str, sums: Mapping[str, Sums]) -> dict[str, Tensor]:
 def sums_below(prefix: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
     """The sums by name, from the tensors of `sums_snapshot`."""
     found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for key, tensor in below(f"{prefix}/", tensors).items():
+    for key, tensor in tensors_below(f"{prefix}/", tensors).items():
         name, _, field = key.partition("/")
         found[name][field] = tensor
     return {name: Sums(own) for name, own in found.items()}
 
 
-def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose keys begin with `prefix`, without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 

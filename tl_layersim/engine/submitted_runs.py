@@ -37,7 +37,7 @@ from .chosen_analyzers import AnalyzersArgument
 from .plan import SiteChoice, SitePlan
 from .report_assembly import make_report, refuse_empty
 from .run import DataPass, PassState, Step
-from .run_files import below, model_notes, model_of, recipe_of, restored_analyzers, sums_below, sums_snapshot
+from .run_files import model_notes, model_of, recipe_of, restored_analyzers, sums_below, sums_snapshot, tensors_below
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class RunHeader:
         analyzers: by name, class, options and code of an analyzer, see `recipe_of`.
         settings: how data and model were opened.
         sent: when the jobs were sent.
-        place: facts about the server.
-        traffic: number of requests and bytes so far.
+        place: facts about the server, with the number of requests and bytes before this process.
         first: names of the analyzers with sums of a first pass.
         first_block: number of rows in the first block of the data; None without intervals.
         kernels: names of the kernels.
@@ -67,7 +66,6 @@ class RunHeader:
     settings: dict[str, Any]
     sent: float
     place: dict[str, Any]
-    traffic: dict[str, int]
     first: list[str]
     first_block: int | None
     kernels: list[str]
@@ -101,6 +99,8 @@ class Job:
         return sum(len(step.tokens) * step.leaf for step in self.steps if step.measured)
 
 
+# Entries of `RunHeader.place` that are also attributes of `NdifClient`.
+TRAFFIC = ("requests", "bytes_sent", "bytes_received")
 # The description, the model by analyzer, the sums of the first pass by analyzer, and the jobs.
 KeptRun = tuple[RunHeader, dict[str, Model], dict[str, Sums], list[Job]]
 
@@ -110,25 +110,19 @@ def parsed(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
     plain = {name: notes[name] for name in RunHeader.__annotations__}
     refuse_other_types(RunHeader, plain)
     header = RunHeader(**plain)
-    for recipe in header.analyzers.values():
-        refuse_other_types(_Recipe, {name: recipe[name] for name in _Recipe.__annotations__})
-    for name in TRAFFIC:
-        header.traffic[name]
+    if not all(
+        isinstance(recipe["options"], dict) and isinstance(recipe["class"], str) for recipe in header.analyzers.values()
+    ):
+        raise TypeError("analyzers of other types")
+    if not all(type(header.place[name]) is int for name in TRAFFIC):
+        raise TypeError("traffic of other types")
     models = {name: model_of(header.models[name]) for name in header.analyzers}
     jobs = [_job(number, item, tensors) for number, item in enumerate(notes["jobs"])]
     return header, models, sums_below("first", header.first, tensors), jobs
 
 
-@dataclass
-class _Recipe:
-    """Types of two entries of `recipe_of`."""
-
-    options: dict[str, Any]
-    code: str
-
-
 def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
-    batches = [_batch(facts, below(f"batch/{number}/{place}/", tensors)) for place, facts in enumerate(item["batches"])]
+    batches = [_batch(facts, tensors_below(f"batch/{number}/{place}/", tensors)) for place, facts in enumerate(item["batches"])]
     parts = []
     for place, (count, names) in enumerate(item["parts"]):
         sums = sums_below(f"part/{number}/{place}", names, tensors)
@@ -150,11 +144,9 @@ def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
     """A batch, from its facts and tensors."""
     more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
     held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
-    return Batch(**{**facts, **more}, **held, inputs=below("input/", tensors))
+    return Batch(**{**facts, **more}, **held, inputs=tensors_below("input/", tensors))
 
 
-# Entries of the traffic that a result records.
-TRAFFIC = ("requests", "bytes_sent", "bytes_received")
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.
 TOKENS_PER_REQUEST = 8192
 # Seconds between two polls of the jobs, and until a job that the server does not know counts as lost.
@@ -263,7 +255,7 @@ class RemoteRun:
                     "parts": [[part.count, list(part.out)] for part in job.parts],
                 }
             )
-        header = asdict(replace(self._header, traffic=self._traffic())) | {"jobs": jobs, "version": version("tl_layersim")}
+        header = asdict(replace(self._header, place=self._place())) | {"jobs": jobs, "version": version("tl_layersim")}
         ResumableFile(path, KIND).write(header, tensors | sums_snapshot("first", self._first))
         return Path(path)
 
@@ -339,15 +331,14 @@ class RemoteRun:
             tally,
             tally.tree.total().sums,
             self._first,
-            {**header.settings, "remote": [{**header.place, **self._traffic()}]},
+            {**header.settings, "remote": [self._place()]},
             None if tally.tree.size is None else tally.tree.blocks(),
         )
 
-    def _traffic(self) -> dict[str, int]:
-        """Number of requests and bytes, including earlier processes."""
-        ndif = self._ndif
-        now = zip(TRAFFIC, (ndif.requests, ndif.bytes_sent, ndif.bytes_received), strict=True)
-        return {name: self._header.traffic[name] + value for name, value in now}
+    def _place(self) -> dict[str, Any]:
+        """Facts about the server, with the number of requests and bytes of this process and earlier ones."""
+        before = self._header.place
+        return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 
 
 def start(data_pass: DataPass) -> RemoteRun:
@@ -378,8 +369,7 @@ def start(data_pass: DataPass) -> RemoteRun:
         analyzers={name: recipe_of(analyzer) for name, analyzer in analysis.analyzers.items()},
         settings=analysis.settings | analysis.batches.row_counts(),
         sent=sent,
-        place=source.record(),
-        traffic=dict.fromkeys(TRAFFIC, 0),
+        place=source.record() | dict.fromkeys(TRAFFIC, 0),
         first=list(data_pass.first),
         first_block=data_pass.first_block,
         kernels=list(kernels),

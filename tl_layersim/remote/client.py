@@ -261,7 +261,24 @@ class NdifClient:
             Function that waits for the result and returns it. After transient failures it sends the request again. It raises
             the exceptions of `request`.
         """
-        backend, answer, is_first = self.backend(blocking=True), Future[Any](), True
+        sending = [self._send(payload)]
+
+        def attempt() -> Any:
+            backend, answer = sending.pop() if sending else self._send(payload)
+            try:
+                return self._attempt(lambda _: _waited_for(answer), backend)
+            finally:
+                backend.display.abandoned = True
+
+        try:
+            yield lambda: self._repeated(attempt)
+        finally:
+            for backend, _ in sending:
+                backend.display.abandoned = True
+
+    def _send(self, payload: bytes) -> tuple[Any, Future[Any]]:
+        """Send a prepared request in another thread; return its backend and its result."""
+        backend, answer = self.backend(blocking=True), Future[Any]()
         backend.payload = payload
 
         def exchange() -> None:
@@ -272,26 +289,7 @@ class NdifClient:
 
         # A daemon, so that Python may end while a job is queued.
         threading.Thread(target=exchange, daemon=True, name="ndif-request").start()
-
-        def first(_: Any) -> Any:
-            # On some systems waiting without an end does not notice Ctrl-C.
-            while not answer.done():
-                wait([answer], SECONDS_PER_LOOK)
-            return answer.result()
-
-        def again(other: Any) -> Any:
-            other.payload = payload
-            return other.exchange()
-
-        def attempt() -> Any:
-            nonlocal is_first
-            is_first, was_first = False, is_first
-            return self._attempt(first, backend) if was_first else self._attempt(again)
-
-        try:
-            yield lambda: self._repeated(attempt)
-        finally:
-            backend.display.abandoned = True
+        return backend, answer
 
     def backend(self, blocking: bool, job_id: str | None = None) -> Any:
         """An nnsight backend for one job on this server, which counts bytes and reports progress through `say`."""
@@ -466,6 +464,13 @@ class NdifClient:
             f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, or "
             "NDIF_HOST, nnsight's default."
         )
+
+
+def _waited_for(answer: Future[T]) -> T:
+    # On some systems waiting without an end does not notice Ctrl-C.
+    while not answer.done():
+        wait([answer], SECONDS_PER_LOOK)
+    return answer.result()
 
 
 def last_line(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -325,9 +326,10 @@ class RemoteDescent:
         source = self.source
         if not isinstance(source, RemoteSource):
             for number in range(start, count):
-                what = (item_of(number), state, self.weights, source.where)
-                sums, state = _local_trace(source.envoy, source.blocks, self._unembed, self.at, *what)
-                yield [(sums, len(what[0]["targets"]))], state
+                item = item_of(number)
+                here = (source.envoy, source.blocks, self._unembed, self.at, item, state, self.weights, source.where)
+                sums, state = _local_trace(*here)
+                yield [(sums, len(item["targets"]))], state
             return
         source.ndif.say = say
         try:
@@ -335,7 +337,9 @@ class RemoteDescent:
                 most = self._schedule.affordable(source.offer.job_limit)
                 work = [item_of(number) for number in range(start, min(count, start + most))]
                 try:
-                    losses, state = self._ask(source, work, state)
+                    what = (self._unembed, self.at, work, state, self.weights)
+                    with self._frozen.in_place({"training": step_or_evaluate}):
+                        losses, state = source.ndif.request(partial(_session, source.envoy, source.blocks, *what))
                 except JobTooLong as error:
                     if len(work) == 1:
                         raise _too_long(work[0], source, error) from None
@@ -346,11 +350,6 @@ class RemoteDescent:
                 yield [(sums, len(item["targets"])) for sums, item in zip(losses, work, strict=True)], state
         finally:
             source.ndif.say = quiet
-
-    def _ask(self, source: RemoteSource, work: list[Item], state: Parts) -> tuple[list[Tensor], Parts]:
-        what = (self._unembed, self.at, work, state, self.weights)
-        with self._frozen.in_place({"training": step_or_evaluate}):
-            return source.ndif.request(lambda backend: _session(source.envoy, source.blocks, *what, backend))
 
 
 def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:

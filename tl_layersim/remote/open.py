@@ -19,8 +19,7 @@ from ..sources.nnsight import NNsightSource
 from ..sources.open import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
 from ..sources.source import HasModule, Source
 from ..sources.split_model import LocalSplitModel, SplitModel
-from .remote_split_model import RemoteSplitModel
-from .source import RemoteSource
+from .source import RemoteSource, RemoteSplitModel
 
 
 @typed

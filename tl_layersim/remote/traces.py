@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 import pkgutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -399,20 +398,9 @@ class ShippedProbe:
         return operator.call, (ReceivingFunction(), self.key, self.ticket, self.passes)
 
 
-class Receiver(Protocol):
-    """A probe that receives sums of requests.
-
-    Attributes:
-        sent: tickets of the requests whose results have not arrived.
-    """
-
-    sent: set[str]
-
-    def add(self, read: Mapping[str, Any]) -> None:
-        """Add the sums of one forward pass, the output of `PassReader.read`."""
-
-
-PROBES: WeakValueDictionary[str, Receiver] = WeakValueDictionary()
+# Probes by key. `sent` of a probe holds the tickets of the requests whose results have not arrived; `add` takes the output of
+# `PassReader.read`.
+PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def receive(key: str, ticket: str, passes: list[dict[str, Any]]) -> Any:
