@@ -129,7 +129,7 @@ def _run(name: str, code: list[str], environment: dict[str, str], folder: str) -
     # Sockets in the file system: nobody else on the machine can speak to the kernel.
     sockets = Config(KernelManager={"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))})
     where = {"metadata": {"path": folder}}
-    client = NotebookClient(notebook, config=sockets, timeout=None, resources=where)
+    client = NotebookClient(notebook, config=sockets, timeout=None, resources=where, coalesce_streams=True)
     try:
         client.execute(env={**os.environ, **environment})
     except CellExecutionError as error:

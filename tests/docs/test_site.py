@@ -141,7 +141,7 @@ def test_headings_of_the_api_are_what_is_imported(site):
     headings = []
     for page in sorted((site / "api").glob("*.html")):
         for heading in re.findall(
-            r'<h[23] id="tl_layersim[^"]*" class="doc doc-heading">(.*?)</h[23]>', page.read_text(), re.DOTALL
+            r'<h[234] id="tl_layersim[^"]*" class="doc doc-heading">(.*?)</h[234]>', page.read_text(), re.DOTALL
         ):
             headings.append(unescape(re.sub(r"<[^>]+>|¶", "", heading)).strip().split()[0])
     public = {name.removeprefix("tl_layersim.") for name in headings if name.startswith("tl_layersim.")}
