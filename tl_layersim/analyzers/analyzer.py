@@ -114,6 +114,7 @@ class Analyzer(ABC):
         - `prompts`: whether each row must be a text of its own, so that packed rows raise an error.
         - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
             dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
+        - `by_statistics`: whether models to compare run one after another, so that only their statistics of a batch are held.
     """
 
     name: ClassVar[str]
@@ -131,6 +132,7 @@ class Analyzer(ABC):
     needs_rows: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
     weighs: ClassVar[tuple[Weight, ...]] = ()
+    by_statistics: ClassVar[bool] = False
 
     @property
     def whole_rows(self) -> bool:
@@ -155,11 +157,6 @@ class Analyzer(ABC):
     def needs_positions(self) -> bool:
         """Whether samples must be single positions, because the mean of a row has no lens, next token or block call."""
         return self.needs_unembed or self.needs_calls
-
-    @property
-    def by_statistics(self) -> bool:
-        """Whether models to compare run one after another, so that only their statistics of a batch are held."""
-        return False
 
     @property
     def label_source(self) -> str:

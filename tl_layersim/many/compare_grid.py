@@ -71,6 +71,7 @@ class AllPairs(Analyzer):
     def __post_init__(self) -> None:
         for name in OF_MEASURE:
             object.__setattr__(self, name, getattr(self.measure, name))
+        object.__setattr__(self, "by_statistics", self.measure.exchange() is not None)
         if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
             raise LayersimError(
                 f"`distance` is None, and the result of {type(self.measure).__name__} has no distance of its own. Pass a "
@@ -107,10 +108,6 @@ class AllPairs(Analyzer):
     @property
     def needs_positions(self) -> bool:
         return self.measure.needs_positions
-
-    @property
-    def by_statistics(self) -> bool:
-        return self.measure.exchange() is not None
 
     @property
     def label_source(self) -> str:
