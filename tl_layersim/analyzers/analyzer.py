@@ -351,19 +351,18 @@ def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Mode
     return [(models[0], models[-1])]
 
 
-def listed(names: Iterable[str], more: str = "others") -> str:
+def listed(names: Iterable[str]) -> str:
     """The first four names as text, and how many more there are.
 
     Args:
         names: all names.
-        more: the noun for the other names.
 
     Examples:
         >>> listed("abcde")
         'a, b, c, d and others'
     """
     names = list(names)
-    return ", ".join(names[:4]) + (f" and {more}" if len(names) > 4 else "")
+    return ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
 
 
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:

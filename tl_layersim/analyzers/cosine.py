@@ -370,15 +370,12 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
     """
     if stream != "parts":
         return torch.full((len(layers) - 1,), stream == "whole")
-    return torch.tensor([_is_one_block(a, b) for a, b in itertools.pairwise(layers)], dtype=torch.bool)
-
-
-def _is_one_block(before: str, after: str) -> bool:
-    """Whether two sites are the input and the output of the same block."""
-    stack, _, number = after.removesuffix(".hook_resid_post").rpartition(".")
-    if not after.endswith(".hook_resid_post"):
-        return False
-    return before in (f"{stack}.{number}.hook_resid_pre", f"{stack}.{int(number) - 1}.hook_resid_post")
+    adjacent = []
+    for before, after in itertools.pairwise(layers):
+        stack, _, number = after.removesuffix(".hook_resid_post").rpartition(".")
+        inputs = (f"{stack}.{number}.hook_resid_pre", f"{stack}.{int(number) - 1}.hook_resid_post") if number.isdigit() else ()
+        adjacent.append(before in inputs)
+    return torch.tensor(adjacent, dtype=torch.bool)
 
 
 def mean_kernel(view: View) -> dict[str, Tensor]:

@@ -226,12 +226,9 @@ class ExitCurveResult(Result):
         return self.part_agreement[0], self.part_accuracy[0]
 
     def headline(self) -> dict[str, float]:
-        reached = (self._choice()[0] >= 0.95).nonzero()[:, 0]
-        if not len(reached):
-            return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         threshold = self.lowest_threshold(0.95)
         if threshold is None:
-            threshold = self.thresholds[int(reached[-1])]
+            return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         point = self.at(threshold, held_out=True)
         numbers = {
             "threshold with 95 % agreement": threshold,
