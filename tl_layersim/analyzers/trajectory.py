@@ -19,7 +19,7 @@ from ..core.arguments import TwoOrMore
 from ..core.findings import with_margin
 from ..core.jackknife import QUANTILES
 from ..sources.model import Model
-from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
+from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
 from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
