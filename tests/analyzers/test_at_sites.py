@@ -119,8 +119,7 @@ def test_the_lens_between_attention_and_mlp_is_the_naive_one(make, norm):
     np.testing.assert_allclose(found.cross_entropy, expected, rtol=1e-9)
     assert found.effective_depth(1.0) == 1
     assert found.effective_depth(0.0) == 3
-    middle = "attention of block 2" if norm == "final" else "attention of block 1"
-    assert f"accuracy after {middle}" in found.headline() or "accuracy after block" in repr(found)
+    assert f"accuracy after {'resid_mid of block 2' if norm == 'final' else 'block 1'}" in found.headline()
 
 
 def test_of_some_layers_the_lens_counts_blocks():

@@ -11,7 +11,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations.view import reduce
-from tl_layersim.analyzers._hsic import GRAM_ROWS, centred, gram_matrices
+from tl_layersim.analyzers.cka import GRAM_ROWS, centred, gram_matrices
 from tl_layersim.core import Sums
 
 from .. import oracles

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations.view import reduce
-from tl_layersim.analyzers._moments import Covariances, are_defined
+from tl_layersim.analyzers._moments import Covariances
 from tl_layersim.core import Sums
 
 from .. import oracles
@@ -42,19 +42,19 @@ def test_covariances_of_all_pairs(two):
     found = Covariances(summed(lsim.Procrustes(), xs, ys))
     x = np.concatenate(xs, axis=1)
     y = np.concatenate(ys, axis=1) if two else x
-    assert (found.samples, found.two_models, found.rows, found.columns) == (24, two, 4, len(y))
+    assert (found.samples, found.two_models, len(found.rows.mean), len(found.columns.mean)) == (24, two, 4, len(y))
     every = list(range(len(y)))
     for a in range(4):
         np.testing.assert_allclose(found.between(a, every), [covariance(x[a], y[b]) for b in every], atol=1e-10)
-        np.testing.assert_allclose(found.of_row(a), covariance(x[a], x[a]), atol=1e-10)
+        np.testing.assert_allclose(found.rows.covariance(a), covariance(x[a], x[a]), atol=1e-10)
     for b in every:
-        np.testing.assert_allclose(found.of_column(b), covariance(y[b], y[b]), atol=1e-10)
-        np.testing.assert_allclose(found.transposed().of_row(b), covariance(y[b], y[b]), atol=1e-10)
+        np.testing.assert_allclose(found.columns.covariance(b), covariance(y[b], y[b]), atol=1e-10)
+        np.testing.assert_allclose(found.transposed().rows.covariance(b), covariance(y[b], y[b]), atol=1e-10)
         for a in range(4):
             np.testing.assert_allclose(found.transposed().between(b, [a])[0], covariance(y[b], x[a]), atol=1e-10)
-    for (square, variance), z in zip((found.row_power(), found.column_power()), (x, y), strict=True):
-        np.testing.assert_allclose(square, (z**2).sum((1, 2)) / 24, rtol=1e-12)
-        np.testing.assert_allclose(variance, ((z - z.mean(1, keepdims=True)) ** 2).sum((1, 2)) / 24, rtol=1e-10)
+    for sites, z in zip((found.rows, found.columns), (x, y), strict=True):
+        np.testing.assert_allclose(sites.square, (z**2).sum((1, 2)) / 24, rtol=1e-12)
+        np.testing.assert_allclose(sites.variance, ((z - z.mean(1, keepdims=True)) ** 2).sum((1, 2)) / 24, rtol=1e-10)
 
 
 def test_pairs_of_one_model_are_computed_once():
@@ -82,8 +82,8 @@ def test_training_and_held_out_samples_are_summed_apart():
             found = Covariances(sums, name)
             assert found.samples == chosen.sum()
             np.testing.assert_allclose(found.between(1, [1])[0], covariance(x[1][chosen], z[1][chosen]), atol=1e-10)
-            np.testing.assert_allclose(found.of_row(3), covariance(x[3][chosen], x[3][chosen]), atol=1e-10)
-            np.testing.assert_allclose(found.of_column(1), covariance(z[1][chosen], z[1][chosen]), atol=1e-10)
+            np.testing.assert_allclose(found.rows.covariance(3), covariance(x[3][chosen], x[3][chosen]), atol=1e-10)
+            np.testing.assert_allclose(found.columns.covariance(1), covariance(z[1][chosen], z[1][chosen]), atol=1e-10)
 
 
 def test_analyzers_of_one_run_share_the_products_of_a_batch(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_mean_that_is_much_larger_than_the_spread(ratio):
     x = residuals(0, tokens=60)
     expected = oracles.oracle_procrustes([x])["values"]
     found = Covariances(summed(lsim.Procrustes(), [x + ratio]))
-    assert are_defined(found.row_power()).all()
+    assert found.rows.defined.all()
     result = lsim.Procrustes().compute(summed(lsim.Procrustes(), [x + ratio]), _run(4))
     np.testing.assert_allclose(result.values, expected, atol=1e-14 * ratio**2 + 1e-12)
 

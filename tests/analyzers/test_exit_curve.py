@@ -124,9 +124,10 @@ def test_a_lucky_threshold_below_a_bad_one_is_not_chosen():
 
 
 def test_the_number_of_thresholds_has_a_limit():
-    assert len(lsim.ExitCurve(thresholds=[0.5] * 10_000).thresholds) == 10_000
-    with pytest.raises(lsim.LayersimError, match="of 10001"):
-        lsim.ExitCurve(thresholds=[0.5] * 10_001)
+    many = torch.linspace(0, 1, 10_001, dtype=torch.float64).tolist()
+    assert len(lsim.ExitCurve(thresholds=many[1:]).thresholds) == 10_000
+    with pytest.raises(lsim.LayersimError, match=r"`thresholds`.* 10000 "):
+        lsim.ExitCurve(thresholds=many)
 
 
 @pytest.mark.parametrize("analyzer", [lsim.ExitCurve, lsim.LogitLens])

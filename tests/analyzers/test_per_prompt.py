@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._values_by_row import COUNTED_ROWS, row_counts_kernel, sums_by_row
+from tl_layersim.analyzers._samples import COUNTED_ROWS, row_counts_kernel, sums_by_row
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import residuals, view

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
-from tl_layersim.analyzers._hsic import centred, gram_matrices
+from tl_layersim.analyzers.cka import centred, gram_matrices
 from tl_layersim.core.intervals import degrees_of_freedom, leave_one_out, quantiles_from_histogram, standard_error, t_interval
 from tl_layersim.core.sums import DataBlock, Sums, SumTree
 

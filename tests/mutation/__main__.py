@@ -27,7 +27,7 @@ EVERY = ("contract/test_analyzers*.py", "test_headlines*.py", "test_degenerate*.
 # Which tests do reach a function is recorded. The doctests of a module are always among its tests.
 MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
-        ("cka.py", "hsic.py", "_*hsic.py", "_sample_vectors.py"),
+        ("cka.py", "_samples.py"),
         ("test_cka*.py", "test_hsic*.py", "test_bounds_of_measures.py", *EVERY),
     ),
     (("analyzers/cosine.py",), ("test_cosine*.py", "test_bounds_of_measures.py", *EVERY)),
@@ -44,7 +44,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
     ),
     (
-        ("trajectory.py", "_values_by_row.py"),
+        ("trajectory.py",),
         ("test_trajectory*.py", "test_curvature.py", "test_per_prompt.py", "test_bounds_of_measures.py", *EVERY),
     ),
     # test_coverage.py draws thousands of data sets, which no mutant has time for.

@@ -176,16 +176,8 @@ def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = No
         hidden: `batch pos d_model`, the residual before the block.
         kwargs: all arguments but the residual, by name; None to use the recorded ones.
     """
-    args, named = list(call.args), dict(call.kwargs)
-    if kwargs is not None:
-        args, named = [], dict(kwargs)
-    if isinstance(call.key, int) and kwargs is None:
-        args[call.key] = hidden
-    elif isinstance(call.key, int):
-        args.insert(0, hidden)
-    else:
-        named[call.key] = hidden
-    args, named = in_dtype(args, hidden.dtype), in_dtype(named, hidden.dtype)
+    places = _places(call.args, call.kwargs) if kwargs is None else _places((), kwargs)
+    args, named = in_dtype(_split({**places, call.key: hidden}), hidden.dtype)
     # A model on several devices moves the input of a block to the device of its weights, and leaves the output on it.
     return first_tensor(call.block(*args, **named)).to(hidden.device)
 
@@ -443,9 +435,8 @@ def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, 
     """
     batch = len(call.hidden)
     hidden = call.hidden.to(dtype).repeat(copies, 1, 1)
-    many = copied(list(call.args), batch, copies), copied(dict(call.kwargs), batch, copies)
-    many[0 if isinstance(call.key, int) else 1][call.key] = hidden
-    own = BlockCall(call.block, tuple(many[0]), many[1], call.key, call.output)
+    places = copied(_places(call.args, call.kwargs), batch, copies)
+    own = BlockCall(call.block, *_split({**places, call.key: hidden}), call.key, call.output)
     rows = (row + batch * torch.arange(copies, device=row.device)[:, None]).reshape(-1)
     t_in, t_out = t_in.repeat(copies), t_out.repeat(copies)
 

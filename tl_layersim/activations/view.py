@@ -209,8 +209,10 @@ def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
     return rows, counted
 
 
-def targets(view: View, labels: str | Tensor) -> Tensor:
-    """The target at each token, `token`; NO_LABEL if there is none. Shipped with the kernels that call it."""
+def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Tensor:
+    """The target at each token, or at those in `index`; NO_LABEL if there is none. Shipped with the kernels that call it."""
+    if index is not None:
+        return targets(view, labels)[index]
     if isinstance(labels, Tensor):
         assert view.row is not None
         assert view.column is not None
@@ -228,12 +230,6 @@ def targets(view: View, labels: str | Tensor) -> Tensor:
     pair = (view.sequence[1:] == view.sequence[:-1]) & (view.position[1:] == view.position[:-1] + 1)
     following[:-1] = torch.where(pair, view.tokens[1:], NO_LABEL)
     return following
-
-
-def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tensor:
-    """`targets` at the tokens in `index`, or at all tokens if `index` is None."""
-    ids = targets(view, labels)
-    return ids if index is None else ids[index]
 
 
 class SiteBuffer:

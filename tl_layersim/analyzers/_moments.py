@@ -276,6 +276,32 @@ def samples_differ(second: Tensor, mean: Tensor) -> bool:
     return bool(power - mean @ mean > ROUNDING * power)
 
 
+class Sites:
+    """Means and variances (with 1 / n) of the sites of one model.
+
+    Args:
+        own: cross-products of each site with itself, `site width width`.
+        total: sums of the samples, `site width`.
+        samples: number of samples, n.
+
+    Attributes:
+        mean: `site width`, mean of the samples.
+        square: `site`, mean squared norm of the samples.
+        variance: `site`, mean squared distance from the mean.
+        defined: `site`, whether the samples differ by more than rounding.
+    """
+
+    def __init__(self, own: Tensor, total: Tensor, samples: int) -> None:
+        self._own, self._samples, self.mean = own, samples, total / max(samples, 1)
+        self.square = own.diagonal(dim1=1, dim2=2).sum(1) / samples
+        self.variance = self.square - self.mean.square().sum(1)
+        self.defined = self.variance > ROUNDING * self.square
+
+    def covariance(self, site: int) -> Tensor:
+        """Covariance of a site with itself, `width width`."""
+        return self._own[site] / self._samples - torch.outer(self.mean[site], self.mean[site])
+
+
 class Covariances:
     """Covariances (with 1 / n) within and between the sites of one model, or of two models.
 
@@ -286,10 +312,8 @@ class Covariances:
     Attributes:
         samples: number of samples, n.
         two_models: whether the columns are sites of a second model; if not, of the first model.
-        rows: number of sites of the (first) model.
-        columns: number of sites of the second model; within one model, the same as `rows`.
-        row_mean: `row width`, mean of the samples at each row site.
-        column_mean: `column width`, mean of the samples at each column site.
+        rows: the sites of the (first) model.
+        columns: the sites of the second model; within one model, `rows` again.
         permutations: number of random pairings of samples.
     """
 
@@ -297,17 +321,14 @@ class Covariances:
         own = {name.removeprefix(prefix): value for name, value in sums.fields.items() if name.startswith(prefix)}
         self.samples = int(own["samples"])
         self.two_models = "yy" in own
-        n = max(self.samples, 1)
-        self.row_mean = own["x"] / n
-        self.column_mean = own["y"] / n if self.two_models else self.row_mean
-        self.rows, self.columns = len(self.row_mean), len(self.column_mean)
+        self._sizes = len(own["x"]), len(own["y" if self.two_models else "x"])
         self._null = own.get("null", ())
         self.permutations = len(self._null)
         self._cross = self._by_pair(own["cross"])
+        itself = own["xx"] if self.two_models else torch.stack([self._product(site, site) for site in range(self._sizes[0])])
+        self.rows = self.columns = Sites(itself, own["x"], self.samples)
         if self.two_models:
-            self._own_row, self._own_column = own["xx"], own["yy"]
-        else:
-            self._own_row = self._own_column = torch.stack([self._product(site, site) for site in range(self.rows)])
+            self.columns = Sites(own["yy"], own["y"], self.samples)
 
     def permuted(self, number: int) -> Covariances:
         """These covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
@@ -318,9 +339,7 @@ class Covariances:
     def transposed(self) -> Covariances:
         """These covariances with rows and columns exchanged."""
         other = copy(self)
-        other.rows, other.columns = self.columns, self.rows
-        other.row_mean, other.column_mean = self.column_mean, self.row_mean
-        other._own_row, other._own_column = self._own_column, self._own_row
+        other.rows, other.columns, other._sizes = self.columns, self.rows, self._sizes[::-1]
         if self.two_models:
             other._cross = self._cross.permute(1, 0, 3, 2)
         return other
@@ -331,55 +350,25 @@ class Covariances:
         Args:
             itself: within one model, whether to include the pair of each site with itself.
         """
-        start = [0 if self.two_models else row + (not itself) for row in range(self.rows)]
-        return [(row, list(range(first, self.columns))) for row, first in enumerate(start) if first < self.columns]
+        rows, columns = self._sizes
+        start = [0 if self.two_models else row + (not itself) for row in range(rows)]
+        return [(row, list(range(first, columns))) for row, first in enumerate(start) if first < columns]
 
     def between(self, row: int, columns: list[int]) -> Tensor:
         """Covariances of a row site with column sites, `column row_width column_width`."""
         products = torch.stack([self._product(row, column) for column in columns])
-        return products / self.samples - self.row_mean[row][:, None] * self.column_mean[columns][:, None]
-
-    def of_row(self, row: int) -> Tensor:
-        """Covariance of a row site with itself, `width width`."""
-        return self._own_row[row] / self.samples - torch.outer(self.row_mean[row], self.row_mean[row])
-
-    def of_column(self, column: int) -> Tensor:
-        """Covariance of a column site with itself, `width width`."""
-        return self._own_column[column] / self.samples - torch.outer(self.column_mean[column], self.column_mean[column])
-
-    def row_power(self) -> tuple[Tensor, Tensor]:
-        """For each row site, the mean squared norm and the mean squared distance from the mean, both `row`."""
-        return _power(self._own_row, self.row_mean, self.samples)
-
-    def column_power(self) -> tuple[Tensor, Tensor]:
-        """For each column site, the mean squared norm and the mean squared distance from the mean, both `column`."""
-        return _power(self._own_column, self.column_mean, self.samples)
+        return products / self.samples - self.rows.mean[row][:, None] * self.columns.mean[columns][:, None]
 
     def _by_pair(self, cross: Tensor) -> Tensor:
-        return cross.view(self.rows, self.columns, *cross.shape[1:]) if self.two_models else cross
+        return cross.view(*self._sizes, *cross.shape[1:]) if self.two_models else cross
 
     def _product(self, row: int, column: int) -> Tensor:
         if self.two_models:
             return self._cross[row, column]
         if row > column:
             return self._product(column, row).T
-        # The rows before this one have `rows`, `rows` - 1, ... pairs.
-        return self._cross[row * self.rows - row * (row - 1) // 2 + column - row]
-
-
-def _power(own: Tensor, mean: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    square = own.diagonal(dim1=1, dim2=2).sum(1) / samples
-    return square, square - mean.square().sum(1)
-
-
-def are_defined(power: tuple[Tensor, Tensor]) -> Tensor:
-    """Whether the samples of each site differ by more than rounding, `site`.
-
-    Args:
-        power: output of `Covariances.row_power` or `column_power`.
-    """
-    square, variance = power
-    return variance > ROUNDING * square
+        # The rows before this one have as many pairs as there are sites, one less, ...
+        return self._cross[row * self._sizes[0] - row * (row - 1) // 2 + column - row]
 
 
 @typed
@@ -443,7 +432,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
 
         Args:
             run: the finished run.
-            sides: whether the samples of each row site differ, then of each column site; a single entry within one model.
+            sides: whether the samples of each row site differ, and those of each column site.
             count: number of samples.
         """
         why = (
@@ -451,8 +440,8 @@ class CrossProductAnalyzer(SampleAnalyzer):
             "attention, or the mean is so large that rounding hides the spread "
             '(CKA(estimator="minibatch") centres each minibatch)'
         )
-        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=False), why)
-        return sides[0][:, None] & sides[-1]
+        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), why)
+        return sides[0][:, None] & sides[1]
 
     def null(
         self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]

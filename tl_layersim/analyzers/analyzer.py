@@ -114,6 +114,7 @@ class Analyzer(ABC):
         - `prompts`: whether each row must be a text of its own, so that packed rows raise an error.
         - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
             dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
+        - `by_statistics`: whether models to compare run one after another, so that only their statistics of a batch are held.
     """
 
     name: ClassVar[str]
@@ -131,6 +132,7 @@ class Analyzer(ABC):
     needs_rows: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
     weighs: ClassVar[tuple[Weight, ...]] = ()
+    by_statistics: ClassVar[bool] = False
 
     @property
     def whole_rows(self) -> bool:
@@ -155,11 +157,6 @@ class Analyzer(ABC):
     def needs_positions(self) -> bool:
         """Whether samples must be single positions, because the mean of a row has no lens, next token or block call."""
         return self.needs_unembed or self.needs_calls
-
-    @property
-    def by_statistics(self) -> bool:
-        """Whether models to compare run one after another, so that only their statistics of a batch are held."""
-        return False
 
     @property
     def label_source(self) -> str:
@@ -354,19 +351,18 @@ def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Mode
     return [(models[0], models[-1])]
 
 
-def listed(names: Iterable[str], more: str = "others") -> str:
+def listed(names: Iterable[str]) -> str:
     """The first four names as text, and how many more there are.
 
     Args:
         names: all names.
-        more: the noun for the other names.
 
     Examples:
         >>> listed("abcde")
         'a, b, c, d and others'
     """
     names = list(names)
-    return ", ".join(names[:4]) + (f" and {more}" if len(names) > 4 else "")
+    return ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
 
 
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:

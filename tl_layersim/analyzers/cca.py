@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import Sums, axes, typed, warn
 from ..core.arguments import Fraction
-from ._moments import Covariances, CrossProductAnalyzer, are_defined
+from ._moments import Covariances, CrossProductAnalyzer, Sites
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, need_tokens
@@ -182,8 +182,7 @@ class CCA(CrossProductAnalyzer):
         count = int(sums["samples"])
         need_tokens(count, 2, "CCA", self.samples_in_words)
         products = Covariances(sums)
-        power = [products.row_power()] + ([products.column_power()] if products.two_models else [])
-        defined = [are_defined(one) for one in power]
+        defined = products.rows.defined, products.columns.defined
         known = self.defined_pairs(run, defined, count)
         rows, columns = self._whitened_sites(products)
         largest = max(site.whiten.shape[1] for site in (*rows, *columns))
@@ -206,9 +205,9 @@ class CCA(CrossProductAnalyzer):
             **fields,
             **null,
             dimensions=_dimension_counts([site.whiten.shape[1] for site in rows], defined[0]),
-            column_dimensions=_dimension_counts([site.whiten.shape[1] for site in columns], defined[-1]),
+            column_dimensions=_dimension_counts([site.whiten.shape[1] for site in columns], defined[1]),
             directions=_dimension_counts([site.directions for site in rows], defined[0]),
-            column_directions=_dimension_counts([site.directions for site in columns], defined[-1]),
+            column_directions=_dimension_counts([site.directions for site in columns], defined[1]),
             samples=count,
             layers=run.layers,
             column_layers=run.column_layers,
@@ -217,28 +216,26 @@ class CCA(CrossProductAnalyzer):
 
     def _whitened_sites(self, products: Covariances) -> tuple[list[WhitenedSite], list[WhitenedSite]]:
         """Whiten the row sites and the column sites."""
-        sides: list[tuple[tuple[Tensor, Tensor], Callable[[int], Tensor]]] = [(products.row_power(), products.of_row)]
-        sides += [(products.column_power(), products.of_column)] if products.two_models else []
-        found = []
-        for power, covariance in sides:
-            each = zip(power[0], are_defined(power), strict=True)
-            found.append([self._whitened(covariance(i), square, one, products.samples) for i, (square, one) in enumerate(each)])
-        return found[0], found[-1]
+        rows = [self._whitened(products.rows, site, products.samples) for site in range(len(products.rows.mean))]
+        if not products.two_models:
+            return rows, rows
+        return rows, [self._whitened(products.columns, site, products.samples) for site in range(len(products.columns.mean))]
 
-    def _whitened(self, covariance: Tensor, square: Tensor, defined: Tensor, count: int) -> WhitenedSite:
+    def _whitened(self, sites: Sites, site: int, count: int) -> WhitenedSite:
         """Whiten a site: its principal directions, largest variance first, scaled to variance 1.
 
         Args:
-            covariance: covariance of the site.
-            square: mean squared norm of the site's samples.
-            defined: whether the samples differ from each other.
+            sites: the sites of a model.
+            site: index of the site.
             count: number of samples.
         """
-        eigenvalues, vectors = torch.linalg.eigh(covariance)
+        eigenvalues, vectors = torch.linalg.eigh(sites.covariance(site))
         eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
-        floor = max(SMALLEST_EIGENVALUE * float(eigenvalues[0]), 100 * torch.finfo(torch.float64).eps * float(square))
+        floor = max(
+            SMALLEST_EIGENVALUE * float(eigenvalues[0]), 100 * torch.finfo(torch.float64).eps * float(sites.square[site])
+        )
         # n samples span n - 1 dimensions about their mean.
-        kept = min(int((eigenvalues > floor).sum()), count - 1) if defined else 0
+        kept = min(int((eigenvalues > floor).sum()), count - 1) if sites.defined[site] else 0
         eigenvalues, vectors = eigenvalues[:kept], vectors[:, :kept]
         explained = eigenvalues.cumsum(0) / eigenvalues.sum()
         # As many directions as are needed for the fraction; a rounding error below it is none.

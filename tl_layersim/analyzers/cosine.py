@@ -370,35 +370,21 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
     """
     if stream != "parts":
         return torch.full((len(layers) - 1,), stream == "whole")
-    return torch.tensor([_is_one_block(a, b) for a, b in itertools.pairwise(layers)], dtype=torch.bool)
-
-
-def _is_one_block(before: str, after: str) -> bool:
-    """Whether two sites are the input and the output of the same block."""
-    stack, _, number = after.removesuffix(".hook_resid_post").rpartition(".")
-    if not after.endswith(".hook_resid_post"):
-        return False
-    return before in (f"{stack}.{number}.hook_resid_pre", f"{stack}.{int(number) - 1}.hook_resid_post")
+    adjacent = []
+    for before, after in itertools.pairwise(layers):
+        stack, _, number = after.removesuffix(".hook_resid_post").rpartition(".")
+        inputs = (f"{stack}.{number}.hook_resid_pre", f"{stack}.{int(number) - 1}.hook_resid_post") if number.isdigit() else ()
+        adjacent.append(before in inputs)
+    return torch.tensor(adjacent, dtype=torch.bool)
 
 
 def mean_kernel(view: View) -> dict[str, Tensor]:
     """Sum of the residual over tokens, and the number of tokens."""
-    refuse_unequal_widths(view)
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.
         "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.activations]),
         "count": torch.tensor(view.activations.shape[1]),
     }
-
-
-def refuse_unequal_widths(view: View) -> None:
-    """Raise an error if sites differ in width. A view pads narrower sites with zeros."""
-    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
-    if odd:
-        raise LayersimError(
-            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]} and {view.sites[odd[0]]} "
-            f"{view.widths[odd[0]]}."
-        )
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
@@ -411,7 +397,6 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         mean: `residual d_model` to subtract, None for no centring.
         bins: number of bins of each histogram.
     """
-    refuse_unequal_widths(view)
     x = view.activations
     layers, tokens, _ = x.shape
     device = x.device

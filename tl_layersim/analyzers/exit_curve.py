@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.row_pools import samples_of
-from ..activations.view import Kernel, View, with_labels
+from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Picture, Result, Sums, axes, typed
 from ..core.arguments import Probability
@@ -226,12 +226,9 @@ class ExitCurveResult(Result):
         return self.part_agreement[0], self.part_accuracy[0]
 
     def headline(self) -> dict[str, float]:
-        reached = (self._choice()[0] >= 0.95).nonzero()[:, 0]
-        if not len(reached):
-            return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         threshold = self.lowest_threshold(0.95)
         if threshold is None:
-            threshold = self.thresholds[int(reached[-1])]
+            return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         point = self.at(threshold, held_out=True)
         numbers = {
             "threshold with 95 % agreement": threshold,
@@ -292,19 +289,18 @@ class ExitCurve(LensAnalyzer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
+        given = (self.thresholds,) if isinstance(self.thresholds, float | int) else self.thresholds
+        several = tuple(sorted({float(value) for value in given}))
         object.__setattr__(self, "thresholds", several)
         wrong = [value for value in several if not 0 <= value <= 1]
         if wrong or not 0 < len(several) <= MOST_THRESHOLDS:
-            given = brief(wrong[:4] or several)
-            raise LayersimError(f"`thresholds` holds {given}; it must hold 1 to {MOST_THRESHOLDS} numbers from 0 to 1.")
+            raise LayersimError(
+                f"`thresholds` holds {brief(wrong[:4] or several)}; it must hold 1 to {MOST_THRESHOLDS} numbers from 0 to 1."
+            )
 
     def kernel(self, first: Sums) -> Kernel:
-        levels = torch.tensor(self._ascending(), dtype=torch.float64)
+        levels = torch.tensor(self.thresholds, dtype=torch.float64)
         return partial(exit_kernel, thresholds=levels, labels=self.labels, **self.lens)
-
-    def _ascending(self) -> tuple[float, ...]:
-        return tuple(sorted({float(t) for t in cast(tuple[float, ...], self.thresholds)}))
 
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
         count, targets = int(sums["count"].sum()), int(sums["targets"].sum())
@@ -321,7 +317,7 @@ class ExitCurve(LensAnalyzer):
             part_accuracy=sums["correct"].double() / known,
             part_agreement=sums["agree"].double() / counts,
             part_perplexity=(-sums["log_prob"] / known).exp(),
-            thresholds=self._ascending(),
+            thresholds=cast(tuple[float, ...], self.thresholds),
             positions=count,
             targets=targets,
             unembedding=self.unembedding(run),
@@ -350,7 +346,7 @@ def exit_kernel(
         heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
     index, part = read_positions(view), _part_of_row(view)
-    target, part = with_labels(view, labels, index), part if index is None else part[index.to(part.device)]
+    target, part = targets(view, labels, index), part if index is None else part[index.to(part.device)]
     lens = read_lens(view, target, normed, memory_mb, RANKED, label_key(labels), heads)
     top, best = lens["best_prob"], lens["best"]
     layers, part = len(top), part.to(top.device)

@@ -18,7 +18,6 @@ from ..sources.model import Model
 from ._moments import (
     Covariances,
     CrossProductAnalyzer,
-    are_defined,
     ridge_weights,
     warn_of_few_rows,
     warn_of_few_samples,
@@ -151,11 +150,9 @@ class LinearPredictivity(CrossProductAnalyzer):
                 f"LinearPredictivity needs two training {self.samples_in_words} and two held-out ones; it has {train.samples} "
                 f"training and {test.samples} held-out {self.samples_in_words}."
             )
-        warn_of_few_samples("LinearPredictivity", train.samples, train.row_mean.shape[-1], self.samples_in_words)
+        warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
         warn_of_few_rows("LinearPredictivity", int(sums["test.rows"]))
-        sides = [are_defined(train.row_power()) & are_defined(test.row_power())]
-        if train.two_models:
-            sides.append(are_defined(train.column_power()) & are_defined(test.column_power()))
+        sides = train.rows.defined & test.rows.defined, train.columns.defined & test.columns.defined
         known = self.defined_pairs(run, sides, count)
         values = self._r2(train, test, sides[0]).where(known, math.nan)
         reverse = values.T.contiguous()
@@ -184,16 +181,16 @@ class LinearPredictivity(CrossProductAnalyzer):
             test: covariances of the held-out samples.
             defined: whether each row site's samples differ, so that it can predict.
         """
-        out = torch.full((train.rows, train.columns), math.nan, dtype=torch.float64)
-        columns = list(range(train.columns))
-        total = test.column_power()[1]
-        shift_y = test.column_mean - train.column_mean
+        out = torch.full((len(train.rows.mean), len(train.columns.mean)), math.nan, dtype=torch.float64)
+        columns = list(range(out.shape[1]))
+        total = test.columns.variance
+        shift_y = test.columns.mean - train.columns.mean
         for row in defined.nonzero()[:, 0].tolist():
             cross = train.between(row, columns)
-            weight = ridge_weights(train.of_row(row), cross, train.row_mean[row], float(self.ridge))
+            weight = ridge_weights(train.rows.covariance(row), cross, train.rows.mean[row], float(self.ridge))
             explained = 2 * (weight * test.between(row, columns)).sum((1, 2))
-            predicted = (weight * (test.of_row(row) @ weight)).sum((1, 2))
+            predicted = (weight * (test.rows.covariance(row) @ weight)).sum((1, 2))
             # The regression predicts the training mean at the training mean.
-            shift = shift_y - (test.row_mean[row] - train.row_mean[row]) @ weight
+            shift = shift_y - (test.rows.mean[row] - train.rows.mean[row]) @ weight
             out[row] = 1 - (total - explained + predicted + shift.square().sum(1)) / total
         return out

@@ -13,14 +13,14 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.norms import beyond_rounding, unit_vectors
-from ..activations.view import Kernel, View, with_labels
+from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, axes, typed
 from ..core.arguments import PositiveFloat, Probability
 from ..core.findings import site_in_words, with_margin
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
-from ..lens.exit_heads import ExitHeads, as_heads, plain_heads
+from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
@@ -63,7 +63,7 @@ class LensAnalyzer(LabelledAnalyzer):
         return {
             "normed": self.norm == "final",
             "memory_mb": float(self.lens_memory_mb),
-            "heads": plain_heads(self.heads),
+            "heads": self.heads.plain if isinstance(self.heads, ExitHeads) else None,
         }
 
     def check_sums(self, sums: Sums, run: Run, count: int | Tensor, targets: int | Tensor = 1) -> None:
@@ -247,10 +247,7 @@ class LogitLensResult(Result):
 
     def headline(self) -> dict[str, float]:
         middle = len(self.values) // 2
-        name = self.layers[1:][middle]
-        block = f"block {name.removesuffix('.hook_resid_post').removeprefix('blocks.')}"
-        if name.endswith(".hook_resid_mid"):
-            block = f"attention of block {name.removesuffix('.hook_resid_mid').removeprefix('blocks.')}"
+        block = site_in_words(self.layers[1:][middle])
         numbers = {
             "accuracy of the last layer": float(self.accuracy[-1]),
             f"accuracy after {block}": float(self.accuracy[middle]),
@@ -398,7 +395,7 @@ def lens_kernel(
         mean: `residual d_model` to subtract for the cosine, None for no centring.
         heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
-    target = with_labels(view, labels, read_positions(view))
+    target = targets(view, labels, read_positions(view))
     # Before the lens, whose logits are the most memory.
     closer = _closer_to_last(view, mean)
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)

@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core import Sums, axes, typed, warn
-from ._moments import Covariances, CrossProductAnalyzer, are_defined
+from ._moments import Covariances, CrossProductAnalyzer
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, Weight, need_tokens
@@ -123,8 +123,7 @@ class Procrustes(CrossProductAnalyzer):
         count = int(sums["samples"])
         need_tokens(count, 2, "Procrustes", self.samples_in_words)
         products = Covariances(sums)
-        sides = [are_defined(products.row_power()), are_defined(products.column_power())]
-        known = self.defined_pairs(run, sides, count)
+        known = self.defined_pairs(run, (products.rows.defined, products.columns.defined), count)
         if count < sums["x"].shape[-1]:
             warn(
                 f"Procrustes rests on {count} {self.samples_in_words} of {sums['x'].shape[-1]} dimensions: with fewer "
@@ -156,7 +155,7 @@ def _similarities(products: Covariances, own: Covariances, *, itself: bool) -> T
         own: covariance of each site with itself.
         itself: whether a site of one model is also compared with itself.
     """
-    scale = torch.outer(*(variance.clamp(min=0).sqrt() for _, variance in (own.row_power(), own.column_power())))
+    scale = torch.outer(*(sites.variance.clamp(min=0).sqrt() for sites in (own.rows, own.columns)))
     nuclear = torch.zeros_like(scale)
     for row, columns in products.pairs(itself=itself):
         nuclear[row, columns] = torch.linalg.svdvals(products.between(row, columns)).sum(-1)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.view import Kernel, View, with_labels
+from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, axes, typed, warn
 from ..core.arguments import Limit
@@ -333,7 +333,7 @@ def confusion_kernel(
         LayersimError: the head has one output, or so many outputs that the sums exceed the limit.
     """
     assert view.unembed is not None
-    target = with_labels(view, labels, read_positions(view))
+    target = targets(view, labels, read_positions(view))
     layers = len(view.activations) - 1
     last, needs_norm = head_input(view, view.activations[-1:], True)
     classes = view.unembed(last[:, :1], needs_norm).shape[-1]
@@ -363,7 +363,7 @@ def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads |
         LayersimError: the head has several outputs.
     """
     assert view.unembed is not None
-    row = with_labels(view, rows, read_positions(view))
+    row = targets(view, rows, read_positions(view))
     x, needs_norm = head_input(view, view.activations[1:], normed)
     heads = None if heads is None else heads.fitting(view.unembed, x)
     z = logits_of_layers(view.unembed, x, needs_norm, normed, heads)

@@ -19,7 +19,7 @@ from ..core.arguments import TwoOrMore
 from ..core.findings import with_margin
 from ..core.intervals import QUANTILES
 from ..sources.model import Model
-from ._values_by_row import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
+from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
 from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
@@ -379,17 +379,10 @@ class Trajectory(Analyzer):
                 "at the first and last layer, and expodistance divides by the mean growth."
             )
 
-        def spread(name: str) -> dict[str, Tensor]:
-            return dict(zip(("mean", "std"), mean_and_std(sums, name), strict=True))
-
-        def quantiles(name: str) -> Tensor:
-            return quantiles_of_logs(sums[f"{name} bins"])
-
-        whole: dict[str, Any] = {
-            f"{name}_{part}": value
-            for name in ("lss", "expodistance", "equidistance")
-            for part, value in (spread(name) | {"quantiles": quantiles(name)}).items()
-        }
+        whole: dict[str, Any] = {}
+        for name in PROMPT_FIELDS:
+            whole[f"{name}_mean"], whole[f"{name}_std"] = mean_and_std(sums, name)
+            whole[f"{name}_quantiles"] = quantiles_of_logs(sums[f"{name} bins"])
         prompts: dict[str, Any] = {}
         for name in PROMPT_FIELDS:
             prompts |= prompt_fields(name, sums, run.first, f"prompt {name} known")
@@ -398,20 +391,22 @@ class Trajectory(Analyzer):
         layers = run.layers
         if self.final_norm:
             layers = (*layers[:-1], site_name("ln_final", 0, layers[-1].rpartition("blocks.")[0]))
-        norm, update, windowed, curvature = (spread(name) for name in ("norm", "update", "windowed", "curvature"))
+        (norm, norm_std), (update, update_std), (windowed, windowed_std), (curvature, curvature_std) = (
+            mean_and_std(sums, name) for name in ("norm", "update", "windowed", "curvature")
+        )
         return TrajectoryResult(
-            values=norm["mean"],
-            norm_std=norm["std"],
-            norm_quantiles=quantiles("norm"),
-            update_norm=update["mean"],
-            update_norm_std=update["std"],
-            update_norm_quantiles=quantiles("update"),
-            growth=spread("growth")["mean"],
-            geodesic_deviation=spread("deviation")["mean"],
-            windowed_lss=windowed["mean"],
-            windowed_lss_std=windowed["std"],
-            curvature=curvature["mean"],
-            curvature_std=curvature["std"],
+            values=norm,
+            norm_std=norm_std,
+            norm_quantiles=quantiles_of_logs(sums["norm bins"]),
+            update_norm=update,
+            update_norm_std=update_std,
+            update_norm_quantiles=quantiles_of_logs(sums["update bins"]),
+            growth=mean_and_std(sums, "growth")[0],
+            geodesic_deviation=mean_and_std(sums, "deviation")[0],
+            windowed_lss=windowed,
+            windowed_lss_std=windowed_std,
+            curvature=curvature,
+            curvature_std=curvature_std,
             turns=int(sums["turns"]),
             window=self.window or 0,
             final_norm=self.final_norm,

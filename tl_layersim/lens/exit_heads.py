@@ -200,8 +200,3 @@ def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
     if norm and found.norm != norm:
         raise LayersimError(f"`norm` is {norm!r}, but `heads` were trained with norm={found.norm!r}.")
     return found
-
-
-def plain_heads(heads: Any) -> LayerHeads | None:
-    """The heads that `as_heads` returned, in the form that kernels use; None stays None."""
-    return heads.plain if isinstance(heads, ExitHeads) else None

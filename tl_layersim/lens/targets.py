@@ -89,10 +89,10 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
                 f"`labels` is a tensor of shape {tuple(labels.shape)}, which cannot be combined with pack=True: a packed row "
                 "joins several texts."
             )
-        rows, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
-        if rows > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
+        many, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
+        if many > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
             raise LayersimError(
-                f"`labels` has shape {tuple(labels.shape)}, and the data have {rows} rows"
+                f"`labels` has shape {tuple(labels.shape)}, and the data have {many} rows"
                 + (f" of {pos} positions." if labels.dim() == 2 else ".")
             )
         column = column.clamp(max=labels.shape[-1] - 1)
@@ -105,11 +105,22 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
         own_labels = batch.labels
     else:
-        _refuse_no_next_tokens(labels, batch, model)
+        if labels == "next_token" and model is not None and not batch.has_tokens:
+            objects = "labels='none', or detection_by_layer(model, data)"
+            instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
+            raise LayersimError(
+                f"`labels='next_token'` needs rows of token ids, and these rows have {', '.join(batch.inputs)}. Use {instead}."
+            )
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
     if batch.pooled or (model is not None and model.head is not None and model.head.reads == "rows"):
-        _refuse_mixed_rows(own_labels, batch)
+        # NaN, a score that is missing, differs from itself.
+        rows = (row[kept].nan_to_num(torch.inf) for row, kept in zip(own_labels.cpu(), batch.counted, strict=True))
+        if any(not torch.equal(row, row[:1].expand_as(row)) for row in rows):
+            raise LayersimError(
+                "`labels` differ within a row, and "
+                + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
+            )
     if model is not None and model.head is not None and not model.head.classifies:
         # One token cannot be the target at every position of a row.
         classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
@@ -122,25 +133,4 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         raise LayersimError(
             f"`labels` are the input tokens at the same positions, not the targets: {int(counted.sum())} labels equal their "
             "own token. Labels are not shifted here; use labels='next_token'."
-        )
-
-
-def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
-    """Raise an error if the targets are next tokens and the rows have no tokens."""
-    if labels == "next_token" and model is not None and not batch.has_tokens:
-        objects = "labels='none', or detection_by_layer(model, data)"
-        instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
-        raise LayersimError(
-            f"`labels='next_token'` needs rows of token ids, and these rows have {', '.join(batch.inputs)}. Use {instead}."
-        )
-
-
-def _refuse_mixed_rows(labels: Tensor, batch: Batch) -> None:
-    """Raise an error if labels `batch pos` differ within a row that counts as one sample."""
-    # NaN, a score that is missing, differs from itself.
-    rows = (row[kept] for row, kept in zip(labels.cpu(), batch.counted, strict=True))
-    if any(not torch.equal(row.nan_to_num(torch.inf), row[:1].nan_to_num(torch.inf).expand_as(row)) for row in rows):
-        raise LayersimError(
-            "`labels` differ within a row, and "
-            + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
         )

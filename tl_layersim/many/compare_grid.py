@@ -209,12 +209,12 @@ class AllPairs(Analyzer):
     whole_rows = _of_measure("whole_rows")
     reads_head = _of_measure("reads_head")
     needs_positions = _of_measure("needs_positions")
-    weighs = _of_measure("weighs")
     label_source = _of_measure("label_source")
 
     def __post_init__(self) -> None:
         for name in OF_MEASURE:
             object.__setattr__(self, name, getattr(self.measure, name))
+        object.__setattr__(self, "by_statistics", self.measure.exchange() is not None)
         if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
             raise LayersimError(
                 f"`distance` is None, and the result of {type(self.measure).__name__} has no distance of its own. Pass a "
@@ -229,10 +229,6 @@ class AllPairs(Analyzer):
         """The pairs to sum: each pair once if the measure is symmetric, else in both orders."""
         numbers = range(len(self.models))
         return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
-
-    @property
-    def by_statistics(self) -> bool:
-        return self.measure.exchange() is not None
 
     def check_sites(self, *models: Model) -> None:
         self.measure.check_sites(*models)
