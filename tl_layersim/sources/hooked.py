@@ -345,8 +345,9 @@ class HookedSource(CanReadSites):
                 self._model = settled(self._model, self.module, self.paths, self._named, strangers)
                 end()
 
-        blocks = dict(zip(self.paths, self.blocks, strict=True))
-        return StreamTest(blocks, done).places() if self._model.stream == "unknown" else []
+        if self._model.stream != "unknown":
+            return []
+        return StreamTest(dict(zip(self.paths, self.blocks, strict=True)), done).places()
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce_batch(batch, kernels, self.collect(batch))
