@@ -115,8 +115,9 @@ def test_a_difference_is_named_where_it_begins(change, message):
     untouched, bridged = pair()
     with torch.no_grad():
         change(untouched, bridged)
+    tokens = torch.tensor([[5, 6, 7, 8]]) if change is small_beside_a_massive_activation else random_tokens(4, 12)
     with pytest.raises(lsim.LayersimError, match=message):
-        lsim.analyze(lsim.open_model(bridged, verify=untouched), torch.tensor([[5, 6, 7, 8]]), COSINE)
+        lsim.analyze(lsim.open_model(bridged, verify=untouched), tokens, COSINE)
 
 
 def test_a_bridge_of_a_vision_model_is_compared_on_its_first_image():

@@ -22,8 +22,8 @@ from .layouts import (
     SEQUENTIAL,
     SUBLAYER_NORM_LACKS,
     BlockLayout,
+    BlockSum,
     ModuleTensor,
-    Term,
     input_of,
     output_of,
 )
@@ -55,9 +55,8 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
     if wrapped is not None:
         heads = head_counts(wrapped.config, layout.head_count)
     else:
-        grouped = getattr(cfg, "n_key_value_heads", None)
-        whole = grouped is None or getattr(cfg, "ungroup_grouped_query_attention", False)
-        heads = cfg.n_heads, cfg.n_heads if whole else grouped
+        grouped: int = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+        heads = (cfg.n_heads, cfg.n_heads if getattr(cfg, "ungroup_grouped_query_attention", False) else grouped)
     sites, sums = stack_sites("", blocks, layout, heads, "")
     sites += [Site(HookPoint(SITE_NAMES["ln_final"], path), "ln_final") for path in layout.final]
     have = {site.family for site in sites}
@@ -121,10 +120,8 @@ def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapp
         found = hooks.get(f"blocks.0.{name}")
         return None if found is None else output_of(paths[id(found)].removeprefix("blocks.0."))
 
-    def held(term: Term, family: str = "") -> Term | None:
+    def held(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
         """The tensor of the bridge that is a tensor of the Hugging Face block."""
-        if isinstance(term, str):
-            return term
         if family in ("q", "k", "v"):
             return hook(f"attn.{family}.hook_out")
         side = "hook_in" if term.incoming else "hook_out"
@@ -146,11 +143,16 @@ def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapp
     known = {family: hook(SITE_NAMES[family]) for family in ("resid_pre", "resid_post")}
     known |= {family: held(term, family) for family, term in tensors.items() if family not in layout.lacks}
     final = [] if "ln_final" in layout.lacks else [paths[id(hooks[n])] for n in ("ln_final.hook_out",) if n in hooks]
-    sums = [tuple(held(term) for term in (total, *terms)) for total, terms in layout.sums]
+    sums: list[BlockSum] = []
+    for total, terms in layout.sums:
+        parts = [term if isinstance(term, str) else held(term) for term in (total, *terms)]
+        found = [part for part in parts if part is not None]
+        if len(found) == len(parts):
+            sums.append((found[0], tuple(found[1:])))
     return replace(
         layout,
         tensors={family: tensor for family, tensor in known.items() if tensor is not None},
-        sums=tuple((total, tuple(terms)) for total, *terms in sums if None not in (total, *terms)),
+        sums=tuple(sums),
         final=tuple(final),
     )
 
