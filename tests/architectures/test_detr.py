@@ -175,13 +175,6 @@ def test_two_detectors_are_compared_at_the_same_queries():
     assert bool(found[0].isnan().all() and found[:, 0].isnan().all() and found[1:, 1:].isfinite().all())
 
 
-def test_text_and_tokens_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*DetrForObjectDetection.*`pixel_values`"):
-        lsim.analyze(tiny_detr(), ["a text"], COSINE)
-    with pytest.raises(lsim.LayersimError, match="takes `pixel_values`, but the data are tokens"):
-        lsim.analyze(tiny_detr(), torch.ones(2, 5, dtype=torch.long), COSINE)
-
-
 def test_training_is_refused_with_the_auxiliary_loss():
     with pytest.raises(lsim.LayersimError, match="auxiliary loss") as error:
         lsim.finetune_aligned(tiny_detr(), images())

@@ -88,7 +88,7 @@ def test_places_of_a_map_are_positions(source):
     assert found["cosine"].provenance.tokens == 6 * 16 * 16
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["module", "NNsight"])
 def test_maps_of_different_sizes_are_compared_by_their_means(source):
     model, at = Net(), ["stem", "body.2", "wide", "classes"]
     wrap, options = SOURCES[source]
@@ -110,7 +110,7 @@ def oracles_cka(sites: list[np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("make", [resnet, convnext])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["module", "NNsight"])
 def test_stages_of_models_of_convolutions(make, source):
     model, at = make(), ["encoder.stages.0", "encoder.stages.1"]
     wrap, options = SOURCES[source]

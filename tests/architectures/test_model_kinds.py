@@ -92,17 +92,6 @@ def test_a_stack_of_a_model_of_images_is_read_where_the_user_runs_it(make, layer
     torch.testing.assert_close(found.values, naive(model, layers, lambda m: m(pixel_values=PIXELS)), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("source", ["analyze", "nnsight", "simulated server"])
-def test_a_cosine_between_modules_of_unequal_width_is_refused_with_both_widths(source):
-    paths = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
-    model, remote = tiny_llama(), False
-    if source != "analyze":
-        model = pytest.importorskip("nnsight").NNsight(model)
-        remote = "local" if source == "simulated server" else False
-    with pytest.raises(lsim.LayersimError, match=r"Cosine.* 32 .*up_proj .*48"):
-        lsim.analyze(lsim.open_model(model, layers=paths, remote=remote), random_tokens(), "cosine")
-
-
 def test_a_tower_of_clip_is_a_model_of_its_own():
     both, tokens = clip(), random_tokens(4, 12)
     found = lsim.analyze(both.text_model, tokens, lsim.Cosine(center="none"))["cosine"]
@@ -156,14 +145,6 @@ def test_a_model_without_weights_is_refused():
             call()
 
 
-def test_weights_that_accelerate_brings_are_weights():
-    accelerate = pytest.importorskip("accelerate")
-    away = accelerate.cpu_offload(tiny_llama())
-    assert all(parameter.is_meta for parameter in away.parameters())
-    found = lsim.analyze(away, random_tokens(), "cosine")["cosine"]
-    assert torch.equal(found.values, lsim.analyze(tiny_llama(), random_tokens(), "cosine")["cosine"].values)
-
-
 def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
     nnsight = pytest.importorskip("nnsight")
     demo = lsim.demo_model()
@@ -175,9 +156,8 @@ def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
             lsim.analyze(lsim.open_model(model, remote=remote), lsim.demo_text()[:1], "cosine")
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu", "mps:x"])
-def test_a_device_that_is_not_there_is_named(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize("device", ["cuda:77", "gpu", "mps:x"])
+def test_a_device_that_is_not_there_is_named(device, tmp_path):
     out = run("report", "--device", device, "--out", tmp_path / "out")
     assert isinstance(out.exception, lsim.LayersimError)
     assert str(out.exception).startswith(f"`--device` is {device}")

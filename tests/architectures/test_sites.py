@@ -85,21 +85,13 @@ def test_mlps_are_called_by_their_paths_and_no_residual_stream(wrap):
     assert list(figure.layout.xaxis.ticktext) == ["into 0.mlp", "0.mlp", "1.mlp", "2.mlp"]
 
 
-@pytest.mark.parametrize("name", NEEDS_BLOCKS)
-def test_what_needs_the_residual_stream_refuses_mlps(name):
-    with pytest.raises(lsim.LayersimError, match=r"model\.layers\.0\.mlp.*layers="):
-        lsim.analyze(lsim.open_model(tiny_llama(), layers=MLPS), random_tokens(), NEEDS_BLOCKS[name]())
-    with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
-        lsim.analyze(lsim.open_model(wrapped(tiny_llama()), layers=MLPS), random_tokens(), NEEDS_BLOCKS[name]())
-    if name != "coupling":
-        with (
-            pytest.raises(lsim.LayersimError, match="needs the residual stream"),
-            lsim.attach(lsim.open_model(tiny_llama(), layers=MLPS), NEEDS_BLOCKS[name]()),
-        ):
-            pass
+def attach(model, tokens, layers):
+    with lsim.attach(lsim.open_model(model, layers=layers), lsim.Saturation()):
+        pass
 
 
 CALLS = {
+    "attach": attach,
     "prediction_grid": lambda m, t, **o: called(lsim.prompts.prediction_grid, m, t[0], **o),
     "trajectory_pca": lambda m, t, **o: called(lsim.prompts.trajectory_pca, m, t[0], **o),
     "block_jacobians": lambda m, t, layers: lsim.prompts.block_jacobians(lsim.open_model(m, layers=layers), t[0]),
@@ -114,8 +106,19 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_that_needs_blocks_refuses_mlps(call):
-    with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
+    with pytest.raises(lsim.LayersimError, match=r"needs the residual stream.*model\.layers\.0\.mlp"):
         CALLS[call](tiny_llama(), random_tokens(), layers=MLPS)
+
+
+@pytest.mark.parametrize("name", NEEDS_BLOCKS)
+def test_every_analyzer_that_needs_blocks_refuses_mlps_and_some_blocks(name):
+    for model in (tiny_llama(), wrapped(tiny_llama())):
+        with pytest.raises(lsim.LayersimError, match=r"needs the residual stream.*model\.layers\.0\.mlp"):
+            lsim.analyze(lsim.open_model(model, layers=MLPS), random_tokens(), NEEDS_BLOCKS[name]())
+    if name in ("saturation", "exit curve", "trajectory"):
+        some = lsim.open_model(tiny_gpt2(), layers=["transformer.h.0", "transformer.h.2"])
+        with pytest.raises(lsim.LayersimError, match=r"needs every block(.|\n)*blocks\.2\.hook_resid_post"):
+            lsim.analyze(some, random_tokens(), NEEDS_BLOCKS[name]())
 
 
 def test_some_blocks_keep_their_own_numbers():
@@ -142,12 +145,6 @@ def test_some_blocks_keep_their_own_numbers():
     assert late["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
     assert late["cosine"].norm_ratio.isfinite().all()
     torch.testing.assert_close(late["trajectory"].norm[..., -1], whole["trajectory"].norm[..., -1])
-
-
-@pytest.mark.parametrize("make", [lsim.Saturation, lsim.ExitCurve, lsim.Trajectory])
-def test_what_counts_blocks_refuses_some_of_them(make):
-    with pytest.raises(lsim.LayersimError, match=r"needs every block(.|\n)*blocks\.2\.hook_resid_post"):
-        lsim.analyze(lsim.open_model(tiny_gpt2(), layers=["transformer.h.0", "transformer.h.2"]), random_tokens(), make())
 
 
 def test_blocks_out_of_order_or_twice_are_refused_before_anything_runs():

@@ -59,17 +59,9 @@ class TestRefusals:
             with pytest.raises(lsim.LayersimError, match=words):
                 early.logits(given, mask)
 
-    @pytest.mark.parametrize(
-        ("shape", "given", "do"),
-        [
-            ((2, 3, 64, 64), "3 x 64 x 64", "tokenizer=processor"),
-            ((2, 8, 8, 3), "8 x 8 x 3", r"movedim\(-1, 1\), which puts channels first"),
-        ],
-    )
-    def test_images_of_another_size(self, shape, given, do):
-        words = rf"`pixel_values`.* {given}.*3 x 8 x 8.*{do}"
-        with pytest.raises(lsim.LayersimError, match=words):
-            EarlyExit(vit(), threshold=0.3, at=(0,)).logits(torch.randn(shape))
+    def test_images_of_another_size(self):
+        with pytest.raises(lsim.LayersimError, match=r"ViT.*pixel_values"):
+            EarlyExit(vit(), threshold=0.3, at=(0,)).logits(torch.randn(2, 3, 64, 64))
 
     def test_images_in_another_form(self):
         early, images = EarlyExit(vit(), threshold=0.3, at=(0,)), torch.randn(2, 3, 8, 8)

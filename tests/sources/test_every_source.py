@@ -23,8 +23,10 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
-@pytest.mark.parametrize("source", SOURCES)
+MODELS = [*((source, tiny_llama) for source in SOURCES), ("TransformerBridge", tiny_gpt2), ("NNsight", tiny_gpt2)]
+
+
+@pytest.mark.parametrize(("source", "make"), MODELS)
 def test_every_source_gives_one_answer(source, make, data, tmp_path):
     expected = run(make(), data)
     model, options = SOURCES[source](make, tmp_path)

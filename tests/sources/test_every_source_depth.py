@@ -8,9 +8,9 @@ import pytest
 import tl_layersim as lsim
 
 from ..options import called
-from ..tiny_models import tiny_gpt2, tiny_llama
+from ..tiny_models import tiny_gpt2
 from ..wrapped_models import hooked_transformer
-from .test_every_source import SOURCES
+from .test_every_source import MODELS, SOURCES
 
 
 def run(model, data, **options):
@@ -26,8 +26,7 @@ def check_equal(found, expected):
     assert found["contribution"].layers == found["skip_effect"].layers
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "make"), MODELS)
 def test_every_source_gives_one_answer(source, make, data, tmp_path):
     model, options = SOURCES[source](make, tmp_path)
     check_equal(run(model, data, **options), run(make(), data))

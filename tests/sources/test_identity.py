@@ -199,7 +199,7 @@ def identity(model):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_another_model(name, tmp_path):
+def test_a_change_is_another_model(name):
     plain = nnsight_of(tiny_llama()) if "edit" in name or "nnsight" in name else tiny_llama()
     changed = CHANGES[name](tiny_llama())
     assert identity(changed) != identity(plain)
@@ -207,11 +207,15 @@ def test_a_change_is_another_model(name, tmp_path):
     assert all(identity(make(tiny_llama())) != identity(changed) for make in others)
     assert identity(CHANGES[name](tiny_llama())) == identity(changed)
 
+
+@pytest.mark.parametrize("name", ["one weight", "forward hook", "edit"])
+def test_files_of_a_changed_model_are_those_of_another_model(name, tmp_path):
+    plain = nnsight_of(tiny_llama()) if name == "edit" else tiny_llama()
+    changed = CHANGES[name](tiny_llama())
     for number, model in enumerate((plain, changed)):
         called(lsim.analyze, model, TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
     with pytest.raises(lsim.LayersimError, match=r"other model"):
         lsim.merge(tmp_path)
-
     report = called(lsim.analyze, plain, TOKENS, **CALL, checkpoint=tmp_path / "run")
     with pytest.raises(lsim.LayersimError, match="run"):
         called(lsim.analyze, changed, TOKENS, **CALL, checkpoint=tmp_path / "run")

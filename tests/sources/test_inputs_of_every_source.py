@@ -154,22 +154,6 @@ def test_rules_of_positions_hold_for_images():
     np.testing.assert_allclose(mean.values, oracles.oracle_cosine([whole[:, :, 1:].mean(2)])["values"], atol=1e-12)
 
 
-def test_counting_positions_leaves_the_model_as_it_was():
-    model = image_vit().train()
-    called(lsim.analyze, model, pixels(), "cosine", batch_size=2, **EVERY)
-    assert model.training
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_what_the_model_does_not_take_is_refused_or_named():
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*`pixel_values`.*\['x'\]"):
-        lsim.analyze(image_vit(), {"x": pixels()}, "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, but the data are tokens"):
-        lsim.analyze(image_vit(), random_tokens(), "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*\['pixel_values'\]"):
-        lsim.analyze(tiny_llama(), {"pixel_values": pixels()}, "cosine")
-
-
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
 def test_a_hooked_transformer_takes_tokens_alone(caplog):
     model, tokens = hooked_transformer(tiny_gpt2()), random_tokens(4, 9)

@@ -46,15 +46,14 @@ def test_every_analyzer_gives_the_numbers_of_the_plain_model(model):
     assert here["cka"].provenance.weights_hash == plain["cka"].provenance.weights_hash != ""
 
 
-@pytest.mark.parametrize("family", ["attn_out", "z", "mlp_post", "ln_final"])
+@pytest.mark.parametrize("family", ["z", "ln_final"])
 def test_sites_inside_blocks(folder, family):
     model = offloaded(folder, MIXED)
     here, plain = (lsim.analyze(one, TOKENS, lsim.CKA(minibatch=8), at=family)["cka"] for one in (model, tiny_llama()))
     assert worst(here, plain) == 0
 
 
-@pytest.mark.parametrize("method", ["dense", "finite-difference"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("method", "dtype"), [("dense", "float32"), ("finite-difference", "bfloat16")])
 def test_jacobians_of_offloaded_blocks_are_computed_in_float32(folder, method, dtype):
     model, plain = offloaded(folder, ALL, dtype), AutoModelForCausalLM.from_pretrained(folder / dtype, dtype=dtype).eval()
     here, there = (lsim.prompts.block_jacobians(one, TOKENS[0], method=method) for one in (model, plain))

@@ -9,7 +9,7 @@ import tl_layersim as lsim
 
 from ..input_models import image_vit, pair_bert, pixels
 from ..options import called
-from ..tiny_models import random_tokens
+from ..tiny_models import random_tokens, tiny_llama
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 12, 12), (2, 8, 8, 3)])
@@ -25,6 +25,10 @@ def test_texts_and_images_for_the_other_kind_of_model():
         lsim.analyze(image_vit(), random_tokens(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"images, features or embeddings, but BertForSeq(.|\n)*takes token ids"):
         lsim.analyze(pair_bert(), pixels(), "cosine")
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*`pixel_values`.*\['x'\]"):
+        lsim.analyze(image_vit(), {"x": pixels()}, "cosine")
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\['pixel_values'\]"):
+        lsim.analyze(tiny_llama(), {"pixel_values": pixels()}, "cosine")
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, but the data are tokens"):
         lsim.compare(pair_bert(), image_vit(), lsim.Data(random_tokens(), positions="all"), lsim.CKA(minibatch=16))
 

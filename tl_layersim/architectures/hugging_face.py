@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_blocks, module_sites, nearest_config
-from .layouts import BlockLayout, ModuleTensor, Term, input_of, output_of
+from .layouts import BlockLayout, ModuleTensor, input_of, output_of
 from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, separate_heads, site_name
 
 UNKNOWN = "its blocks are of an architecture whose hook points are not in the table: name its modules by their paths"
@@ -45,9 +44,9 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
         prefix = f"{stacks[parent]}." if stacks.get(parent) else ""
         lacks |= dict.fromkeys(SITE_NAMES, "its blocks have none") | {"ln_final": NO_NORM} | dict(layout.lacks)
         config = nearest_config(module, own[0])
-        for path in own:
-            sites += _block_sites(prefix, path, layout, config, path == own[0])
-            sums += _block_sums(prefix, path, layout)
+        fused = layout.fused(config) if callable(layout.fused) else layout.fused
+        more = stack_sites(prefix, own, layout, head_counts(config, layout.head_count), fused)
+        sites, sums = sites + more[0], sums + more[1]
         ends = prefix == "encoder." or is_last_stack(module, own)
         final = final_norm(module, own[0], layout) if ends else None
         if final is not None:
@@ -70,43 +69,45 @@ def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | Non
     return found[0] if numbered and all(layout is found[0] for layout in found) else None
 
 
-def _tensors(layout: BlockLayout) -> dict[str, ModuleTensor]:
-    """The tensor of each family of a block, in the order of computation."""
+def _point(name: str, path: str, tensor: ModuleTensor, part: Part | None = None) -> HookPoint:
+    """The hook point of a tensor of a block; one without a name is called by its module."""
+    module = f"{path}.{tensor.path}".rstrip(".")
+    return HookPoint(name or module + ".input" * tensor.incoming, module, tensor.incoming, part)
+
+
+def stack_sites(
+    prefix: str, blocks: Sequence[str], layout: BlockLayout, heads: tuple[int, int], fused: str
+) -> tuple[list[Site], list[StreamSum]]:
+    """The sites of the blocks of one stack, without the final norm, and the sums on its residual stream.
+
+    Args:
+        prefix: prefix of the site names; "" in a model with one stack.
+        blocks: module paths of the blocks, which end in their numbers.
+        layout: layout of the blocks.
+        heads: number of heads and of key-value heads; zero if unknown.
+        fused: see `BlockLayout.fused`.
+    """
+    sites: list[Site] = []
+    sums: list[StreamSum] = []
     tensors = {"resid_pre": input_of(""), "resid_post": output_of(""), **layout.tensors}
-    return {family: tensors[family] for family in SITE_NAMES if family in tensors}
-
-
-def _point(family: str, prefix: str, path: str, tensor: ModuleTensor, part: Part | None = None) -> HookPoint:
-    name = site_name(family, int(path.rpartition(".")[2]), prefix)
-    return HookPoint(name, f"{path}.{tensor.path}".rstrip("."), tensor.incoming, part)
-
-
-def _block_sites(prefix: str, path: str, layout: BlockLayout, config: Any, first: bool) -> Iterator[Site]:
-    heads = head_counts(config, layout.head_count)
-    kind = layout.fused(config) if callable(layout.fused) else layout.fused
-    for family, tensor in _tensors(layout).items():
-        part: Part | None = None
-        each: tuple[Part, ...] = ()
-        if family in HEAD_FAMILIES:
-            is_fused = bool(kind) and family != "z"
-            if is_fused and not heads[0]:
-                continue
-            part, each = fused_parts(kind, family, *heads) if is_fused else (None, separate_heads(heads[family in "kv"]))
+    for path in blocks:
         number = int(path.rpartition(".")[2])
-        yield Site(_point(family, prefix, path, tensor, part), family, number, each, first and family == "resid_pre")
-
-
-def _block_sums(prefix: str, path: str, layout: BlockLayout) -> Iterator[StreamSum]:
-    tensors = _tensors(layout)
-
-    def point(term: Term) -> HookPoint:
-        if isinstance(term, str):
-            return _point(term, prefix, path, tensors[term])
-        module = f"{path}.{term.path}"
-        return HookPoint(f"{module}.input" if term.incoming else module, module, term.incoming)
-
-    for total, terms in layout.sums:
-        yield StreamSum(point(total), tuple(point(term) for term in terms))
+        points: dict[str, HookPoint] = {}
+        for family in SITE_NAMES:
+            if family not in tensors or (family in "qkv" and fused and not heads[0]):
+                continue
+            part: Part | None = None
+            each: tuple[Part, ...] = separate_heads(heads[family in "kv"]) if family in HEAD_FAMILIES else ()
+            if family in "qkv" and fused:
+                part, each = fused_parts(fused, family, *heads)
+            points[family] = _point(site_name(family, number, prefix), path, tensors[family], part)
+            first = family == "resid_pre" and path == blocks[0]
+            sites.append(Site(points[family], family, number, each, first))
+        for total, terms in layout.sums:
+            if points.keys() >= {term for term in (total, *terms) if isinstance(term, str)}:
+                whole, *parts = (points[term] if isinstance(term, str) else _point("", path, term) for term in (total, *terms))
+                sums.append(StreamSum(whole, tuple(parts)))
+    return sites, sums
 
 
 def point_at(module: torch.nn.Module, name: str) -> HookPoint | None:

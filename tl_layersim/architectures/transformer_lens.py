@@ -7,6 +7,7 @@ bridge is the input of the last layer norm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,20 @@ import torch
 
 from ..core.errors import LayersimError
 from .blocks import POST_NORM, PRE_NORM, find_blocks, head_counts, is_post_norm, layout_of
-from .hugging_face import UNKNOWN, point_at
-from .layouts import NO_MID, PARALLEL, SEQUENTIAL, SUBLAYER_NORM_LACKS, BlockLayout, BlockSum, ModuleTensor, Term
+from .hugging_face import UNKNOWN_LAYOUT, point_at, stack_sites
+from .layouts import (
+    NO_MID,
+    PARALLEL,
+    SEQUENTIAL,
+    SUBLAYER_NORM_LACKS,
+    BlockLayout,
+    BlockSum,
+    ModuleTensor,
+    input_of,
+    output_of,
+)
 from .output_heads import logit_scaling
-from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, separate_heads, site_name
+from .points import SITE_NAMES, HookPoint, Site, SiteMap, site_name
 from .unembed import Head
 
 ABSENT = "this model has no such hook point"
@@ -30,169 +41,120 @@ NORMS_AFTER_ALONE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 
 def transformer_lens_site_map(model: Any) -> SiteMap:
     """The sites of a HookedTransformer or a TransformerBridge."""
-    return _SitesOf(model).site_map()
+    hooks: dict[str, torch.nn.Module] = dict(model.hook_dict)
+    paths = {id(module): path for path, module in model.named_modules()}
+    wrapped, cfg = getattr(model, "original_model", None), model.cfg
+    # A bridge of an encoder-decoder has two lists of blocks under other names.
+    blocks = [f"blocks.{number}" for number in range(len(getattr(model, "blocks", ())))]
+    if not blocks:
+        layout = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys(SITE_NAMES, TWO_STACKS))
+    elif wrapped is None:
+        layout = _hooked_transformer_layout(cfg, hooks)
+    else:
+        layout = _bridge_layout(model, hooks, paths)
+    if wrapped is not None:
+        heads = head_counts(wrapped.config, layout.head_count)
+    else:
+        grouped: int = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+        heads = (cfg.n_heads, cfg.n_heads if getattr(cfg, "ungroup_grouped_query_attention", False) else grouped)
+    sites, sums = stack_sites("", blocks, layout, heads, "")
+    sites += [Site(HookPoint(SITE_NAMES["ln_final"], path), "ln_final") for path in layout.final]
+    have = {site.family for site in sites}
+    plain = wrapped is None and cfg.normalization_type not in WITH_WEIGHTS
 
-
-class _SitesOf:
-    """Looks up the sites of one TransformerLens model.
-
-    Args:
-        model: HookedTransformer or TransformerBridge.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.hooks: dict[str, torch.nn.Module] = dict(model.hook_dict)
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self.wrapped = getattr(model, "original_model", None)
-        # A bridge of an encoder-decoder has two lists of blocks under other names.
-        self.blocks = list(getattr(model, "blocks", ()))
-        self.layout: BlockLayout | None = None
-        self.lacks: dict[str, str] = {}
-        if self.wrapped is None:
-            self.lacks = _reasons(model.cfg)
-        elif not self.blocks:
-            self.lacks = dict.fromkeys(SITE_NAMES, TWO_STACKS)
-        else:
-            self.layout = layout_of(_inside(self.blocks[0]), self.wrapped.config)
-            self.lacks = dict(self.layout.lacks) if self.layout else dict.fromkeys(SITE_NAMES, UNKNOWN)
-
-    def site_map(self) -> SiteMap:
-        heads = self._heads()
-        sites: list[Site] = []
-        sums: list[StreamSum] = []
-        last = None
-        for number in range(len(self.blocks)):
-            points = {family: point for family in SITE_NAMES if (point := self._point(family, number)) is not None}
-            last = points.pop("ln_final", None)
-            for family, point in points.items():
-                each = separate_heads(heads[family in "kv"]) if family in HEAD_FAMILIES else ()
-                sites.append(Site(point, family, number, each, first=family == "resid_pre" and number == 0))
-            sums += self._sums(number, points)
-        if last is not None:
-            sites.append(Site(last, "ln_final"))
-        have = {site.family for site in sites}
-        lacks = {family: self.lacks.get(family, ABSENT) for family in SITE_NAMES if family not in have}
-        return SiteMap(type(self.model).__name__, tuple(sites), lacks, tuple(sums), self._by_name, tuple(self.hooks))
-
-    def _heads(self) -> tuple[int, int]:
-        """Number of heads and of key-value heads."""
-        cfg = self.model.cfg
-        if self.wrapped is not None and self.layout is not None:
-            return head_counts(self.wrapped.config, self.layout.head_count)
-        grouped = getattr(cfg, "n_key_value_heads", None)
-        if grouped is None or getattr(cfg, "ungroup_grouped_query_attention", False):
-            grouped = cfg.n_heads
-        return cfg.n_heads, grouped
-
-    def _point(self, family: str, number: int) -> HookPoint | None:
-        name = site_name(family, number)
-        if self.wrapped is not None:
-            return self._bridge_point(family, name, number)
-        return self._hooked_transformer_point(family, name)
-
-    def _hook(self, name: str, hook: str) -> HookPoint | None:
-        """The hook point `hook`, renamed to a site; None if the model lacks it."""
-        module = self.hooks.get(hook)
-        return None if module is None else HookPoint(name, self.paths[id(module)])
-
-    def _hooked_transformer_point(self, family: str, name: str) -> HookPoint | None:
-        cfg = self.model.cfg
-        if family in self.lacks:
-            return None
-        if family == "ln1" and name in self.hooks:
-            # The norm runs once for each of queries, keys and values.
-            return HookPoint(name, name.replace(SITE_NAMES["ln1"], "attn"), incoming=True)
-        if family in ("ln2", "ln_final") and name in self.hooks and cfg.normalization_type in WITH_WEIGHTS:
-            # The hook point is before the weights of the norm.
-            return HookPoint(name, name.removesuffix(".hook_normalized"))
-        return self._hook(name, name)
-
-    def _bridge_point(self, family: str, name: str, number: int) -> HookPoint | None:
-        if family in ("resid_pre", "resid_post"):
-            return self._hook(name, name)
-        if self.layout is None or family in self.layout.lacks:
-            return None
-        if family == "ln_final":
-            return self._hook(name, "ln_final.hook_out")
-        tensor = self.layout.tensors.get(family)
-        return None if tensor is None else self._tensor_point(name, number, family, tensor)
-
-    def _tensor_point(self, name: str, number: int, family: str, tensor: ModuleTensor) -> HookPoint | None:
-        """The hook point of a bridge that holds the same tensor as the Hugging Face block.
-
-        A bridge computes attention itself and calls only those attention modules that it names.
-        """
-        assert self.layout is not None
-        if family in ("q", "k", "v"):
-            return self._hook(name, f"blocks.{number}.attn.{family}.hook_out")
-        for component, last in (("attn.o", "z"), ("mlp.out", "mlp_post")):
-            port = self.layout.tensors.get(last)
-            if port is not None and port.path == tensor.path:
-                found = self._hook(name, f"blocks.{number}.{component}.{_side(tensor)}")
-                if found is not None:
-                    return found
-        module: torch.nn.Module = self.blocks[number]
-        for part in tensor.path.split("."):
-            if not hasattr(_inside(module), part):
-                return None
-            module = getattr(_inside(module), part)
-        hook = getattr(module, _side(tensor), None)
-        if hook is not None:
-            return HookPoint(name, self.paths[id(hook)])
-        return HookPoint(name, self.paths[id(module)], tensor.incoming)
-
-    def _sums(self, number: int, points: dict[str, HookPoint]) -> list[StreamSum]:
-        def point(term: Term) -> HookPoint | None:
-            if isinstance(term, str):
-                return points.get(term)
-            found = self._tensor_point("", number, "", term)
-            return None if found is None else replace(found, name=found.module)
-
-        found = []
-        for total, terms in self._identities(points):
-            whole, parts = point(total), [point(term) for term in terms]
-            if whole is not None and None not in parts:
-                found.append(StreamSum(whole, tuple(part for part in parts if part is not None)))
-        return found
-
-    def _identities(self, points: dict[str, HookPoint]) -> tuple[BlockSum, ...]:
-        if self.wrapped is not None:
-            return self.layout.sums if self.layout is not None else ()
-        if getattr(self.model.cfg, "attn_only", False):
-            return (("resid_post", ("resid_pre", "attn_out")),)
-        return SEQUENTIAL if "resid_mid" in points else PARALLEL
-
-    def _by_name(self, name: str) -> HookPoint | None:
-        """The TransformerLens hook point `name`, or the output of the module at this path; None if there is none.
-
-        Raises:
-            LayersimError: the hook point has values for pairs of positions.
-        """
-        if name in self.hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
+    def by_name(name: str) -> HookPoint | None:
+        """The TransformerLens hook point `name`, or the output of the module at this path; None if there is none."""
+        if name in hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
             raise LayersimError(
                 f"`at` is {name!r}, which has one number for each pair of positions; model.run_with_cache gives such patterns."
             )
-        plain = self.wrapped is None and self.model.cfg.normalization_type not in WITH_WEIGHTS
-        if plain and name in self.hooks and name.endswith(SITE_NAMES["ln1"]):
-            return self._hooked_transformer_point("ln1", name)
-        return self._hook(name, name) or point_at(self.model, name)
+        if plain and name in hooks and name.endswith(SITE_NAMES["ln1"]):
+            return next((site.point for site in sites if site.point.name == name), None)
+        return HookPoint(name, paths[id(hooks[name])]) if name in hooks else point_at(model, name)
+
+    lacks = {family: layout.lacks.get(family, ABSENT) for family in SITE_NAMES if family not in have}
+    return SiteMap(type(model).__name__, tuple(sites), lacks, tuple(sums), by_name, tuple(hooks))
 
 
-def _reasons(cfg: Any) -> dict[str, str]:
-    """The families that a HookedTransformer lacks, each with the reason."""
-    reasons: dict[str, str] = {}
-    if getattr(cfg, "original_architecture", None) in NORMS_AFTER_ALONE:
-        reasons |= SUBLAYER_NORM_LACKS
-    if getattr(cfg, "attn_only", False):
-        reasons |= dict.fromkeys(("resid_mid", "ln2", "mlp_post", "mlp_out"), "its blocks have no MLP")
+def _hooked_transformer_layout(cfg: Any, hooks: Mapping[str, torch.nn.Module]) -> BlockLayout:
+    """The layout of the blocks of a HookedTransformer; `final` is the path of the final norm.
+
+    Args:
+        cfg: its configuration.
+        hooks: its hook points by name, which is their path.
+    """
+    lacks = dict(SUBLAYER_NORM_LACKS) if getattr(cfg, "original_architecture", None) in NORMS_AFTER_ALONE else {}
+    alone = getattr(cfg, "attn_only", False)
+    if alone:
+        lacks |= dict.fromkeys(("resid_mid", "ln2", "mlp_post", "mlp_out"), "its blocks have no MLP")
     elif getattr(cfg, "parallel_attn_mlp", False):
-        reasons["resid_mid"] = NO_MID
-    return reasons
+        lacks["resid_mid"] = NO_MID
+    names = {family: name for family, name in SITE_NAMES.items() if site_name(family, 0) in hooks and family not in lacks}
+    if cfg.normalization_type in WITH_WEIGHTS:
+        # The hook point is before the weights of the norm.
+        names |= {family: family for family in ("ln2", "ln_final") if family in names}
+    final = names.pop("ln_final", None)
+    tensors = {family: output_of(name) for family, name in names.items()}
+    if "ln1" in tensors:
+        # The norm runs once for each of queries, keys and values.
+        tensors["ln1"] = input_of("attn")
+    sums = SEQUENTIAL if "resid_mid" in tensors else PARALLEL
+    if alone:
+        sums = (("resid_post", ("resid_pre", "attn_out")),)
+    return BlockLayout((), tensors, sums=sums, final=() if final is None else (final,), lacks=lacks)
 
 
-def _side(tensor: ModuleTensor) -> str:
-    return "hook_in" if tensor.incoming else "hook_out"
+def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapping[int, str]) -> BlockLayout:
+    """The layout of the blocks of a bridge, by that of the Hugging Face blocks; `final` is the path of the final norm.
+
+    A bridge computes attention itself and calls only those attention modules that it names.
+
+    Args:
+        model: the bridge.
+        hooks: its hook points by name.
+        paths: paths of its modules by `id`.
+    """
+    block = model.blocks[0]
+
+    def hook(name: str) -> ModuleTensor | None:
+        found = hooks.get(f"blocks.0.{name}")
+        return None if found is None else output_of(paths[id(found)].removeprefix("blocks.0."))
+
+    def held(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
+        """The tensor of the bridge that is a tensor of the Hugging Face block."""
+        if family in ("q", "k", "v"):
+            return hook(f"attn.{family}.hook_out")
+        side = "hook_in" if term.incoming else "hook_out"
+        for component, last in (("attn.o", "z"), ("mlp.out", "mlp_post")):
+            port = tensors.get(last)
+            if port is not None and port.path == term.path and (found := hook(f"{component}.{side}")) is not None:
+                return found
+        module: torch.nn.Module = block
+        for part in term.path.split("."):
+            if not hasattr(_inside(module), part):
+                return None
+            module = getattr(_inside(module), part)
+        at = getattr(module, side, None)
+        path = paths[id(module if at is None else at)].removeprefix("blocks.0.")
+        return ModuleTensor(path, term.incoming and at is None)
+
+    layout = layout_of(_inside(block), model.original_model.config) or UNKNOWN_LAYOUT
+    tensors = layout.tensors
+    known = {family: hook(SITE_NAMES[family]) for family in ("resid_pre", "resid_post")}
+    known |= {family: held(term, family) for family, term in tensors.items() if family not in layout.lacks}
+    final = [] if "ln_final" in layout.lacks else [paths[id(hooks[n])] for n in ("ln_final.hook_out",) if n in hooks]
+    sums: list[BlockSum] = []
+    for total, terms in layout.sums:
+        parts = [term if isinstance(term, str) else held(term) for term in (total, *terms)]
+        found = [part for part in parts if part is not None]
+        if len(found) == len(parts):
+            sums.append((found[0], tuple(found[1:])))
+    return replace(
+        layout,
+        tensors={family: tensor for family, tensor in known.items() if tensor is not None},
+        sums=tuple(sums),
+        final=tuple(final),
+    )
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:

@@ -220,10 +220,7 @@ def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
     Args:
         points: the hook points.
     """
-    by_name: dict[str, HookPoint] = {}
-    for point in points:
-        by_name.setdefault(point.name, point)
-    return tuple(by_name.values())
+    return tuple({point.name: point for point in points}.values())
 
 
 def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) -> None:

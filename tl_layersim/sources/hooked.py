@@ -26,7 +26,7 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
-from .model import describe, open_transformer_lens, same_stream, settled
+from .model import describe, open_transformer_lens, settled
 from .out_of_memory import reduce_batch, refusing_out_of_memory
 from .source import CanReadSites, SitesRead
 
@@ -108,7 +108,9 @@ class StreamTest:
         ]
 
     def _enter(self, path: str, entering: Tensor) -> None:
-        if self._last is None or not same_stream(entering.detach()[:1], self._last):
+        # NaNs are reported elsewhere.
+        given, last = entering.detach()[:1].nan_to_num(), self._last
+        if last is None or given.shape != last.shape or not torch.equal(given, last.to(given).nan_to_num()):
             self.strangers[path] = None
 
     def _leave(self, path: str, output: Tensor) -> None:
@@ -342,8 +344,9 @@ class HookedSource(CanReadSites):
                 self._model = settled(self._model, self.module, self.paths, self._named, strangers)
                 end()
 
-        blocks = dict(zip(self.paths, self.blocks, strict=True))
-        return StreamTest(blocks, done).places() if self._model.stream == "unknown" else []
+        if self._model.stream != "unknown":
+            return []
+        return StreamTest(dict(zip(self.paths, self.blocks, strict=True)), done).places()
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce_batch(batch, kernels, self.collect(batch))

@@ -43,14 +43,8 @@ def quantised_among(modules: Sequence[torch.nn.Module]) -> set[torch.nn.Module]:
     Args:
         modules: the modules; weights of submodules do not count.
     """
-    found = {module for module in modules if PACKED in module._buffers}
-    # Whether a parameter is plain depends on its class and dtype alone, of which a model has few.
-    holders: dict[tuple[type, torch.dtype], tuple[Tensor, set[torch.nn.Module]]] = {}
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault((type(parameter), parameter.dtype), (parameter, set()))[1].add(module)
-    return found.union(*(held for parameter, held in holders.values() if not is_plain(parameter)))
+    own = {module: [p for p in module._parameters.values() if p is not None] for module in modules}
+    return {module for module, held in own.items() if PACKED in module._buffers or not all(map(is_plain, held))}
 
 
 def quantised_modules(module: torch.nn.Module) -> list[str]:

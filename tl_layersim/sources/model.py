@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ..architectures.blocks import (
     MODULES,
@@ -323,12 +322,6 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         "width: no blocks"
     )
     raise unsupported_blocks(module, given)
-
-
-def same_stream(given: Tensor, before: Tensor) -> bool:
-    """Whether the input of a module equals the output of the module before it."""
-    # NaNs are reported elsewhere.
-    return given.shape == before.shape and torch.equal(given.nan_to_num(), before.to(given).nan_to_num())
 
 
 def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
