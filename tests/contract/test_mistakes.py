@@ -28,8 +28,6 @@ MISTAKES = [
     ("`weights`.* ''", lambda m: lsim.AlignedTraining(weights="")),
     ("`remote`.* ''", lambda m: lsim.analyze(lsim.open_model(m, remote=""), TOKENS, "cosine")),
     ("`ridge`.* nan", lambda m: lsim.stitch(m, m, TOKENS, at=(1, 1), fit="lstsq", ridge=NAN)),
-    ("`min_layer`.* 9", lambda m: lsim.EarlyExit(m, min_layer=9)),
-    ("`min_layer`.* -9", lambda m: lsim.EarlyExit(m, min_layer=-9)),
     ("`rule`.*max-probs", lambda m: lsim.early_exit.ExitCosts.count(m, rule="max-probs")),
     ("`batch`.* 0", lambda m: lsim.early_exit.ExitCosts.count(m, batch=0)),
     ("`shortlist`.* 3", lambda m: lsim.early_exit.ExitCosts.count(m, shortlist=3)),

@@ -12,8 +12,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.sources.hooks import eval_mode
 from tl_layersim.training import objectives
-from tl_layersim.training.objectives import OBJECTIVES
-from tl_layersim.training.objectives.objective import Objective
+from tl_layersim.training.objectives import OBJECTIVES, Objective
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
@@ -176,7 +175,7 @@ def test_an_unknown_objective_is_refused_with_the_list_of_those_that_exist():
 NEW_FILE = '''
 """The mean square of the last layer's normed residual, beside its loss."""
 
-from .objective import Objective
+from . import Objective
 
 
 class SmallObjective(Objective):

@@ -75,8 +75,8 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
     for name in (
         "engine.run.PassState.add",
         "stitching.stitch.StitchExperiment._evaluate",
-        "training.fine_tuning_steps.FineTuning.loss_and_gradients",
-        "training.adapter_steps.AdapterSteps.apply",
+        "training.finetune.FineTuning.loss_and_gradients",
+        "training.adapters.AdapterSteps.apply",
     ):
         monkeypatch.setattr(f"tl_layersim.{name}", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.training.train_adapters import train_adapters
+from tl_layersim.training import train_adapters
 
 from ..options import called
 from .client import load, rows

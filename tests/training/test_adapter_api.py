@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.remote import low_rank_adapters as far_training
 from tl_layersim.remote.low_rank_adapters import RemoteDescent
-from tl_layersim.training.train_adapters import train_adapters
+from tl_layersim.training import train_adapters
 
 from ..ndif.client import rows
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer

@@ -15,8 +15,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.remote.low_rank_adapters import RemoteDescent
-from tl_layersim.training.fine_tuning_steps import FineTuning
-from tl_layersim.training.objectives.objective import Objective
+from tl_layersim.training.finetune import FineTuning
+from tl_layersim.training.objectives import Objective
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import SHORT, Stop, cut_after, dropping, equal, traced, train, weights_of
@@ -25,9 +25,7 @@ ROWS = lsim.Data(random_tokens(20, 6), batch_size=2)
 LONG = lsim.AlignedTraining(steps=30, lr=1e-2, eval_every=7, accumulation=2)
 
 KILLED = """
-import signal, sys, time, torch
-# A shell's background jobs are started deaf to it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys, time
 from tests.training import test_steps as here
 from tl_layersim.core import resumable_file
 resumable_file.SECONDS_BETWEEN_SAVES = 0
@@ -59,8 +57,7 @@ def counted(monkeypatch, stop=None):
 
 
 class TestResume:
-    @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
-    def test_a_killed_process(self, kill, tmp_path, monkeypatch):
+    def test_a_killed_process(self, tmp_path, monkeypatch):
         path, whole, model = tmp_path / "run.safetensors", dropping(tiny_gpt2()), dropping(tiny_gpt2())
         expected = lsim.finetune_aligned(whole, ROWS, LONG)
         command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
@@ -68,7 +65,7 @@ class TestResume:
         for line in process.stdout:
             if int(line) == 10:
                 break
-        process.send_signal(kill)
+        process.send_signal(signal.SIGKILL)
         process.wait()
         steps = counted(monkeypatch)
         again = lsim.finetune_aligned(model, ROWS, LONG, checkpoint=path)
@@ -194,14 +191,13 @@ def ranked(drawn: int, batch_size: int) -> dict[str, torch.Tensor]:
 RANKS = """
 import os, sys, torch
 from tests.training.test_steps import ranked
-found = ranked(int(sys.argv[2]), 2)
+found = [ranked(drawn, 2) for drawn in (0, 1)]
 if os.environ["RANK"] == "0":
     torch.save(found, sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("drawn", [0, 1])
-def test_two_processes_are_one_with_twice_the_batch(tmp_path, drawn):
+def test_two_processes_are_one_with_twice_the_batch(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -209,11 +205,12 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path, drawn):
     for rank in range(2):
         world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}  # fmt: skip
-        command = [sys.executable, "-W", "ignore", "-c", RANKS, str(out), str(drawn)]
+        command = [sys.executable, "-W", "ignore", "-c", RANKS, str(out)]
         processes.append(subprocess.Popen(command, env=os.environ | world, stderr=subprocess.PIPE))
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert all(process.returncode == 0 for process in processes), errors
-    found, one = torch.load(out, weights_only=True), ranked(drawn, 4)
-    torch.testing.assert_close(found["loss"], one["loss"], rtol=1e-9, atol=0)
-    torch.testing.assert_close(found["held"], one["held"], rtol=1e-9, atol=0)
-    torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-6, atol=1e-9)
+    for drawn, found in enumerate(torch.load(out, weights_only=True)):
+        one = ranked(drawn, 4)
+        torch.testing.assert_close(found["loss"], one["loss"], rtol=1e-9, atol=0)
+        torch.testing.assert_close(found["held"], one["held"], rtol=1e-9, atol=0)
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-6, atol=1e-9)

@@ -8,42 +8,28 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.training.export import export_bridge
-from tl_layersim.training.residual_stream import TrainingBatch
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from .helpers import SHORT, dropping, neox, next_of
+from .helpers import SHORT, dropping, neox
 
 
 class TestTransformerLens:
     @pytest.mark.parametrize("make", [tiny_gpt2, neox, tiny_llama], ids=lambda f: f.__name__)
-    def test_a_bridge_trains_and_is_saved_whole(self, make, tmp_path):
+    def test_a_bridge_trains_as_the_model_inside(self, make, tmp_path):
         """Also where query, key and value are one weight, which a bridge holds in three copies that learn."""
         from transformer_lens.model_bridge.sources import build_bridge_from_module
-        from transformers import AutoModelForCausalLM
 
         hf = dropping(make(), 0.0)
         bridge = build_bridge_from_module(hf, type(hf).__name__, hf_config=hf.config)
         tokens, probe = random_tokens(12, 7), random_tokens(2, 9, seed=5)
-        training = replace(SHORT, save_to=tmp_path / "m")
-        result = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=3), training)
+        with pytest.raises(lsim.LayersimError, match=r"TransformerBridge.*`save_to`"):
+            lsim.finetune_aligned(bridge, tokens, replace(SHORT, save_to=tmp_path / "m"))
+        result = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=3), SHORT)
         plain = dropping(make(), 0.0)
         expected = lsim.finetune_aligned(plain, lsim.Data(tokens, batch_size=3), SHORT)
         torch.testing.assert_close(result.loss, expected.loss, rtol=1e-3, atol=1e-4)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-        torch.testing.assert_close(loaded(probe).logits, bridge(probe), rtol=1e-4, atol=1e-4)
-        assert float((loaded(probe).logits - make()(probe).logits).abs().max().detach()) > 1e-2
-
-    def test_a_bridge_that_is_not_raw_is_refused(self, tmp_path):
-        from transformer_lens.model_bridge.sources import build_bridge_from_module
-
-        hf = tiny_gpt2()
-        bridge = build_bridge_from_module(hf, "GPT2LMHeadModel", hf_config=hf.config)
-        for part in bridge.blocks:
-            part.ln1.original_component.weight.data.mul_(2.0)
-        tokens = random_tokens(2, 6)
-        exported = export_bridge(bridge, TrainingBatch(tokens, {}, next_of(tokens), None))
-        torch.testing.assert_close(exported(tokens).logits, bridge(tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(bridge(probe), plain(probe).logits, rtol=1e-2, atol=1e-2)
+        assert float((plain(probe).logits - make()(probe).logits).abs().max().detach()) > 1e-2
 
     def test_hooked_transformer(self, tmp_path):
         try:

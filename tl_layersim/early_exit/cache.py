@@ -52,18 +52,6 @@ class Columns:
         return table if self.index is None else table.index_select(0, self.index)
 
 
-def grown(table: Tensor, columns: int, axis: int = 1) -> Tensor:
-    """The table, enlarged with zeros if it has fewer than `columns` columns; `axis` is the axis of columns."""
-    present = table.shape[axis]
-    if present >= columns:
-        return table
-    shape = list(table.shape)
-    shape[axis] = max(columns, 2 * present)
-    more = table.new_zeros(shape)
-    more.narrow(axis, 0, present).copy_(table)
-    return more
-
-
 class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
     """Keys and values of one block, `row head column d_head`: each head's columns are contiguous, as attention reads them."""
 
@@ -86,7 +74,6 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         columns = self.cache.columns
-        self.keys, self.values = grown(self.keys, columns.end, 2), grown(self.values, columns.end, 2)
         columns.put(self.keys, key_states, 2)
         columns.put(self.values, value_states, 2)
         return columns.take(self.keys, axis=2), columns.take(self.values, axis=2)
@@ -120,7 +107,7 @@ class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
     Args:
         blocks: number of blocks.
         rows: number of rows.
-        room: number of columns allocated at first.
+        room: number of columns.
     """
 
     def __init__(self, blocks: int, rows: int, room: int) -> None:

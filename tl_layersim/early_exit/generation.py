@@ -32,7 +32,6 @@ class Generated:
         block_calls: number of block calls, each of which reads the weights of a block. The full model makes `layers * steps`.
         block_tokens: tokens run through blocks, summed over blocks, prompts and padding included.
         full_block_tokens: the same for the full model.
-        passes: forward passes started, complete or partial.
         checks: tokens evaluated at checks, summed over checks.
     """
 
@@ -44,7 +43,6 @@ class Generated:
     block_calls: int
     block_tokens: int
     full_block_tokens: int
-    passes: int
     checks: int
 
     @property
@@ -202,7 +200,6 @@ def generate_rows(
         block_calls=state.block_calls,
         block_tokens=state.block_tokens,
         full_block_tokens=full_block_tokens,
-        passes=state.passes,
         checks=check.checked,
     )
 

@@ -26,14 +26,12 @@ from ..core.errors import LayersimError
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
 from ..sources.inputs import no_cache
 from ..sources.split_model import LocalSplitModel
-from .cache import ColumnCache, Columns, grown
+from .cache import ColumnCache, Columns
 from .exit_checks import ExitCheck
 
 # Called at the end of a segment with the number of blocks that have run, the rows that ran them, and `row d_model` of their
 # newest tokens (leaving and entering the last of these blocks). Returns the rows that continue.
 Decide = Callable[[int, list[int], Tensor, Tensor], list[int]]
-# Columns that a cache has room for beyond the prompt at first.
-ROOM = 256
 
 
 @contextmanager
@@ -59,13 +57,12 @@ class Segments(ABC):
     Attributes:
         block_calls: block calls so far, whatever the number of tokens in each.
         block_tokens: tokens run through blocks, summed over blocks.
-        passes: forward passes started.
         segment: index of the segment that runs.
     """
 
     def __init__(self, split_model: LocalSplitModel, ends: tuple[int, ...]) -> None:
         self.split_model, self.ends = split_model, ends
-        self.block_calls = self.block_tokens = self.passes = self.segment = 0
+        self.block_calls = self.block_tokens = self.segment = 0
         self._stopped, self._forward = False, ForwardRun()
 
     @abstractmethod
@@ -97,7 +94,6 @@ class Segments(ABC):
         while (entry := self.enter()) is not None:
             options, x = entry
             self._stopped = False
-            self.passes += 1
             with ExitStack() as stack:
                 if x is not None:
                     stack.enter_context(entered(self.split_model, self.ends[self.segment - 1], x))
@@ -133,7 +129,7 @@ class Decoding(Segments):
         ends: as in `Segments`.
         tokens: `row column`, padded on the left.
         attended: `row column`, False at padding; None if no row is padded.
-        room: expected number of columns.
+        room: largest number of columns.
         decide: chooses the rows that continue.
     """
 
@@ -151,7 +147,7 @@ class Decoding(Segments):
         self.pads = None if attended is None else (~attended).sum(1)
         # For each segment and row, the number of columns that have run through it.
         self.columns_run = [[0] * len(tokens) for _ in ends]
-        self.cache = ColumnCache(len(split_model.blocks), len(tokens), min(room, tokens.shape[1] + ROOM))
+        self.cache = ColumnCache(len(split_model.blocks), len(tokens), room)
         # For each segment, the residuals `row column d_model` that enter it.
         self.pending: list[Tensor | None] = [None for _ in ends]
         parameters = inspect.signature(type(split_model.module).forward).parameters
@@ -220,7 +216,7 @@ class Decoding(Segments):
             return True
         pending = self.pending[number + 1]
         pending = self.cache.room_for(hidden) if pending is None else pending
-        self.pending[number + 1] = pending = grown(pending, columns.end)
+        self.pending[number + 1] = pending
         columns.put(pending, hidden)
         self.rows = continuing
         return False

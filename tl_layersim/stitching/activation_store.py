@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -187,6 +186,7 @@ class ActivationStore:
 
         Raises:
             LayersimError: memory or disk is too small.
+            OSError: the disk has no room for the file.
         """
         if self._kept is not None:
             yield
@@ -211,20 +211,16 @@ class ActivationStore:
         if size > LARGE or folder is not None:
             where = f"a file in {folder}" if folder else "memory"
             tqdm.write(f"The front's activations take {in_words(size)} in {where}.", file=sys.stderr)
-        name = ""
+        if folder is None:
+            held = torch.empty(total, width, dtype=first.dtype)
+        else:
+            # Mapped, the file needs no name, and a killed process leaves nothing.
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="activations-", suffix=".bin") as file:
+                if hasattr(os, "posix_fallocate"):
+                    # Writing to a mapped file on a full disk would end the process.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                held = torch.from_file(file.name, shared=True, size=total * width, dtype=first.dtype).view(total, width)
         try:
-            if folder is None:
-                held = torch.empty(total, width, dtype=first.dtype)
-            else:
-                handle, name = tempfile.mkstemp(dir=folder, prefix="activations-", suffix=".bin")
-                try:
-                    _reserve(handle, size, folder)
-                finally:
-                    os.close(handle)
-                held = torch.from_file(name, shared=True, size=total * width, dtype=first.dtype).view(total, width)
-                # Mapped, it needs no name, and a killed process leaves nothing; Windows keeps the name until the end.
-                with suppress(OSError):
-                    Path(name).unlink()
             for index in tqdm(range(len(self)), desc="front", unit="batch", disable=None, leave=False):
                 hidden = first if index == 0 else self.front.hidden(self.batches[index], self.layer)
                 held[self._starts[index] : self._starts[index + 1]] = hidden.reshape(-1, width).cpu()
@@ -232,28 +228,6 @@ class ActivationStore:
             yield
         finally:
             self._kept = None
-            if name:
-                Path(name).unlink(missing_ok=True)
-
-
-def _reserve(handle: int, size: int, folder: Path) -> None:
-    """Reserve space on disk: writing to a mapped file on a full disk ends the process.
-
-    Raises:
-        LayersimError: the disk has less free space.
-    """
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(handle, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            # The file system cannot reserve space.
-            return
-        raise LayersimError(
-            f"`cache` is {str(folder)!r}, on a disk with too little space for {in_words(size)} of activations: "
-            f"{error.strerror}."
-        ) from error
 
 
 def _free(folder: Path | None) -> tuple[float, str]:

@@ -27,8 +27,6 @@ from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 
 T = TypeVar("T")
-# Notes and tensors, each by stitch.
-States = tuple[dict[str, dict[str, Any]], dict[str, Mapping[str, Tensor]]]
 
 
 class Progress:
@@ -41,6 +39,7 @@ class Progress:
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
         self.file = ResumableFile(path, "stitches", identity)
+        # By stitch; names of tensors begin with the name of their stitch.
         self._notes, self._tensors = self.file.resume(_states_of) or ({}, {})
 
     def get(self, key: str, parse: Callable[[dict[str, Any], Mapping[str, Tensor]], T]) -> T | None:
@@ -51,8 +50,9 @@ class Progress:
         """
         if key not in self._notes:
             return None
+        own = {name.removeprefix(f"{key}/"): x for name, x in self._tensors.items() if name.startswith(f"{key}/")}
         with self.file.parsing():
-            return parse(self._notes[key], self._tensors[key])
+            return parse(self._notes[key], own)
 
     def done(self, key: str) -> bool:
         """Whether a stitch is complete in the file."""
@@ -61,7 +61,8 @@ class Progress:
     def put(self, key: str, note: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Record the state of a stitch; the next `save` writes it."""
         if self.file.path is not None:
-            self._notes[key], self._tensors[key] = note, tensors
+            others = {name: x for name, x in self._tensors.items() if not name.startswith(f"{key}/")}
+            self._notes[key], self._tensors = note, others | {f"{key}/{name}": x for name, x in tensors.items()}
 
     def save(self) -> None:
         """Write all states."""
@@ -74,19 +75,15 @@ class Progress:
 
     def snapshot(self) -> Snapshot | None:
         """All states, for the file; None if there is no state yet."""
-        tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
-        return ({"stitches": self._notes}, tensors) if self._notes else None
+        return ({"stitches": self._notes}, self._tensors) if self._notes else None
 
 
-def _states_of(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> States:
+def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     notes: dict[str, dict[str, Any]] = {key: dict(note) for key, note in header["stitches"].items()}
     for note in notes.values():
         if type(note["done"]) is not bool:
             raise TypeError(f"done is {note['done']!r}")
-    own: dict[str, Mapping[str, Tensor]] = {
-        key: {name.split("/", 1)[1]: value for name, value in tensors.items() if name.split("/", 1)[0] == key} for key in notes
-    }
-    return notes, own
+    return notes, tensors
 
 
 Features = Callable[[Tensor], Tensor]

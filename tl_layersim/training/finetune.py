@@ -2,31 +2,284 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import InitVar, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from ..core.arguments import typed
-from ..core.errors import LayersimError
-from ..core.storage import refuse_unwritable
+from ..core.distributed import refuse_parts
+from ..core.errors import LayersimError, warn
+from ..core.results import Result, axes
+from ..core.resumable_file import ResumableFile, Snapshot
+from ..core.storage import refuse_unwritable, refuse_unwritable_folder, replacing_model
+from ..core.training_loop import Descent, Shuffle, run_steps, save_state
 from ..core.wording import brief
 from ..data.data import Data
+from ..data.labels import NO_LABEL
 from ..engine.chosen_analyzers import with_tokenizer
+from ..lens.exit_heads import ExitHeads
 from ..lens.targets import usual_labels
+from ..sources.hooks import eval_mode
+from ..sources.identity import refuse_quantised
 from ..sources.open import OpenedModel
-from .export import check_savable, save_model, without_additions
-from .fine_tuning_steps import FineTuning
-from .finetune_results import AlignedResult
-from .objectives import OBJECTIVES
-from .residual_stream import open_residual_stream, refuse_float16, refuse_frozen_integers
-from .settings import AlignedTraining, open_training_file
-from .training_data import open_training_data, record_of_training, refuse_labels
+from .losses import refuse_other_labels
+from .objectives import OBJECTIVES, Objective
+from .residual_stream import open_residual_stream, refuse_float16, training_mode
+from .settings import AlignedTraining, curve_of, open_training_file
+from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
+
+# Steps whose mean loss the progress bar shows.
+RECENT = 25
+
+
+class FineTuning(Descent):
+    """Fine-tuning with AdamW: optimiser steps, evaluations and state.
+
+    Args:
+        objective: the training objective.
+        rows: training rows and held-out rows.
+        settings: settings of the training.
+        batch_size: number of rows in a forward pass.
+
+    Attributes:
+        evaluations: sums of `Objective.evaluate` over the held-out data, `3 layer`, by step.
+    """
+
+    moments = ("step", "exp_avg", "exp_avg_sq")
+    settings: AlignedTraining
+
+    def __init__(
+        self, objective: Objective, rows: tuple[TrainingData, TrainingData], settings: AlignedTraining, batch_size: int
+    ) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        parameters = objective.trained_parameters()
+        matrices = [p for p in parameters.values() if p.dim() > 1]
+        rest = [p for p in parameters.values() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": float(settings.weight_decay)}, {"params": rest, "weight_decay": 0.0}]
+        optimiser = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr)
+        super().__init__(settings.objective, parameters, optimiser, settings)
+        self.objective, self.batch_size = objective, batch_size
+        self.training_data, self.eval_data = rows
+        self.device = objective.stream.device
+        refuse_parts(objective.module)
+        self.accelerator = Accelerator(
+            cpu=self.device.type == "cpu",
+            device_placement=False,
+            # At a standard step the heads of other layers get no gradient, nor do blocks above the highest drawn layer.
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        )
+        self.leads = self.accelerator.is_main_process
+        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.wrapped = self.accelerator.prepare_model(objective) if self.ranks > 1 else objective
+        self.evaluations: dict[int, Tensor] = {}
+        self._shuffle = Shuffle(len(self.training_data), settings.seed)
+        self._bar: Any = None
+
+    def run(self, file: ResumableFile) -> None:
+        """Train to the last step, from the saved state if the file has one.
+
+        Raises:
+            LayersimError: a loss is not finite, or the file belongs to another run.
+        """
+        file.resume(self._restore)
+        run_steps(self, file)
+        save_state(self, file)
+
+    @contextmanager
+    def running(self, bar: Any) -> Iterator[None]:
+        self._bar = bar
+        with super().running(bar), training_mode(self.objective.module):
+            yield
+
+    def loss_and_gradients(self) -> float:
+        """Compute a step's mean loss over the targets on all processes, and its gradients."""
+        every, accelerator = self.settings.eval_every, self.accelerator
+        if self.step == 0 or (every is not None and self.step % every == 0):
+            self._evaluate()
+        batches = [self.training_data.take(rows).to(self.device) for rows in self._rows()]
+        count = accelerator.reduce(torch.stack([batch.targets.ne(NO_LABEL).sum() for batch in batches]).sum().float(), "sum")
+        total = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with (
+                nullcontext() if last or self.wrapped is self.objective else accelerator.no_sync(self.wrapped),
+                self._seeded(self.step * self.settings.accumulation + number),
+                torch.enable_grad(),
+            ):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.mixed_precision == "bf16"):
+                    loss = self.wrapped(batch, self.step)
+                # DistributedDataParallel averages gradients over processes.
+                (loss * (self.ranks / count)).backward()
+            total += loss.detach().double().cpu()
+        mean = accelerator.reduce(total.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64), "sum")
+        return float(mean / count)
+
+    def finish(self) -> None:
+        self._evaluate()
+
+    def on_divergence(self, losses: Sequence[float]) -> None:
+        self._refuse_not_finite(f"The loss is {losses[0]} at step {self.step + 1}.")
+
+    def status(self) -> str:
+        recent = self.curve[-RECENT:]
+        sums = list(self.evaluations.values())[-1]
+        by_layer = " ".join(f"{loss:.2f}" for loss in (sums[0] / sums[2]).tolist())
+        return f"loss {sum(recent) / len(recent):.3f}, held out by layer {by_layer}"
+
+    def snapshot(self) -> Snapshot | None:
+        """Weights, AdamW's moments, curve and evaluations for the file; None in the middle of an optimiser step."""
+        if not self.consistent:
+            return None
+        curve = {"curve": torch.tensor(self.curve, dtype=torch.float64)}
+        looks = {f"look/{step}": sums for step, sums in self.evaluations.items()}
+        return {"step": self.step}, self.tensors() | curve | looks
+
+    def _restore(self, notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load the state that `snapshot` returned."""
+        curve = curve_of(notes, tensors)
+        self.load(tensors)
+        looks = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
+        self.curve, self.evaluations = curve, dict(sorted(looks.items()))
+
+    def _refuse_not_finite(self, what: str) -> None:
+        self.consistent = False
+        raise LayersimError(
+            f"{what} The lr was {self.settings.rate(min(self.step, self.steps - 1)):.3g} and the weights "
+            f"{self.objective.stream.source.model.dtype}: use a lower lr, a longer warmup, or float32 weights."
+        )
+
+    def _rows(self) -> Iterator[list[int]]:
+        """Indices of this process's rows in each forward pass of the next step."""
+        for part in range(self.settings.accumulation):
+            start = ((self.step * self.settings.accumulation + part) * self.ranks + self.rank) * self.batch_size
+            yield [self._shuffle.row(place) for place in range(start, start + self.batch_size)]
+
+    @contextmanager
+    def _seeded(self, number: int) -> Iterator[None]:
+        """A context that seeds dropout by the seed and the forward pass's index, so that no random state is saved."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.settings.seed * 1_000_003 + number * self.ranks + self.rank)
+            yield
+
+    def _evaluate(self) -> None:
+        """Evaluate every layer on the held-out rows, unless this step has been evaluated already."""
+        if self.step in self.evaluations:
+            return
+        total = torch.zeros(3, self.objective.stream.n_layers, dtype=torch.float64)
+        starts = range(self.rank * self.batch_size, len(self.eval_data), self.batch_size * self.ranks)
+        with eval_mode(self.objective.module):
+            for start in tqdm(starts, desc="held out", unit="batch", leave=False, disable=self._bar.disable or None):
+                rows = range(start, min(start + self.batch_size, len(self.eval_data)))
+                total += self.objective.evaluate(self.eval_data.take(rows).to(self.device))
+        total = self.accelerator.reduce(total.to(self.device), "sum").cpu() if self.ranks > 1 else total
+        mean = float(total[0].sum() / total[2].sum())
+        if self.diverges([mean]):
+            self._refuse_not_finite(f"The held-out loss is {mean} after {self.step} steps.")
+        self.evaluations[self.step] = total
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class AlignedResult(Result):
+    """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer. Tensors are float64.
+
+    Args:
+        exit_heads: the trained heads of the layers below the last; None if all layers use the model's head. Files of the result
+            do not hold them.
+
+    Attributes:
+        values: `look layer`, the same as `held_out_loss`: cross-entropy of each layer in nats, under its trained head.
+        accuracy: `look layer`, top-1 accuracy of each layer.
+        loss: `step`, training loss at each optimiser step. In the alternating schedule, odd steps train the last layer alone.
+        looks: number of optimiser steps before each evaluation.
+        unit: unit of a target: "token", or "row" for a classifier.
+    """
+
+    file_kind: ClassVar[str] = "aligned_training"
+    values_name = "held_out_loss"
+    values: Float64[Tensor, "look layer"] = axes(
+        "look",
+        "layer",
+        label="Held-out cross-entropy",
+        unit="nats",
+        title="Held-out loss of each layer",
+        caption="Before, during and after training.",
+        better="lower",
+        within=(0, math.inf),
+    )
+    accuracy: Float64[Tensor, "look layer"] = axes(
+        "look",
+        "layer",
+        label="Held-out accuracy",
+        unit="fraction of targets",
+        title="Held-out accuracy of each layer",
+        caption="Before, during and after training.",
+        better="higher",
+        within=(0, 1),
+    )
+    loss: Float64[Tensor, " step"] = axes(
+        "step",
+        label="Training loss",
+        unit="nats",
+        title="Training loss",
+        caption="At each step of the optimiser (Jiang, Zhou and Zhu 2024, equation 5); with the alternating schedule every "
+        "other step trains the last layer alone.",
+    )
+    looks: tuple[int, ...]
+    unit: str
+    exit_heads: InitVar[ExitHeads | None] = None
+
+    def __post_init__(self, exit_heads: ExitHeads | None) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_exit_heads", exit_heads)
+
+    @property
+    def heads(self) -> ExitHeads:
+        """The trained heads of the layers below the last, for `LogitLens(heads=...)`, `EarlyExit(model, heads=...)` and others.
+
+        Raises:
+            LayersimError: the layers have no heads of their own, or the result was read from a file.
+        """
+        heads: ExitHeads | None = vars(self)["_exit_heads"]
+        if heads is None:
+            raise LayersimError(
+                "This result has no heads for the layers below the last: only a result of objective='multi-head' from this "
+                "process has them. Load saved heads with ExitHeads.load(path)."
+            )
+        return heads
+
+    @property
+    def held_out_loss(self) -> Tensor:
+        """Held-out cross-entropies in nats, `look layer`, the same as `values`."""
+        return self.values
+
+    def measured_on(self, field: str) -> str:
+        return rows_in_words(self.provenance, field == "loss")
+
+    def headline(self) -> dict[str, float]:
+        numbers = {
+            "held-out loss of the last layer before": float(self.values[0, -1]),
+            "held-out loss of the last layer after": float(self.values[-1, -1]),
+        }
+        if self.values.shape[1] > 1:
+            numbers["mean over the other layers before"] = float(self.values[0, :-1].mean())
+            numbers["mean over the other layers after"] = float(self.values[-1, :-1].mean())
+        return numbers
 
 
 @typed
@@ -77,12 +330,28 @@ def finetune_aligned(
     """
     training, data, opened = training or AlignedTraining(), Data.of(data, batch_size=8), OpenedModel.of(model)
     model = opened.model
-    training.check_folder()
     refuse_unwritable(checkpoint, "checkpoint")
     if training.save_to is not None:
-        check_savable(model)
-    if isinstance(model, torch.nn.Module):
-        refuse_frozen_integers(model, training.lora)
+        folder = Path(training.save_to).resolve()
+        refuse_unwritable_folder(folder if folder.exists() else folder.parent, "save_to")
+        if hasattr(model, "peft_config"):
+            raise LayersimError(
+                "`save_to` would write the adapters of this model without its weights. Merge them first: "
+                "model.merge_and_unload()."
+            )
+        if not isinstance(model, PreTrainedModel):
+            raise LayersimError(
+                f"`model` is {type(model).__name__}; `save_to` writes only Hugging Face models. Leave `save_to` out, and save "
+                "model.state_dict()."
+            )
+    # A model with adapters of its own trains these.
+    if isinstance(model, torch.nn.Module) and (training.lora is not None or not hasattr(model, "peft_config")):
+        with_lora = "" if training.lora is None else ", and LoRA adapters cannot be merged into them without rounding"
+        refuse_quantised(
+            model,
+            f"`model` has quantised weights, which cannot be trained{with_lora}",
+            do="peft.get_peft_model(model, peft.LoraConfig(...)) without lora=",
+        )
     start = time.perf_counter()
     with ExitStack() as stack:
         # A notebook or service may run under torch.no_grad() or torch.inference_mode(), which compute no gradients.
@@ -94,15 +363,23 @@ def finetune_aligned(
         known = replace(known, weights=known.weights_hash)
         own = () if checkpoint is None else known.identity("checkpoint")
         finish = stack.enter_context(_with_lora(model, training))
-        stack.enter_context(_gradient_checkpointing(model, training))
-        stack.enter_context(without_additions(model))
+        if training.gradient_checkpointing:
+            if not model.is_gradient_checkpointing:
+                stack.callback(model.gradient_checkpointing_disable)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for parameter in _additions(model):
+            parameter.requires_grad_(False)
+            stack.callback(parameter.requires_grad_, True)
         stream = open_residual_stream(opened, either_stack=True)
         described = with_tokenizer(known, data.tokenizer)
         usual = usual_labels(labels, [(described, model)], data.source)
         rows = open_training_data(data, eval_data, labels, described, model, usual, stream.source.count_positions)
         if opened.verify is not None:
             stream.source.settle(rows[0].batch([0]))
-        refuse_labels(*rows, stream.check(rows[0].take([0]).to(stream.device)))
+        classes = stream.check(rows[0].take([0]).to(stream.device))
+        refuse_other_labels(torch.tensor(rows[0].label_range), classes)
+        # Rows held out of `data` have its range.
+        refuse_other_labels(torch.tensor(rows[1].label_range), classes, " of `eval_data`")
         objective = OBJECTIVES.named(training.objective)(stream, training)
         identity = {
             "model": own,
@@ -121,7 +398,7 @@ def finetune_aligned(
         finish()
     heads = objective.exit_heads()
     if training.save_to is not None and tuning.accelerator.is_main_process:
-        save_model(model, training.save_to, described.tokenizer, heads, rows[0].take([0]))
+        _save(model, training.save_to, described.tokenizer, heads)
     tuning.accelerator.wait_for_everyone()
     options = {"parameters": trained} | training.options()
     loss, hits, count = torch.stack(list(tuning.evaluations.values())).unbind(1)
@@ -147,8 +424,6 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
         from peft import PeftConfig, get_peft_model
     except ImportError:
         raise LayersimError("`lora` needs the package peft: pip install 'tl_layersim[lora]'.") from None
-    from transformers import PreTrainedModel
-
     if hasattr(model, "peft_config"):
         raise LayersimError(
             "`lora` cannot be combined with a model that has adapters already; without `lora`, the adapters of the model are "
@@ -180,15 +455,42 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
             parameter.requires_grad_(required.get(name, parameter.requires_grad))
 
 
-@contextmanager
-def _gradient_checkpointing(model: Any, training: AlignedTraining) -> Iterator[None]:
-    if not training.gradient_checkpointing:
-        yield
-        return
-    before = model.is_gradient_checkpointing
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def _additions(model: Any) -> list[nn.Parameter]:
+    """Trainable parameters of a TransformerBridge that the wrapped model does not have and that are 0.
+
+    Such as a zero bias of the unembedding. They are frozen, so that a bridge learns what the model inside would learn.
+    """
+    inner = getattr(model, "original_model", None)
+    if inner is not None and hasattr(inner, "save_pretrained"):
+        with torch.device("meta"):
+            own = {name for name, _ in type(inner)(copy.deepcopy(inner.config)).named_parameters(remove_duplicate=False)}
+        split = {
+            id(parameter)
+            for part in inner.modules()
+            if hasattr(part, "split_qkv_matrix")
+            for copies in (part.q, part.k, part.v)
+            for parameter in copies.parameters()
+        }
+        names: dict[nn.Parameter, set[str]] = {}
+        for name, parameter in inner.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, set()).add(name.replace("._original_component", ""))
+        added = [p for p, known in names.items() if not known & own and id(p) not in split and p.requires_grad]
+        return [parameter for parameter in added if not bool(parameter.detach().any())]
+    return []
+
+
+def _save(model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None) -> None:
+    """Write model, tokenizer and heads. A failed write gives a warning, because the trained model is still in memory."""
     try:
-        yield
-    finally:
-        if not before:
-            model.gradient_checkpointing_disable()
+        with replacing_model(folder) as temporary:
+            model.save_pretrained(temporary)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            if heads is not None:
+                heads.save(temporary / "heads.safetensors")
+    except OSError as error:
+        also = ", and result.heads.save(path)" if heads is not None else ""
+        warn(
+            f"The trained model could not be written to {folder}: {error}. It is still in memory: free some space and "
+            f"call model.save_pretrained(folder){also}, with a folder on another disk if need be."
+        )

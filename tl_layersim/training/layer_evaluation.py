@@ -425,10 +425,17 @@ def evaluate_layers(
     for one, model in zip(own, pair, strict=True):
         if one is not None:
             one.check(model)
-    reports = [
-        analyze(opened, data, _analyzers(targets, thresholds, center, one, gives_classes(pair[0])))
-        for opened, one in zip(models, own, strict=True)
-    ]
+    reports, norms = [], ["final" if one is None else one.norm for one in own]
+    for opened, one, norm in zip(models, own, norms, strict=True):
+        analyzers: list[Analyzer] = [
+            LogitLens(norm=norm, labels=targets, heads=one),
+            Saturation(norm=norm, heads=one),
+            Cosine(center=center),
+            ExitCurve(thresholds=thresholds, norm=norm, labels=targets, heads=one),
+        ]
+        if gives_classes(pair[0]):
+            analyzers.append(TaskMetrics(norm=norm, labels=targets, heads=one))
+        reports.append(analyze(opened, data, analyzers))
     runs = [report["logit_lens"].provenance for report in reports]
     if runs[0].data != runs[1].data:
         raise LayersimError(
@@ -437,7 +444,7 @@ def evaluate_layers(
     # What the head reads of a row; the last token if it reads every position.
     pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
     collapse = [_collapse(opened, data, NeuralCollapse(labels=targets, pool=pool)) for opened in models]
-    read_by = {"norm": [_norm(one) for one in own], "heads": [None if one is None else str(one) for one in own]}
+    read_by = {"norm": norms, "heads": [None if one is None else str(one) for one in own]}
     both = replace(
         runs[0],
         options=runs[0].options | read_by,
@@ -447,33 +454,12 @@ def evaluate_layers(
     results: dict[str, Result] = {"layers": change}
     results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
     if "task_metrics" in reports[0]:
-        results["task_metrics"] = _metric_change(reports, change)
+        metrics = [report["task_metrics"] for report in reports]
+        f1, mcc = (torch.stack([getattr(one, name) for one in metrics]) for name in ("f1", "mcc"))
+        results["task_metrics"] = MetricChange(values=f1, mcc=mcc, models=names, layers=change.layers, provenance=both)
     if continuations is not None:
         results["generation"] = _quality(list(zip(models, own, strict=True)), continuations, data.tokenizer, change)
     return Report(results)
-
-
-def _analyzers(
-    targets: Any,
-    thresholds: tuple[float, ...],
-    center: Literal["dataset", "none"],
-    heads: ExitHeads | None,
-    classifies: bool,
-) -> list[Analyzer]:
-    """The analyzers for one model, with its heads and the norm that they were trained with."""
-    norm = _norm(heads)
-    return [
-        LogitLens(norm=norm, labels=targets, heads=heads),
-        Saturation(norm=norm, heads=heads),
-        Cosine(center=center),
-        ExitCurve(thresholds=thresholds, norm=norm, labels=targets, heads=heads),
-        *([TaskMetrics(norm=norm, labels=targets, heads=heads)] if classifies else []),
-    ]
-
-
-def _norm(heads: ExitHeads | None) -> Literal["final", "none"]:
-    """The norm of the logit lens at layers below the last."""
-    return "final" if heads is None else heads.norm
 
 
 def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
@@ -526,18 +512,6 @@ def _change(
         center=center,
         layers=lenses[0].layers,
         provenance=run,
-    )
-
-
-def _metric_change(reports: list[Report], like: LayerChange) -> MetricChange:
-    """The task metrics of both models."""
-    metrics = [report["task_metrics"] for report in reports]
-    return MetricChange(
-        values=torch.stack([one.f1 for one in metrics]),
-        mcc=torch.stack([one.mcc for one in metrics]),
-        models=like.models,
-        layers=like.layers,
-        provenance=like.provenance,
     )
 
 

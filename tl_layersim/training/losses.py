@@ -17,6 +17,7 @@ from ..core.wording import brief
 from ..data.labels import NO_LABEL
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
+Norm = Literal["final", "none"]
 # Number of logits held at once.
 LOGITS = 2**23
 

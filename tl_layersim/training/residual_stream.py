@@ -1,45 +1,36 @@
-"""`ResidualStream`: the residual stream of a model in training, with gradients, and checks that the model can be trained."""
+"""`ResidualStream`: the residual stream of a model in training, with gradients; checks that it can be trained; and its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions
 from ..architectures.output_heads import CLASSES_WITH_HEAD, is_detr
+from ..core.arguments import typed
 from ..core.errors import LayersimError
+from ..core.wording import brief
+from ..data.batches import next_tokens
+from ..data.labels import NO_LABEL, as_labels
+from ..data.padding import as_mask
 from ..remote.open import open_source
 from ..sources.checks import lens_gap, need_stream, refuse_other_logits
 from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode, every_module, on_tensor, temporary_hooks
-from ..sources.identity import refuse_quantised
 from ..sources.inputs import device_of, no_cache
 from ..sources.model import Model
 from ..sources.open import OpenedModel
 from ..sources.source import refuse_inference_weights
 from ..sources.split_model import logits_of, read_residuals
 from ..stitching.stitched_model import StitchedSource
-from .losses import positions_with_targets, summed_loss
-
-
-def refuse_offloaded(module: torch.nn.Module) -> None:
-    """Raise an error if the model has offloaded weights, which an optimiser cannot change.
-
-    Raises:
-        LayersimError: a weight is offloaded.
-    """
-    away = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if away:
-        raise LayersimError(
-            f"`model` has {len(away)} offloaded weights, such as {away[0]}, which cannot be trained. Load it without "
-            "device_map=."
-        )
+from .losses import Norm, Weights, layer_weights, positions_with_targets, summed_loss
 
 
 def refuse_float16(model: Model) -> None:
@@ -60,26 +51,6 @@ def no_known_head(model: Model) -> LayersimError:
     )
 
 
-def refuse_frozen_integers(model: Any, lora: Any) -> None:
-    """Raise an error if a quantised model has no adapters, because only norms and embeddings would be trained.
-
-    Args:
-        model: the model.
-        lora: the setting `lora`, whose adapters are merged into the weights, which are then rounded again.
-
-    Raises:
-        LayersimError: the model has quantised weights and no adapters of its own.
-    """
-    if lora is None and hasattr(model, "peft_config"):
-        return
-    with_lora = "" if lora is None else ", and LoRA adapters cannot be merged into them without rounding"
-    refuse_quantised(
-        model,
-        f"`model` has quantised weights, which cannot be trained{with_lora}",
-        do="peft.get_peft_model(model, peft.LoraConfig(...)) without lora=",
-    )
-
-
 @dataclass(frozen=True)
 class TrainingBatch:
     """Inputs and targets of one forward pass in training.
@@ -97,11 +68,6 @@ class TrainingBatch:
     targets: Tensor
     attended: Tensor | None
     name: str = ""
-
-    @property
-    def first_row(self) -> TrainingBatch:
-        """The first row as a batch."""
-        return self.row(0)
 
     def row(self, number: int) -> TrainingBatch:
         """One row as a batch."""
@@ -137,7 +103,12 @@ class ResidualStream:
         self.module, self.blocks = source.module, source.blocks
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             refuse_inference_weights(self.module)
-            refuse_offloaded(self.module)
+            away = [name for name, parameter in self.module.named_parameters() if parameter.is_meta]
+            if away:
+                raise LayersimError(
+                    f"`model` has {len(away)} offloaded weights, such as {away[0]}, which cannot be trained. Load it without "
+                    "device_map=."
+                )
         self._top = source.module.get_submodule(head.norm or head.modules[0])
 
     @property
@@ -170,17 +141,21 @@ class ResidualStream:
         pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
         return pad if self.reads == "last" and isinstance(pad, int) and pad >= 0 else None
 
-    def residuals(self, layers: Collection[int], run: Callable[[], Any], whole: bool = False) -> dict[int, Tensor]:
+    def residuals(
+        self, batch: TrainingBatch, layers: Collection[int], run: Callable[[], Any] | None = None
+    ) -> dict[int, Tensor]:
         """Residual stream `batch pos d_model` after each of the given layers, with gradients.
 
         Args:
+            batch: inputs and targets.
             layers: layers, counted from 1.
-            run: runs the forward pass.
-            whole: whether the forward pass runs to its end, as wrappers for several processes need.
+            run: runs the whole forward pass, as wrappers for several processes need; None for the model's own, which ends at
+                the highest layer.
         """
         # A block that is computed again in the backward pass must not be left by an exception.
         recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
-        found = read_residuals(self.blocks, layers, run, whole, above=self._top if recomputes else None)
+        call, above = run or (lambda: self.call(batch)), self._top if recomputes else None
+        found = read_residuals(self.blocks, layers, call, whole=run is not None, above=above)
         if len(found) < len(set(layers)):
             raise LayersimError(
                 f"The forward pass of {self.source.model.name} did not run its blocks {sorted(set(layers) - set(found))} as "
@@ -225,7 +200,6 @@ class ResidualStream:
         terms: Mapping[int, float],
         norm: bool,
         run: Callable[[], Any] | None = None,
-        whole: bool = False,
     ) -> tuple[Tensor, int]:
         """Weighted sum over layers of the cross-entropies, summed over targets; and the number of targets.
 
@@ -233,11 +207,9 @@ class ResidualStream:
             batch: inputs and targets.
             terms: weights by layer.
             norm: whether the final norm is applied below the last layer.
-            run: runs the forward pass; None for the model's own.
-            whole: see `residuals`.
+            run: see `residuals`.
         """
-        residuals = self.residuals(terms, run or (lambda: self.call(batch)), whole)
-        read, targets = self.at_targets(batch, residuals, norm)
+        read, targets = self.at_targets(batch, self.residuals(batch, terms, run), norm)
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
@@ -258,7 +230,8 @@ class ResidualStream:
         Raises:
             LayersimError: the logits differ.
         """
-        batch = batch.first_row
+        batch = batch.row(0)
+        batch = replace(batch, targets=torch.zeros_like(batch.targets))
         classes = 0
 
         def gap() -> Tensor:
@@ -266,23 +239,13 @@ class ResidualStream:
             seen: list[Tensor] = []
             with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module), self.source.settling():
                 handles.append(on_tensor(self.blocks[-1], False, lambda output: seen.append(as_positions(output))))
-                logits = logits_of(self.call(batch))
-            classes = logits.shape[-1]
+                theirs = logits_of(self.call(batch))
+            classes = theirs.shape[-1]
             # The forward pass may have shown that the modules are no blocks.
             need_stream(self.source.model, "Aligned training")
-            if self.reads == "every":
-                theirs = as_positions(logits)[0]
-                ours = self.unembed(seen[-1][0])
-            else:
-                index, _ = positions_with_targets(
-                    self.reads, torch.zeros(1, dtype=torch.int64), self._read_from(batch), seen[-1].shape[1]
-                )
-                theirs = logits[0]
-                if self.unembed.pool is not None:
-                    attended = torch.ones_like(seen[-1][..., 0], dtype=torch.bool) if batch.attended is None else batch.attended
-                    ours = self.unembed(self.unembed.pooled(seen[-1], attended)[0], False)
-                else:
-                    ours = self.unembed(seen[-1][0, int(index)])
+            read, _ = self.at_targets(batch, {self.n_layers: seen[-1]}, True)
+            ours = self.unembed(read[self.n_layers], False)
+            theirs = as_positions(theirs)[0] if self.reads == "every" else theirs
             if ours.shape != theirs.shape:
                 return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
             kept = slice(None) if batch.attended is None or self.reads != "every" else batch.attended[0]
@@ -303,14 +266,6 @@ def usable(value: Any) -> Any:
 
 # By model, the paths whose head was checked against the model's logits.
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
-
-
-def check_once(stream: ResidualStream, batch: TrainingBatch, paths: Any) -> None:
-    """Run `ResidualStream.check` once for each model and its module paths."""
-    known = _CHECKED.setdefault(stream.module, set())
-    if paths not in known:
-        stream.check(batch)
-        known.add(paths)
 
 
 @contextmanager
@@ -350,3 +305,89 @@ def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStre
             "nnsight model, pass its `_model`, or use train_adapters."
         )
     return ResidualStream(source)
+
+
+@typed
+def aligned_loss(
+    model: Any,
+    tokens: Integer[Tensor, "batch pos"] | Float[Tensor, "batch channel height width"],
+    labels: Any = None,
+    *,
+    weights: Weights = "linear",
+    norm: Norm = "final",
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    r"""The aligned loss of a batch, for a custom training loop: the weighted sum of all layers' cross-entropies.
+
+    $$\sum_{l=1}^{L} w_l \, CE\big(W \, \mathrm{norm}(x^l), y\big)$$
+
+    Each cross-entropy is a mean over positions with a target. Logits are computed in chunks, and the model's own logits are not
+    computed.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or Hugging Face model, in training or evaluation mode, or the result of
+            `open_model`, whose `verify` has no effect here.
+        tokens: `batch pos`, token ids; of a vision model its `pixel_values`, `batch channel height width`.
+        labels: the target of each position, `batch pos`, or `batch` for a classifier; -100 for no target. Labels are not
+            shifted. Default: the next token, if both positions are attended.
+        weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
+        norm: "final" applies the model's final norm at every layer, "none" only at the last.
+        attention_mask: `batch pos`, 0 at padding.
+        inputs: further keyword arguments of the model's forward pass.
+
+    Returns:
+        A scalar in nats, with its gradient.
+
+    Raises:
+        LayersimError: the model has no known head, `tokens` or `attention_mask` has a wrong shape, or the labels do not match
+            the predictions.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> model = lsim.demo_model()
+        >>> loss = lsim.training.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)
+        >>> loss.backward()
+    """
+    opened = replace(OpenedModel.of(model), verify=None)
+    stream = open_residual_stream(opened)
+    attended = None if attention_mask is None else as_mask(attention_mask).to(tokens.device)
+    targets = _targets(stream.reads, tokens, labels, attended)
+    options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
+    batch = TrainingBatch(tokens, options, targets, attended)
+    terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
+    paths, known = (tuple(opened.layers or ()), tuple(opened.unembed or ())), _CHECKED.setdefault(stream.module, set())
+    if paths not in known:
+        stream.check(batch)
+        known.add(paths)
+    total, count = stream.loss(batch, terms, norm == "final")
+    if not count:
+        raise LayersimError(
+            "`labels` has no target in this batch, so its mean loss is not defined."
+            if labels is not None
+            else "`tokens` has no position that is followed by an attended token, so there is no next token to predict."
+        )
+    return total / count
+
+
+def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
+    """The labels as a tensor with the shape of the head's predictions, on the device of the tokens."""
+    if labels is None:
+        if reads != "every" or tokens.is_floating_point():
+            raise LayersimError("`labels` is None; a classifier needs one class for each row.")
+        return next_tokens(tokens, torch.ones_like(tokens, dtype=torch.bool) if attended is None else attended)
+    table = as_labels(labels)
+    expected = tuple(tokens.shape) if reads == "every" else (len(tokens),)
+    if isinstance(table, str) or tuple(table.shape) != expected:
+        raise LayersimError(f"`labels` is {brief(labels)}; it must have the shape of the head's predictions, {expected}.")
+    targets = table.to(tokens.device).long()
+    known = targets != NO_LABEL
+    if targets.shape == tokens.shape and int(known.sum()) > 2 and bool((targets == tokens)[known].all()):
+        raise LayersimError(
+            "`labels` are the input tokens at the same positions, not the targets: shift them, or leave `labels` out for "
+            "next tokens."
+        )
+    return targets

@@ -14,11 +14,8 @@ from torch import Tensor
 from ..core.arguments import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError
 from ..core.resumable_file import ResumableFile, refuse_other_run
-from ..core.storage import refuse_unwritable_folder
-from .aligned_loss import Norm
-from .losses import Weights, layer_weights
+from .losses import Norm, Weights, layer_weights
 from .objectives import OBJECTIVES
-from .objectives.objective import Objective
 
 
 def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> ResumableFile:
@@ -132,8 +129,16 @@ class AlignedTraining:
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
             layer_weights(self.weights, max(1, len(self.weights)))
-        objective = OBJECTIVES.named(self.objective)
-        self._refuse_unused(objective)
+        own, defaults = OBJECTIVES.named(self.objective).own_settings, type(self).__dataclass_fields__
+        for other in OBJECTIVES.all().values():
+            for setting in other.own_settings:
+                value = getattr(self, setting)
+                if setting not in own and value != defaults[setting].default:
+                    owners = [repr(name) for name, each in OBJECTIVES.all().items() if setting in each.own_settings]
+                    raise LayersimError(
+                        f"`{setting}` is {value}, which has no effect with objective={self.objective!r}; it belongs to "
+                        f"{' or '.join(owners)}."
+                    )
 
     @classmethod
     def paper_gpt2(cls) -> AlignedTraining:
@@ -174,21 +179,6 @@ class AlignedTraining:
         """
         return replace(cls.paper_gpt2(), steps=3 * math.ceil(rows / 32))
 
-    def _refuse_unused(self, objective: type[Objective]) -> None:
-        """Raise an error if a setting of another objective is given."""
-        owners: dict[str, list[str]] = {}
-        for name, other in OBJECTIVES.all().items():
-            for setting in other.own_settings:
-                owners.setdefault(setting, []).append(repr(name))
-        for setting in (name for name in owners if name not in objective.own_settings and self._set(name)):
-            raise LayersimError(
-                f"`{setting}` is {getattr(self, setting)}, which has no effect with objective={self.objective!r}; it belongs "
-                f"to {' or '.join(owners[setting])}."
-            )
-
-    def _set(self, name: str) -> bool:
-        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
-
     def rate(self, step: int) -> float:
         """The learning rate at a step, counted from 0."""
         fraction = (step + 1) / self.warmup if step < self.warmup else (self.steps - step) / (self.steps - self.warmup)
@@ -209,9 +199,3 @@ class AlignedTraining:
         options["schedule"] = self.schedule or OBJECTIVES.named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
         return options if lora is None else options | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
-
-    def check_folder(self) -> None:
-        """Raise an error if the folder `save_to` cannot be created."""
-        folder = None if self.save_to is None else Path(self.save_to).resolve()
-        if folder is not None:
-            refuse_unwritable_folder(folder if folder.exists() else folder.parent, "save_to")

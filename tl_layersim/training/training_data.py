@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.fields import Provenance
 from ..core.sums import Tally
+from ..core.wording import amount
 from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.inputs import EMBEDDINGS
@@ -23,7 +24,6 @@ from ..engine.report_assembly import record
 from ..lens.targets import answers, check_batch_labels
 from ..sources.inputs import forward_arguments
 from ..sources.model import Model
-from .losses import refuse_other_labels
 from .residual_stream import TrainingBatch
 
 HELD_OUT = 10
@@ -108,22 +108,6 @@ class TrainingData:
         return first, last
 
 
-def refuse_labels(training_rows: TrainingData, eval_rows: TrainingData, classes: int) -> None:
-    """Raise an error if the data has targets that are not classes of the head.
-
-    Args:
-        training_rows: the training rows.
-        eval_rows: the held-out rows.
-        classes: number of logits of the head.
-
-    Raises:
-        LayersimError: a target is not a class of the head.
-    """
-    refuse_other_labels(torch.tensor(training_rows.label_range), classes)
-    # Rows held out of `data` have its range.
-    refuse_other_labels(torch.tensor(eval_rows.label_range), classes, " of `eval_data`")
-
-
 def open_training_data(
     data: Data,
     eval_data: Any,
@@ -179,3 +163,16 @@ def record_of_training(
     run = record([model], tally, data.record() | found | options | own, seed)
     warn_of_unused(trained_on.labels, replace(run, sequences=len(trained_on) + len(held_out)))
     return run
+
+
+def rows_in_words(run: Provenance, training: bool) -> str:
+    """The number of training rows or of held-out targets, in words, for a figure.
+
+    Args:
+        run: record of the training.
+        training: whether the figure shows the training loss, not the evaluations.
+    """
+    if training:
+        rows = run.options.get("train_rows")
+        return amount(rows, "training row") if rows else "training rows"
+    return amount(run.tokens, f"held-out {'row' if run.tokens == run.sequences else 'token'}") if run.tokens else ""

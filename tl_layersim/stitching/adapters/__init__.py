@@ -115,15 +115,9 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         definition = ADAPTER_KINDS.named(kind)()
-        needed = (definition.has_weight, definition.has_bias)
-        if (weight is not None, bias is not None) != needed:
-            has, needs = (
-                " and ".join(name for name, holds in zip(("a weight", "a bias"), each, strict=True) if holds)
-                for each in ((weight is not None, bias is not None), needed)
-            )
-            raise LayersimError(
-                f"An adapter of kind {kind!r} takes {needs or 'neither a weight nor a bias'}, but got {has or 'neither'}."
-            )
+        if (weight is not None, bias is not None) != (definition.has_weight, definition.has_bias):
+            needed = [name for name, needs in (("weight", definition.has_weight), ("bias", definition.has_bias)) if needs]
+            raise LayersimError(f"An adapter of kind {kind!r} takes {' and '.join(needed) or 'neither weight nor bias'}.")
         self.definition, self.kind = definition, kind
         # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep
         # no other order in memory, on which the last bits of a product depend.

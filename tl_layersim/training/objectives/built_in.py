@@ -14,7 +14,7 @@ from ...activations.norms import scaled
 from ...core.errors import LayersimError
 from ..losses import chunks, layer_weights, logits_at, rows_at_once, summed_loss
 from ..residual_stream import ResidualStream, TrainingBatch
-from .objective import Objective, ObjectiveSettings
+from . import Objective
 
 
 class StandardObjective(Objective):
@@ -23,7 +23,7 @@ class StandardObjective(Objective):
     name = "standard"
 
     @classmethod
-    def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
+    def is_standard(cls, settings: Any, step: int) -> bool:
         return True
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
@@ -41,7 +41,7 @@ class AlignedObjective(Objective):
     own_settings = ("layers_per_step",)
 
     @classmethod
-    def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
+    def terms(cls, settings: Any, step: int, n_layers: int) -> dict[int, float]:
         if settings.layers_per_step is None or settings.layers_per_step >= n_layers:
             return super().terms(settings, step, n_layers)
         weights = layer_weights(settings.weights, n_layers)
@@ -52,7 +52,7 @@ class AlignedObjective(Objective):
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
         terms = self.terms(self.settings, step, self.stream.n_layers)
-        return self.stream.loss(batch, terms, self.norms_every_layer, run, whole=run is not None)[0]
+        return self.stream.loss(batch, terms, self.norms_every_layer, run)[0]
 
 
 class RegularisedObjective(Objective):
@@ -61,7 +61,7 @@ class RegularisedObjective(Objective):
     schedule = "always"
 
     @classmethod
-    def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
+    def terms(cls, settings: Any, step: int, n_layers: int) -> dict[int, float]:
         return {n_layers: 1.0}
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
@@ -76,7 +76,8 @@ class RegularisedObjective(Objective):
             keep = slice(None) if batch.attended is None else batch.attended.flatten().nonzero()[:, 0]
             features = {layer: x.flatten(0, 1)[keep] for layer, x in residuals.items()}
         # The training divides the whole loss by the number of targets.
-        return loss + self.settings.beta * len(targets) * self._distance(features)
+        beta: float = self.settings.beta
+        return loss + beta * len(targets) * self._distance(features)
 
     @abstractmethod
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
@@ -164,7 +165,7 @@ class MultiHeadObjective(Objective):
     own_settings = ("kl",)
     has_own_parameters = True
 
-    def __init__(self, stream: ResidualStream, settings: ObjectiveSettings) -> None:
+    def __init__(self, stream: ResidualStream, settings: Any) -> None:
         super().__init__(stream, settings)
         own = stream.unembed.linear
         if own is None:
