@@ -8,14 +8,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
-from typing import TextIO
+from typing import Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from .commands import files, measure, training
-from .commands.output import print_error, print_warning
+from .commands.output import print_error
 from .commands.run_file import read_run_file
-from .core.errors import LayersimError, LayersimWarning
+from .core.errors import LayersimError, LayersimWarning, without_secrets
 
 app = App(
     name="tl-layersim",
@@ -52,23 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Read by transformers and datasets when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    shown_before = warnings.showwarning
+    formatted_before = warnings.formatwarning
 
-    def show_warning(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if issubclass(category, LayersimWarning):
-            # Without the line of code, which is one of this package.
-            print_warning(str(message))
-        else:
-            shown_before(message, category, filename, lineno, file, line)
+    def formatted(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+        # Without the line of code, which is one of this package.
+        ours = issubclass(category, LayersimWarning)
+        return f"Warning: {without_secrets(str(message))}\n" if ours else formatted_before(message, category, *where, **line)
 
-    warnings.showwarning = show_warning
+    warnings.formatwarning = formatted
     try:
         app([one for one in given if one != "--traceback"], exit_on_error=False, print_error=False)
     except (LayersimError, OSError, CycloptsError) as error:
@@ -80,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"tl_layersim did not expect this {type(error).__name__}; please report it as a bug.", file=sys.stderr)
         raise
     finally:
-        warnings.showwarning = shown_before
+        warnings.formatwarning = formatted_before
 
 
 if __name__ == "__main__":

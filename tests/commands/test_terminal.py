@@ -47,8 +47,6 @@ def test_a_table_in_a_terminal_is_drawn_and_whole(capsys, terminal):
     assert "b[0]" in plain
 
 
-
-
 def test_an_error_is_a_panel_in_a_terminal_and_text_in_a_pipe(capsys, terminal, monkeypatch):
     error = lsim.LayersimError("`--at` is [red].")
     tables.print_error(error)
@@ -88,10 +86,6 @@ def test_options_have_the_defaults_of_python():
         shared = {name for name in options.keys() & defaults.keys() if not isinstance(options[name].default, list)} - own
         assert len(shared) > 5
         assert {name: options[name].default for name in shared} == {name: defaults[name] for name in shared}
-
-
-
-
 
 
 def test_the_version():
@@ -139,9 +133,7 @@ def test_a_warning_is_one_line_without_code(monkeypatch, capsys, tmp_path):
             cli.warnings.warn("its numbers may differ", lsim.LayersimWarning, stacklevel=1)
 
     monkeypatch.setattr(cli, "app", warned)
-    shown = cli.warnings.showwarning
+    shown = cli.warnings.formatwarning
     cli.main()
     assert capsys.readouterr().err == "Warning: its numbers may differ\n"
-    assert cli.warnings.showwarning is shown
-
-
+    assert cli.warnings.formatwarning is shown

@@ -36,8 +36,6 @@ def test_a_mask_leaves_padding_out(make):
         assert worst(seen[name], expected[name]) < 1e-6
 
 
-
-
 def test_a_mask_of_the_wrong_shape_is_refused():
     model = tiny_llama()
     with lsim.attach(model, analyzers()) as probe:

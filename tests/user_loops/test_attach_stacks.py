@@ -95,8 +95,6 @@ def test_a_decoder_without_a_mask_counts_all_of_its_tokens_whatever_the_encoders
         assert float(found.values[1, 3]) == pytest.approx(by_hand(model, paths(decoder), every, given), abs=1e-6)
 
 
-
-
 @each_model
 def test_the_decoders_own_mask_decides(make, decoder, encoder):
     model, given = make(), inputs()
@@ -130,8 +128,6 @@ def test_targets_as_labels_are_the_decoders_tokens(make, decoder, encoder):
     start = model.config.decoder_start_token_id
     assert torch.equal(seen[0].view(8, 9)[:, 0], torch.full((8,), start))
     assert torch.equal(seen[0].view(8, 9)[:, 1:], labels[:, :-1])
-
-
 
 
 def test_a_decoder_that_generates_is_measured_step_by_step():

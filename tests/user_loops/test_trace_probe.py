@@ -280,5 +280,3 @@ def test_the_gradients_of_a_trace_are_those_without_a_probe():
         return torch.autograd.grad(loss, hidden)[0]
 
     assert torch.equal(gradient(True), gradient(False))
-
-

@@ -51,39 +51,6 @@ class ProbeHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
-    """A hook that only reads, and lets forward passes under `torch.compile` continue.
-
-    The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
-
-    Args:
-        hook: the hook, with any arguments.
-        missed: function that is called while `torch.compile` makes a graph that has no place for the hook.
-    """
-    # Its functions have no annotations.
-    compiler: Any = torch.compiler
-    run = compiler.disable(hook)
-
-    # While a graph is made, torch calls a function of a constant result, and traces all others.
-    def look() -> bool:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        # torch has no public name for these. True where a later version has other names: no hook is then traced.
-        now = InstructionTranslator.current_tx()
-        single = bool(getattr(now, "one_graph", True) or getattr(now, "error_on_graph_break", False))
-        if single:
-            missed()
-        return single
-
-    is_skipped = compiler.assume_constant_result(look)
-
-    def call(*args: Any) -> None:
-        if not (torch.compiler.is_compiling() and is_skipped()):
-            run(*args)
-
-    return call
-
-
 CACHE_ARGUMENTS = (*CACHES, "past_kv_cache")
 # Inputs that a stack inside a model may take in place of tokens.
 OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
@@ -268,22 +235,15 @@ class Recorder:
             except Exception as error:
                 self._stop(error)
 
-        return ProbeHook(uncompiled(call, self._miss))
+        # torch.compile runs the hook between two graphs.
+        compiler: Any = torch.compiler
+        return ProbeHook(compiler.disable(call))
 
     def _stop(self, error: Exception) -> None:
         """Report the first error, and stop reading."""
         if not self.stopped:
             self.stopped = True
             self.on_error(error)
-
-    def _miss(self) -> None:
-        """Report a forward pass that torch compiles to one graph."""
-        self._stop(
-            LayersimError(
-                "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
-                'Compile without fullgraph=True, or use torch.compiler.set_stance("force_eager").'
-            )
-        )
 
     # ---- calls of hooks
 
@@ -475,16 +435,8 @@ def _is_tokens(value: Any) -> TypeGuard[Tensor]:
 
 def _stacks(source: HookedSource) -> list[torch.nn.Module]:
     """The model and the modules in it that contain all blocks, outermost first; a caller may run any of them."""
-    modules = [source.module]
+    blocks, found = set(source.blocks), [source.module]
     for root in (source.module, vars(source.module).get("original_model")):
-        names = {id(sub): name for name, sub in root.named_modules()} if isinstance(root, torch.nn.Module) else {}
-        paths = [names.get(id(block)) for block in source.blocks]
-        if root is None or None in paths:
-            continue
-        common: list[str] = []
-        for parts in zip(*(str(path).split(".")[:-1] for path in paths), strict=False):
-            if len(set(parts)) > 1:
-                break
-            common.append(parts[0])
-        modules += [root, *(root.get_submodule(".".join(common[: i + 1])) for i in range(len(common)))]
-    return list(dict.fromkeys(modules))
+        if isinstance(root, torch.nn.Module):
+            found += [part for part in root.modules() if part not in blocks and blocks <= {*part.modules()}]
+    return list(dict.fromkeys(found))
