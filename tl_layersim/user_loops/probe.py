@@ -34,8 +34,7 @@ from ..sources.hooks import kernels_alone
 from ..sources.model import Model
 from ..sources.nnsight import NNsightSource, shippable
 from ..sources.source import OnServer
-from .positions import ForwardPassPositions, continues
-from .recorder import Call, Recorder
+from .recorder import Call, ForwardPassPositions, Recorder, continues
 
 # Counted positions for one call of a kernel: cached generation gives one at a time, and few calls are faster than many.
 BUFFERED_TOKENS = 2048
