@@ -52,14 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Read by transformers and datasets when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    formatted_before = warnings.formatwarning
+    shown_before = warnings.showwarning
 
-    def formatted(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-        # Without the line of code, which is one of this package.
-        ours = issubclass(category, LayersimWarning)
-        return f"Warning: {without_secrets(str(message))}\n" if ours else formatted_before(message, category, *where, **line)
+    def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, LayersimWarning):
+            # Without the line of code, which is one of this package.
+            print(f"Warning: {without_secrets(str(message))}", file=sys.stderr)
+        else:
+            shown_before(message, category, *where, **more)
 
-    warnings.formatwarning = formatted
+    warnings.showwarning = show_warning
     try:
         app([one for one in given if one != "--traceback"], exit_on_error=False, print_error=False)
     except (LayersimError, OSError, CycloptsError) as error:
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"tl_layersim did not expect this {type(error).__name__}; please report it as a bug.", file=sys.stderr)
         raise
     finally:
-        warnings.formatwarning = formatted_before
+        warnings.showwarning = shown_before
 
 
 if __name__ == "__main__":

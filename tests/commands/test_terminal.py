@@ -133,7 +133,7 @@ def test_a_warning_is_one_line_without_code(monkeypatch, capsys, tmp_path):
             cli.warnings.warn("its numbers may differ", lsim.LayersimWarning, stacklevel=1)
 
     monkeypatch.setattr(cli, "app", warned)
-    shown = cli.warnings.formatwarning
+    shown = cli.warnings.showwarning
     cli.main()
     assert capsys.readouterr().err == "Warning: its numbers may differ\n"
-    assert cli.warnings.formatwarning is shown
+    assert cli.warnings.showwarning is shown

@@ -149,12 +149,13 @@ def test_every_kind_of_misfit_leaves_the_loop_alone():
     assert worst(lsim.analyze(model, tokens, COSINE)["cosine"], lsim.analyze(tiny_llama(), tokens, COSINE)["cosine"]) == 0
 
 
-@pytest.mark.parametrize(("fullgraph", "warmed"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("warmed", [False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_models(fullgraph, warmed):
     torch._dynamo.reset()
     model, tokens = tiny_llama(), random_tokens(2, 8)
     compiled = torch.compile(model, fullgraph=fullgraph, backend="eager")
-    measured = not warmed
+    measured = not fullgraph and not warmed
     with torch.no_grad():
         expected = model(tokens).logits
         if warmed:

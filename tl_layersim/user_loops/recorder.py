@@ -54,6 +54,39 @@ class ProbeHook:
         return getattr, (nullcontext(), "__exit__")
 
 
+def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
+    """A hook that only reads, and lets forward passes under `torch.compile` continue.
+
+    The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
+
+    Args:
+        hook: the hook, with any arguments.
+        missed: function that is called while `torch.compile` makes a graph that has no place for the hook.
+    """
+    # Its functions have no annotations.
+    compiler: Any = torch.compiler
+    run = compiler.disable(hook)
+
+    # While a graph is made, torch calls a function of a constant result, and traces all others.
+    def look() -> bool:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        # torch has no public name for these. True where a later version has other names: no hook is then traced.
+        now = InstructionTranslator.current_tx()
+        single = bool(getattr(now, "one_graph", True) or getattr(now, "error_on_graph_break", False))
+        if single:
+            missed()
+        return single
+
+    is_skipped = compiler.assume_constant_result(look)
+
+    def call(*args: Any) -> None:
+        if not (torch.compiler.is_compiling() and is_skipped()):
+            run(*args)
+
+    return call
+
+
 CACHE_ARGUMENTS = (*CACHES, "past_kv_cache")
 # Inputs that a stack inside a model may take in place of tokens.
 OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
@@ -354,15 +387,22 @@ class Recorder:
             except Exception as error:
                 self._stop(error)
 
-        # torch.compile runs the hook between two graphs.
-        compiler: Any = torch.compiler
-        return ProbeHook(compiler.disable(call))
+        return ProbeHook(uncompiled(call, self._miss))
 
     def _stop(self, error: Exception) -> None:
         """Report the first error, and stop reading."""
         if not self.stopped:
             self.stopped = True
             self.on_error(error)
+
+    def _miss(self) -> None:
+        """Report a forward pass that torch compiles to one graph."""
+        self._stop(
+            LayersimError(
+                "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
+                'Compile without fullgraph=True, or use torch.compiler.set_stance("force_eager").'
+            )
+        )
 
     # ---- calls of hooks
 
