@@ -8,14 +8,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
-from typing import TextIO
+from typing import Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from .commands import files, measure, training
-from .commands.output import print_error, print_warning
+from .commands.output import print_error
 from .commands.run_file import read_run_file
-from .core.errors import LayersimError, LayersimWarning
+from .core.errors import LayersimError, LayersimWarning, without_secrets
 
 app = App(
     name="tl-layersim",
@@ -54,19 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     shown_before = warnings.showwarning
 
-    def show_warning(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, LayersimWarning):
             # Without the line of code, which is one of this package.
-            print_warning(str(message))
+            print(f"Warning: {without_secrets(str(message))}", file=sys.stderr)
         else:
-            shown_before(message, category, filename, lineno, file, line)
+            shown_before(message, category, *where, **more)
 
     warnings.showwarning = show_warning
     try:

@@ -76,14 +76,16 @@ def test_the_command_line_comes_first(tmp_path):
 
 
 def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
+    """Values are text: YAML would read 2:10 as a number in base 60, and no as False."""
     file = tmp_path / "own.yaml"
-    file.write_text(
-        "max-tokens: 300\nseq_len: 64\nanalyzers: [effective_rank, cosine]\noption: cosine.center=none\nat: z\nper-head: yes\n"
-    )
+    lines = ("max-tokens: 300", "seq_len: 64", "analyzers: [effective_rank, cosine]", "option: cosine.center=none")
+    file.write_text("\n".join((*lines, "at: z", "per-head: yes", "positions: 2:10", "intervals: no")))
     done("report", "--config", file, "--out", tmp_path)
     assert list(read(tmp_path)) == ["effective_rank", "cosine"]
     options = read(tmp_path)["cosine"].provenance.options
     assert (options["max_tokens"], options["seq_len"], options["center"], options["per_head"]) == (300, 64, "none", True)
+    assert options["positions"] == "2:10"
+    assert not read(tmp_path)["cosine"].has_intervals
 
 
 @pytest.mark.parametrize(
@@ -156,18 +158,6 @@ def test_no_secret_enters_the_file(tmp_path):
     assert "http://127.0.0.1:9" in text
 
 
-def test_shards_and_their_report_keep_the_options(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = ["--max-tokens", 1200, "--seq-len", 32, "--option", "cka.minibatch=64", "--option", "cosine.center=none"]
-    for number in range(2):
-        done("report", *options, "--shard", f"{number}/2")
-    # As a shell expands the pattern: with the files of the options.
-    done("merge", *sorted((tmp_path / "parts").glob("*")), "--out", "merged")
-    merged = read(tmp_path / "merged")
-    done("report", "--config", "merged/run.yaml", "--out", "again")
-    assert same(merged, read(tmp_path / "again"))
-
-
 @pytest.mark.parametrize("name", sorted(find_analyzers()))
 def test_every_analyzer_is_made_again_from_the_text_of_its_options(name):
     analyzer = find_analyzers()[name]()
@@ -177,11 +167,3 @@ def test_every_analyzer_is_made_again_from_the_text_of_its_options(name):
     # All but what text cannot hold.
     kept = [setting.split("=")[0].split(".")[1] for setting in as_settings(analyzer)]
     assert set(analyzer.options()) - set(kept) <= {"labels", "heads"}
-
-
-def test_values_of_a_file_are_text(tmp_path):
-    """YAML would read 2:10 as a number in base 60, and no as False."""
-    (tmp_path / "own.yaml").write_text("positions: 2:10\nseq_len: 16\nmax_tokens: 64\nanalyzers: cosine\nper_head: no\n")
-    done("report", "--config", tmp_path / "own.yaml", "--out", tmp_path)
-    options = read(tmp_path)["cosine"].provenance.options
-    assert (options["positions"], options["per_head"]) == ("2:10", False)

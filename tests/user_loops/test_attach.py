@@ -1,7 +1,8 @@
-"""attach: the same sums from a user's own loop, and nothing of the model changed."""
+"""attach: the same sums from a user's own loop, the lens and new beginnings among them, and nothing of the model changed."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -171,3 +172,130 @@ def test_next_tokens_survive_the_gathering_of_views():
         runs.append(probe.results()["neural_collapse"])
     assert worst(*runs) < 1e-9
     assert runs[0].samples.sum() == sum(int((tokens[:, 1::2] == c).sum()) for c in (3, 4, 5))
+
+
+@each_model
+def test_the_lens_in_a_loop_equals_the_lens_of_a_run(make):
+    tokens = random_tokens(4, 12)
+    expected = lsim.analyze(make(), lsim.Data(tokens, batch_size=2), lenses())
+    model = make()
+    with torch.no_grad(), lsim.attach(model, lenses()) as probe:
+        for part in tokens.split(2):
+            model(part)
+    found = probe.results()
+    for name in expected:
+        np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-6, atol=1e-6)
+
+
+def test_the_lens_uses_the_weights_of_the_pass_and_not_of_a_later_one():
+    """The optimizer changes the head before a probe that gathers tokens would have asked it."""
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    expected = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+    with lsim.attach(model, lsim.LogitLens()) as probe:
+        model(tokens)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0)
+    assert worst(probe.results()["logit_lens"], expected) < 1e-5
+
+
+def test_the_lens_under_autocast_is_compared_with_what_autocast_explains():
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    with torch.no_grad(), lsim.attach(model, lsim.Saturation()) as probe, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(tokens)
+    assert probe.results()["saturation"].counts.sum() == 24
+
+
+def test_a_head_that_says_something_else_is_refused_in_a_loop():
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model.lm_head.register_forward_hook(lambda _m, _x, out: 2 * out)
+    with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
+        model(tokens)
+    with pytest.raises(lsim.LayersimError, match="does not give the model's own logits"):
+        probe.results()
+
+
+def test_a_stack_without_its_head_cannot_be_checked():
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
+        model.model(tokens)
+    with pytest.raises(lsim.LayersimError, match=r"\b1\b.*`with`"):
+        probe.results()
+
+
+def test_the_lens_while_the_model_generates():
+    """Single steps have a prediction and no next token yet."""
+    model, tokens = tiny_llama(), random_tokens(2, 6)
+    with torch.no_grad(), lsim.attach(model, [lsim.Saturation(), lsim.LogitLens()]) as probe:
+        model.generate(tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=2)
+    found = probe.results()
+    assert found["saturation"].counts.sum() == 2 * (6 + 4)
+    assert (found["logit_lens"].positions, found["logit_lens"].targets) == (20, 10)
+
+
+def test_a_lens_beside_other_sites_is_that_of_analyze():
+    model, tokens = tiny_llama(), random_tokens(4, 12)
+    with torch.no_grad(), lsim.attach(model, [lsim.LogitLens(), lsim.Contribution()]) as probe:
+        model(tokens)
+    expected = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.Contribution()])
+    found = probe.results()
+    assert torch.equal(found["logit_lens"].cross_entropy, expected["logit_lens"].cross_entropy)
+    assert torch.equal(found["contribution"].relative_norm, expected["contribution"].relative_norm)
+
+
+ANALYZERS = {"cosine": lsim.Cosine(center="none"), "lens": lsim.LogitLens()}
+pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")
+
+
+def epoch(seed):
+    return random_tokens(8, 16, seed=seed).split(2)
+
+
+@pytest.mark.parametrize("intervals", [False, True])
+def test_results_after_a_reset_are_those_of_a_probe_that_begins_there(intervals):
+    model = tiny_llama()
+    with lsim.attach(model, ANALYZERS, intervals=intervals) as probe:
+        for number in range(3):
+            for rows in epoch(number):
+                model(rows)
+            found = probe.results()
+            with lsim.attach(tiny_llama(), ANALYZERS, intervals=intervals) as own:
+                other = own._source.module
+                for rows in epoch(number):
+                    other(rows)
+            for name, result in own.results().items():
+                for field in result.tensor_fields():
+                    assert torch.equal(getattr(found[name], field).nan_to_num(), getattr(result, field).nan_to_num())
+                assert found[name].provenance.data == result.provenance.data
+                assert found[name].provenance.tokens == result.provenance.tokens == 128
+                assert len(found[name].block_tokens) == len(result.block_tokens)
+            assert probe.headline() == pytest.approx(found.headline(), nan_ok=True)
+            probe.reset()
+            with pytest.raises(lsim.LayersimError, match="measured nothing"):
+                probe.results()
+    assert hooks(model) == 0
+
+
+def test_the_mask_stays_and_results_inside_the_loop_change_nothing():
+    model, rows = tiny_llama(), random_tokens(2, 16)
+    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        probe.mask = torch.arange(16).expand(2, 16) < 4
+        model(rows)
+        probe.reset()
+        model(rows)
+        assert probe.results()["cosine"].provenance.tokens == 8
+        probe.results()
+        model(rows)
+    assert probe.results()["cosine"].provenance.tokens == 16
+
+
+def test_an_error_stays():
+    model, rows = tiny_llama(), random_tokens(2, 16)
+    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        probe.mask = torch.ones(3, 3, dtype=torch.bool)
+        model(rows)
+        probe.mask = None
+        probe.reset()
+        model(rows)
+    assert probe.headline() == {}
+    with pytest.raises(lsim.LayersimError, match="mask"):
+        probe.results()

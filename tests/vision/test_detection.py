@@ -107,16 +107,6 @@ def test_losses_are_those_of_transformers(auxiliary_loss):
     assert float(found.loss[list(layers)].sum()) == pytest.approx(float(out.loss), rel=1e-5)
 
 
-def test_the_last_layer_is_the_model_s_own_output():
-    for auxiliary_loss in (False, True):
-        model, data = tiny_detr(auxiliary_loss), scenes()
-        with torch.no_grad():
-            out = model(pixel_values=data["pixel_values"].double(), pixel_mask=data["pixel_mask"])
-        logits, boxes = outputs_by_layer(model, data)
-        torch.testing.assert_close(out.logits, logits[-1])
-        torch.testing.assert_close(out.pred_boxes, boxes[-1])
-
-
 def test_the_mask_of_pixels_reaches_the_model():
     model, data = tiny_detr(), scenes((1, 2))
     masked = detection_by_layer(model, data)
@@ -362,21 +352,6 @@ def test_other_models_are_refused_with_the_reason():
     nnsight = pytest.importorskip("nnsight")
     with pytest.raises(lsim.LayersimError, match=r"`model`.*NNsight"):
         detection_by_layer(nnsight.NNsight(tiny_detr()), torch.zeros(1, 3, 32, 32), labels=[ONE])
-
-
-def test_a_model_of_segments_names_its_detector():
-    import transformers as hf
-
-    from ..detectors import BACKBONE
-
-    backbone = BACKBONE | {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_features": [f"stage{i}" for i in (1, 2, 3, 4)]}
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    model = hf.DetrForSegmentation(hf.DetrConfig(backbone_config=backbone, num_queries=3, num_labels=CLASSES, **sizes))
-    pixels = torch.randn(1, 3, 64, 64)
-    with pytest.raises(lsim.LayersimError, match="layers of DetrForSegmentation are not known") as error:
-        detection_by_layer(model, pixels, labels=[ONE])
-    assert "model.detr" in str(error.value)
-    assert detection_by_layer(model.detr, pixels, labels=[ONE]).matched == 1
 
 
 def test_heads_that_are_not_the_model_s_are_refused():

@@ -113,7 +113,6 @@ def print_run(report: Any) -> None:
     """Print one line on the model, the tokens and the sites of a run."""
     run = next(iter(report.values())).provenance
     how = "packed" if run.options.get("pack") else "one text a row"
-    stopped = ", where --max-tokens stopped it" if run.tokens == run.options.get("max_tokens") else ""
     rule = run.options.get("positions", "all")
     which = "" if rule == "all" else f", positions {rule}"
     skipped = run.options.get("skip_first", 0)
@@ -122,7 +121,7 @@ def print_run(report: Any) -> None:
     at = run.options.get("at", "")
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
     sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
-    print(f"{run.model}: {run.tokens} tokens{stopped}, in {run.sequences} rows ({how}){left}{sites}")
+    print(f"{run.model}: {run.tokens} tokens in {run.sequences} rows ({how}){left}{sites}")
 
 
 def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -188,12 +187,3 @@ def print_error(error: Exception) -> None:
     console, text = Console(stderr=True, highlight=False, soft_wrap=True), without_secrets(str(error))
     panel = Panel(Text(text), title="Error", title_align="left", border_style="red")
     console.print(panel if console.is_terminal else Text(f"Error: {text}"))
-
-
-def print_warning(text: str) -> None:
-    """Print a warning on the error stream."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(Text.assemble(("Warning: ", "yellow bold"), without_secrets(text)))

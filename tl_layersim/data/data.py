@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
-from ..core.errors import LOG, LayersimError, warn
+from ..core.errors import LayersimError, warn
 from ..core.wording import brief
 from .padding import RunsAtEnds
 from .positions import PositionRule, Positions
@@ -49,12 +49,6 @@ class Notes:
         self.own_bos, self.masked, self.texts, self.cut = earlier.own_bos, earlier.masked, earlier.texts, earlier.cut
         for text in sorted(earlier.warned):
             self.once(text)
-
-    def name_unread(self, names: list[str]) -> None:
-        """Log the columns that are not read, once."""
-        if names and not self.unread:
-            self.unread = True
-            LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
     def once(self, text: str) -> None:
         """Issue a warning unless the text is empty or was issued before."""

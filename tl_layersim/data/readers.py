@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
+from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, with_article
 from .data import Column, Data, Notes
 from .inputs import (
@@ -85,7 +85,7 @@ class Reader:
 
         Args:
             data: data of any accepted kind.
-            level: see `inputs.Level`.
+            level: see `Level`.
         """
         if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
             raise LayersimError(f"`column` is {self.column!r}, but `data` holds a {type(data).__name__} without columns.")
@@ -223,8 +223,11 @@ class Reader:
             yield Text(None if missing else first, label, second, rows[i])
 
     def _name_unread(self, data: Mapping[str, Any], read: list[str]) -> None:
-        taken = (*self.model.inputs, self.model.main_input, *read)
-        self.notes.name_unread([name for name in data if name not in taken])
+        """Log the columns that are not read, once."""
+        names = [name for name in data if name not in (*self.model.inputs, self.model.main_input, *read)]
+        if names and not self.notes.unread:
+            self.notes.unread = True
+            LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
         """The class of each text; None if the data has no labels."""

@@ -380,17 +380,17 @@ class TextRows:
                 yield Row(row, torch.ones(len(row), dtype=torch.bool))
             del held[:start], separates[:start]
 
-        for item in items:
-            if isinstance(item, Row) or isinstance(item.item, Chat):
+        for text in items:
+            if isinstance(text, Row) or isinstance(text.item, Chat):
                 raise LayersimError(
-                    f"`pack` applies to texts only, and `data` has {'rows of tokens' if isinstance(item, Row) else 'chats'}."
+                    f"`pack` applies to texts only, and `data` has {'rows of tokens' if isinstance(text, Row) else 'chats'}."
                 )
             end = self.model.tokenizer.eos_token_id
-            ids = item.ids
-            if item.item.inputs or item.segments is not None:
+            ids = text.ids
+            if text.item.inputs or text.segments is not None:
                 raise LayersimError(
                     "`pack` is True, which joins texts, but each text has its own inputs: "
-                    f"{', '.join(item.item.inputs) or SEGMENTS}."
+                    f"{', '.join(text.item.inputs) or SEGMENTS}."
                 )
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
                 # The separator is the BOS of this text.

@@ -32,8 +32,7 @@ from ..sources.hooks import kernels_alone
 from ..sources.model import Model
 from ..sources.nnsight import NNsightSource, shippable
 from ..sources.source import OnServer
-from .positions import ForwardPassPositions, continues
-from .recorder import Call, Recorder
+from .recorder import Call, ForwardPassPositions, Recorder, continues
 
 # Counted positions for one call of a kernel: cached generation gives one at a time, and few calls are faster than many.
 BUFFERED_TOKENS = 2048
@@ -170,12 +169,9 @@ class LoopProbe(Probe):
         self._source = source
         self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
         self._hooks: AbstractContextManager[None] | None = None
-        kernels = plan.kernels(analyzers, {})
-        self._pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
+        self._kernels = plan.kernels(analyzers, {})
         # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
-        needing_head = [name for name in kernels if name in analyzers and analyzers[name].needs_unembed]
-        self._immediate = {name: kernels[name] for name in needing_head}
-        self._deferred = {name: kernel for name, kernel in kernels.items() if name not in (self._immediate | self._pooled)}
+        self._immediate = [name for name in self._kernels if name in analyzers and analyzers[name].needs_unembed]
         self._checked = not self._immediate
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
         self._error: LayersimError | None = None
@@ -184,7 +180,7 @@ class LoopProbe(Probe):
     def _begin(self) -> None:
         super()._begin()
         # By kernel, the views that wait until they are enough for one call.
-        self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
+        self._waiting: dict[str, list[View]] = {name: [] for name in self._kernels if name not in self._immediate}
         # Index of the first row of the last forward pass, and its number of rows.
         self._last = (0, 0)
         # Number of rows of all forward passes.
@@ -280,7 +276,8 @@ class LoopProbe(Probe):
         first, continued = self._first_row(call)
         self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
         for name, views in self._waiting.items():
-            views.append(replace(view, sequence=view.sequence + first) if name in self._pooled else view)
+            pooled = isinstance(self._kernels[name], PoolKernel)
+            views.append(replace(view, sequence=view.sequence + first) if pooled else view)
             if self._is_enough(name, views, continued):
                 own[name] = self._reduced(name, views)
                 self._waiting[name] = []
@@ -303,8 +300,8 @@ class LoopProbe(Probe):
 
         Cached generation gives one position at a time, and few calls are faster than many.
         """
-        kernel = self._pooled.get(name)
-        if kernel is None:
+        kernel = self._kernels[name]
+        if not isinstance(kernel, PoolKernel):
             return sum(view.tokens.numel() for view in views) >= BUFFERED_TOKENS
         counts = torch.unique(torch.cat([view.sequence for view in views]), return_counts=True)[1]
         rows, taken = len(counts), counts.clamp(max=SAMPLES_OF_ROW)
@@ -320,9 +317,9 @@ class LoopProbe(Probe):
 
     def _reduced(self, name: str, views: list[View]) -> Sums:
         """Output of a kernel for some views; empty if the kernel fails."""
-        kernel = (self._immediate | self._deferred | self._pooled)[name]
+        kernel = self._kernels[name]
         try:
-            joined = _by_row(views) if name in self._pooled else _joined(views)
+            joined = _by_row(views) if isinstance(kernel, PoolKernel) else _joined(views)
             not_finite, out = reduce({name: kernel}, joined)
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
             own = sums_of((name,), out, sums_so_far(self._tree))

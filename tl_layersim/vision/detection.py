@@ -64,27 +64,42 @@ class Objects(NamedTuple):
 class AnnotatedImages:
     """Images with the objects in each of them, in the order of the rows.
 
+    Iterating over it gives the items of the data, and keeps the annotations of each item that is read.
+
     Args:
-        data: images as `analyze` takes them.
-        annotations: one annotation for each image; None to take the column `labels` while the data is read.
+        given: images as `analyze` takes them.
+        annotations: one annotation for each image; None to take the column `labels` of the data.
         classes: number of classes that the model predicts, without "no object".
+
+    Attributes:
+        data: the data to read: this object if its annotations are kept while it is read, else the images as given.
 
     Raises:
         LayersimError: an annotation has the wrong format.
     """
 
-    def __init__(self, data: Any, annotations: Any, classes: int) -> None:
-        self.classes, self.objects = classes, list[Objects]()
-        if hasattr(data, "columns") and hasattr(data, "to_dict"):
+    def __init__(self, given: Any, annotations: Any, classes: int) -> None:
+        if hasattr(given, "columns") and hasattr(given, "to_dict"):
             # A pandas table.
-            data = {name: data[name].tolist() for name in data.columns}
-        self.data = data
+            given = {name: given[name].tolist() for name in given.columns}
+        self.given, self.classes, self.objects = given, classes, list[Objects]()
+        self.data: Any = given
         if annotations is not None:
             self._add(annotations)
-        elif isinstance(data, Mapping):
-            self.note(data)
-        elif isinstance(data, Iterable) and not isinstance(data, str | bytes | Tensor | np.ndarray) and not is_image(data):
-            self.data = _Noting(data, self)
+        elif isinstance(given, Mapping):
+            self._note(given)
+        elif isinstance(given, Iterable) and not isinstance(given, str | bytes | Tensor | np.ndarray) and not is_image(given):
+            self.data = self
+
+    def __iter__(self) -> Iterator[Any]:
+        self.objects.clear()
+        for item in self.given:
+            self._note(item)
+            yield item
+
+    def __getattr__(self, name: str) -> Any:
+        # Readers tell a data set from a DataLoader by its attributes.
+        return getattr(self.__dict__["given"], name)
 
     def refuse_other_count(self, rows: int, more_to_come: bool) -> None:
         """Raise an error if there are fewer annotations than rows read, or more than rows in all.
@@ -104,7 +119,7 @@ class AnnotatedImages:
                 "image without objects has an empty one."
             )
 
-    def note(self, item: Any) -> None:
+    def _note(self, item: Any) -> None:
         """Keep the annotations of one item of the data: a row or a batch."""
         found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
         if found:
@@ -115,28 +130,6 @@ class AnnotatedImages:
             raise LayersimError(f"`labels` is {brief(annotations)}; it must be {SHAPE}.")
         for one in annotations:
             self.objects.append(as_objects(one, len(self.objects), self.classes))
-
-
-class _Noting:
-    """Iterates over data and keeps the annotations of each item that is read.
-
-    Args:
-        data: the iterable.
-        to: the images that keep the annotations.
-    """
-
-    def __init__(self, data: Iterable[Any], to: AnnotatedImages) -> None:
-        self.data, self.to = data, to
-
-    def __iter__(self) -> Iterator[Any]:
-        self.to.objects.clear()
-        for item in self.data:
-            self.to.note(item)
-            yield item
-
-    def __getattr__(self, name: str) -> Any:
-        # Readers tell a data set from a DataLoader by its attributes.
-        return getattr(self.data, name)
 
 
 def as_objects(annotation: Any, row: int, classes: int) -> Objects:
