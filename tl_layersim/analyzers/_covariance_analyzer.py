@@ -25,7 +25,7 @@ from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
 
 
 class Covariances:
-    """Covariances (with 1 / n) within and between the sites of one model, or of two models.
+    """Covariances (divided by n) within and between sites, in one model or between two models.
 
     Args:
         sums: sums that `cross_products` or `cross_products_of_two` returned, added over all batches.

@@ -22,7 +22,7 @@ from .linear_probe_kernels import held_out
 
 
 def cross_product_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
-    """Cross-products of the sites of one model, or between the sites of two models, over the samples of one batch.
+    """Sums over a batch of the cross-products between sites, in one model or between two models.
 
     Analyzers of one run that read the same samples of one model share the products of a batch.
 
@@ -138,7 +138,7 @@ def exchanged_sums(
 
 
 def products_of(sides: Sequence[Tensor], permutations: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums and cross-products of the samples of one model, or of two models.
+    """Sums and cross-products of samples, in one model or between two models.
 
     Args:
         sides: samples of each model, `site sample width`, float64.

@@ -195,7 +195,7 @@ def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
 
 
 def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], by_row: bool) -> dict[str, Tensor]:
-    """Cross-products of one batch in float64, from whose sums `exact_hsic` computes HSIC over all samples.
+    """Cross-products of one batch in float64; `exact_hsic` computes HSIC over all samples from their sums.
 
     Args:
         *views: the view of one model, or the views of two models on the same tokens.

@@ -89,7 +89,7 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
 @typed
 @dataclass(frozen=True, eq=False)
 class MinibatchAnalyzer(SampleAnalyzer):
-    """Base class of analyzers that relate the samples of a minibatch at each layer and compare these relations.
+    """Base class of analyzers that compare layers by matrices over the samples of a minibatch, such as Gram matrices.
 
     Args:
         minibatch: see `CKA`, as for all options.

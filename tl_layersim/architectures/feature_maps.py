@@ -29,7 +29,7 @@ KEEPING_NAMES = ("DropPath", "StochasticDepth", "FrozenBatchNorm2d")
 
 @dataclass(frozen=True)
 class Channels:
-    """Evidence from the modules in and around a hook point on which axis of its tensor holds channels.
+    """Which axis of a hook point's tensor holds channels, as far as the modules around it show.
 
     Attributes:
         axis: 1 for `batch channel ...`, -1 for `batch ... channel`, if the module itself decides it; None if sizes must decide.

@@ -160,7 +160,7 @@ def noted(report: Any, trust_remote_code: bool) -> Any:
 
 
 def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Values in the run of options whose default depends on model, data or version.
+    """The values that a run used for options whose default depends on model, data or version.
 
     Args:
         report: report of the run.

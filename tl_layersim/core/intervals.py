@@ -163,7 +163,7 @@ def aligned(replicate: Any, result: Any, field: str) -> Tensor:
 
 
 def total_of(result: Any, field: str) -> str:
-    """The attribute whose sum is the total of a field of counts; "" if the field holds other numbers.
+    """Name of the attribute whose sum is the total of a field of counts; "" if the field holds no counts.
 
     Args:
         result: the result that has the field.

@@ -69,7 +69,7 @@ HeadInput = Callable[[], tuple[Tensor, bool]]
 
 
 class ExitCheck(ABC):
-    """Decides layer by layer which of many tokens exit, and gives the logits of those that do.
+    """Decides at each layer which tokens exit, and returns the logits of these tokens.
 
     Args:
         lens: the predictions of each layer.

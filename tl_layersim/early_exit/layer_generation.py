@@ -31,7 +31,7 @@ class Continuation(NamedTuple):
 
 
 class LayerSampler(TokenSampler):
-    """A sampler for copies of the same rows, one after the other, each of which draws what a single copy would draw.
+    """A sampler for several copies of the same rows; every copy gets the random draws that one copy alone would get.
 
     Args:
         top_p: see `EarlyExit.generate`.
@@ -103,7 +103,7 @@ def generate_from_layers(
 
 
 def layer_groups(blocks: int, cache_bytes: int) -> list[range]:
-    """The layers, counted from 1, in groups that are generated from together.
+    """Groups of layers, counted from 1, that generate text together.
 
     Args:
         blocks: number of blocks.

@@ -116,7 +116,7 @@ def _short_copy(opened: OpenedModel, split_model: Any, unembed: Any, n_layers: i
 
 
 def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
-    """The configuration of a model with fewer blocks, in which lists with one entry per block are shortened too.
+    """The configuration of a model with fewer blocks; lists with one entry per block are shortened too.
 
     Args:
         model: a Hugging Face model.

@@ -119,7 +119,7 @@ def merged_first(
     parts = _in_order(list(parts), FIRST)
     own = plain({**identity, "first": ""})
     if words := differing_entries(own, parts[0].identity):
-        raise LayersimError(f"`first` holds the first stage of another run, with {words}: {_shard_names(parts)}.")
+        raise LayersimError(f"`first` holds files of another run, with {words}: {_shard_names(parts)}.")
     total = _tree_of_shards(map(read, parts)).total().sums
     assert parts[0].counts is not None
     sums = {name: total[name] for name in own["analyzers"] if name in total}
@@ -165,8 +165,8 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
     others = [part for part in parts if part.stage != stage]
     if others and stage == MAIN:
         raise LayersimError(
-            f"Files of a first stage cannot be merged to a report: {_shard_names(others)}. Measure all shards with "
-            "first=[these files], and merge the files that these calls write."
+            f"These files hold the first of two passes over the data: {_shard_names(others)}. Measure all shards again "
+            "with first=[these files], and merge the files of those calls."
         )
     if others:
         raise LayersimError(f"`first` names files of the main pass: {_shard_names(others)}.")

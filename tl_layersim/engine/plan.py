@@ -93,7 +93,7 @@ class SitePlan:
         return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
 
     def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
-        """Descriptions of the models, with the sites of one analyzer in place of the residual layers.
+        """Descriptions of the models, in which `layers` names the sites that one analyzer reads.
 
         Args:
             name: name of the analyzer.
@@ -318,7 +318,7 @@ def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model)
     if rule not in ("all", own):
         allowed = "'all'" if own == "all" else f"{own!r} or 'all'"
         raise LayersimError(
-            f"`positions` is {Positions(rule).record()}; {type(analyzer).__name__} needs {allowed}, as the head of "
+            f"`positions` is {Positions(rule).record()}; {type(analyzer).__name__} needs {allowed}, because the head of "
             f"{model.name} reads {_head_reads(model.head.reads)} of a row."
         )
 
@@ -327,8 +327,8 @@ def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -
     """Raise an error for the lens of a head that reads whole rows, if some positions are left out."""
     if skip_first and analyzer.reads_head and model.head is not None and model.head.reads == "rows":
         raise LayersimError(
-            f"`skip_first` is {skip_first}; it must be 0 for {type(analyzer).__name__}, as the head of {model.name} reads "
-            "whole rows."
+            f"`skip_first` is {skip_first}; it must be 0 for {type(analyzer).__name__}, because the head of "
+            f"{model.name} reads whole rows."
         )
 
 

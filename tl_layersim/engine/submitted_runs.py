@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class SubmittedAnalysis:
-    """Model, analyzers and settings of a non-blocking run, which its report is made from.
+    """Model, analyzers and settings from which the report of a non-blocking run is computed.
 
     Attributes:
         model: description of the model.

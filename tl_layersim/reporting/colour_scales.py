@@ -78,7 +78,7 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
 
 
 def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
-    """The colour scale of values whose field has these bounds.
+    """The colour scale for values of a field with the given bounds.
 
     Clearly negative similarities get a scale from -1 to 1. Other scales begin at 0 or at the lowest value.
 

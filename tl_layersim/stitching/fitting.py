@@ -33,7 +33,7 @@ States = tuple[dict[str, dict[str, Any]], dict[str, Mapping[str, Tensor]]]
 
 
 class Progress:
-    """The states of the stitches of one call, by name, and the file that stores them.
+    """The state of each stitch of a call, by name, and the file that stores these states.
 
     Args:
         path: path of the file; None to keep no state.

@@ -77,7 +77,7 @@ class AdapterSteps(TrainingSteps):
         self._weights = torch.tensor(descent.weights, dtype=torch.float64)
 
     def restore(self, file: ResumableFile) -> None:
-        """Load the state of a file.
+        """Load the state from a file.
 
         Raises:
             LayersimError: the file is damaged, or belongs to another run.

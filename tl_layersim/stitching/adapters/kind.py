@@ -46,7 +46,7 @@ class AdapterKind(ABC):
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:
-        """Whether the adapter has a skip connection, which adds the residual itself, between streams of these widths."""
+        """Whether the adapter adds the residual itself (a skip connection) between streams of these widths."""
         return False
 
     def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
