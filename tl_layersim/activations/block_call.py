@@ -107,7 +107,7 @@ def _residual_key(places: Mapping[int | str, Any]) -> int | str:
 
 
 def with_leaf(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of a block with a leaf of autograd in place of the residual.
+    """The block's arguments, with the residual as a leaf tensor that autograd tracks.
 
     Returns:
         The arguments to record and the arguments to run the block on, each as a tuple and a dict. The block runs on a copy of
@@ -195,7 +195,7 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(value: Any, batch: int, times: int) -> Any:
-    """Repeat arguments for several copies of a batch, if they have one row for each row of the batch."""
+    """Repeat the arguments that have one row per row of the batch, for several copies of the batch."""
     if isinstance(value, Tensor):
         many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
         return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
@@ -313,7 +313,7 @@ def by_name(call: BlockCall) -> dict[str, Any]:
 
 
 class FewTokens:
-    """A block as a function of one token per row, with fixed keys and values of all other tokens, for many copies at once.
+    """A block as a function of one token per row; the keys and values of all other tokens are fixed.
 
     Tokens influence each other only through attention, so this function has the derivatives of the block, at the cost of one
     token. The copies of a token form one row; each copy attends to the other tokens and to itself, but to no other copy. If

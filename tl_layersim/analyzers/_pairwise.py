@@ -147,7 +147,7 @@ def pool_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """For all pairs of layers, the sum over the minibatches of a pool of the products of their relations.
+    """Products of the relations of two layers, for all pairs of layers, summed over a pool's minibatches.
 
     Args:
         sides: samples of one model or of two models, `layer sample d_model`.
@@ -193,7 +193,7 @@ def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
 
 
 def rows_in(samples: Samples, chosen: Tensor, by_row: bool) -> int:
-    """Number of rows of the data that the samples of a minibatch come from; of samples, if samples count as independent."""
+    """Number of different data rows among a minibatch's samples; the number of samples if they are independent."""
     return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
 
 
@@ -207,7 +207,7 @@ def pair_statistics(
     by_row: bool,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Upper triangles of the matrices of one model, which a model on another machine is compared by.
+    """Upper triangles of one model's matrices, to compare it with a model on another machine.
 
     Args:
         sides: samples of the model, `layer sample d_model`.

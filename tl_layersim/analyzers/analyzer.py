@@ -69,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How two models are compared by small statistics of each model instead of their activations.
+    """Compares two models by small statistics of each, instead of their activations.
 
     Models on different machines are compared in this way, and many models of which each runs once a batch.
 
@@ -176,7 +176,7 @@ class Analyzer(ABC):
         """
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        """Kernel of pools of rows that runs beside `kernel`, and whose sums join the sums of `kernel`; None for none.
+        """Kernel of pools of rows, run beside `kernel`; its sums are added to those of `kernel`. None if there is none.
 
         Args:
             first: sums of the first pass, empty without one.
@@ -409,7 +409,7 @@ def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
 
 
 def code_digest(analyzer: Analyzer) -> str:
-    """Digest of the bytecode of an analyzer and of the functions of its module that it calls, 12 hex digits.
+    """Digest (12 hex digits) of an analyzer's bytecode, including the functions of its module that it calls.
 
     Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
 

@@ -263,7 +263,7 @@ class BlockCouplingResult(Result):
         return float(matrix[chosen].nanmean())
 
     def by_prompt(self) -> dict[str, float]:
-        """Mean coupling on each row of the data without NaN, by names such as "row 3", in the form that `relate` takes.
+        """Mean coupling of each data row by name, such as "row 3", as `relate` takes it; rows with NaN are left out.
 
         Raises:
             LayersimError: the run had `per_prompt=False`.

@@ -335,7 +335,7 @@ def exit_kernel(
     memory_mb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """For each half of the rows and each threshold, sums over positions of the exits and of the predictions at the exits.
+    """Sums over positions of exits and of predictions at the exits, for each half of the rows and each threshold.
 
     Args:
         view: activations of one batch.

@@ -28,7 +28,7 @@ LENS_SOURCE = "of the logit lens (nostalgebraist 2020), as McGrath et al. 2023 f
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class InterventionEffectResult(Result):
-    """Difference of the edited from the clean run at each layer: means over tokens. All tensors are float64.
+    """Difference between the edited and the clean run at each layer, as means over tokens. All tensors are float64.
 
     Attributes:
         values: `residual`, the same as `cosine`: mean cosine between the clean and the edited activation of a token; 1 where

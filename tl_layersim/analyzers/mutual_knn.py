@@ -117,7 +117,7 @@ class MutualKNN(MinibatchAnalyzer):
 
 
 def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> PairRelation:
-    """Graph of each sample's k nearest neighbours, and by layer the sum over samples of k / (number of other samples).
+    """Graph of each sample's k nearest neighbours, and for each layer k / (number of other samples), summed over samples.
 
     Args:
         matrix: dissimilarities, `layer n n`.

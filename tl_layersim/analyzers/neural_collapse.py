@@ -368,7 +368,7 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
 
 
 def collapse_kernel(view: View, *, labels: str | Tensor, classes: Tensor, level: str, pool: str) -> dict[str, Tensor]:
-    """Number of samples and sum of the samples of each class, and second moments of all samples. Float64.
+    """Size and sum of each class, and the second moments of all samples. Float64.
 
     Args:
         view: activations of one batch.

@@ -306,7 +306,7 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
     )
     equal = [name for name, value in zip(run.layers[1:], result.values, strict=True) if math.isnan(value)]
     if equal:
-        warn(f"All predictions are equal at {', '.join(equal[:4])}: no correlation is defined there, and it is NaN.")
+        warn(f"The correlation is NaN at {', '.join(equal[:4])}, because all predictions are equal there.")
     return result
 
 

@@ -234,7 +234,7 @@ class TrajectoryResult(Result):
 
     @typed
     def by_prompt(self, field: Literal["lss", "expodistance", "equidistance"] = "lss") -> dict[str, float]:
-        """Mean of a quantity over the tokens of each row of the data, in the form that `relate` takes.
+        """Mean of a quantity over the tokens of each data row, as `relate` takes it.
 
         Args:
             field: name of the quantity.

@@ -84,7 +84,7 @@ def items_of(at: At | Sequence[At]) -> list[At]:
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
-    """The sums on the residual stream that contain a site of some families.
+    """The identities of the residual stream, such as resid_pre + attn_out = resid_mid, that contain a site of some families.
 
     They follow from the architecture. If activations do not satisfy a sum, a site reads another tensor than its name says.
 

@@ -172,7 +172,7 @@ def is_transformer_lens(model: Any) -> bool:
 
 
 def right_padding(model: Any) -> int | None:
-    """The id with which a causal TransformerLens model pads texts on the right, where no mask is needed.
+    """The padding id of a causal TransformerLens model that pads on the right, which needs no mask.
 
     TransformerLens builds no mask for such padding. None for all other models: those that pad on the left build a mask, and
     bidirectional models attend to later tokens.

@@ -125,7 +125,7 @@ def print_run(report: Any) -> None:
 
 
 def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Values in the run of options whose default depends on model, data or version.
+    """The values that a run used for options whose default depends on model, data or version.
 
     Args:
         report: report of the run.

@@ -52,7 +52,7 @@ def plain_constants(code: CodeType) -> list[str]:
 
 
 def digest_of_code(starts: Iterable[FunctionType]) -> str:
-    """A digest (12 hex digits) of the bytecode of some functions and of all functions that `called_by` finds."""
+    """A digest (12 hex digits) of the bytecode of some functions and of the functions that they call, see `called_by`."""
     seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
     digest = hashlib.sha256()
     for name, code in sorted(seen.items()):

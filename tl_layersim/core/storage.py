@@ -128,7 +128,7 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
 
 
 def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 in hex digits of a header and of the names, dtypes, shapes and bytes of all tensors.
+    """SHA-256 (hex digits) over a header and the name, dtype, shape and bytes of every tensor.
 
     Args:
         text: the header.

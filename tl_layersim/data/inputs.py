@@ -44,7 +44,7 @@ Level = Literal["batch", "row", "either"]
 
 
 def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
-    """The column of the model's main input or of embeddings, in place of token ids; None if there is none."""
+    """The column that replaces token ids: the model's main input, or embeddings; None if there is neither."""
     if model.token_input != TOKEN_IDS:
         return None
     if model.main_input != TOKEN_IDS and data.get(model.main_input) is not None:
@@ -270,7 +270,7 @@ def reads_decoder(model: ModelInputs) -> bool:
 
 
 def padded_apart(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the inputs with one value per position of the stack that is not read."""
+    """Names of the inputs that belong to the positions of the stack that is not read."""
     other = ENCODER if reads_decoder(model) else DECODER
     return tuple(name for mask, names in other.items() for name in (mask, *names))
 

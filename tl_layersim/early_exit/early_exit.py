@@ -359,7 +359,7 @@ class EarlyExit:
         tokens: Integer[Tensor, "batch pos"] | Float[Tensor, "batch channel height width"],
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     ) -> ExitLogits:
-        """The logits of given rows, at each position from the first layer at which the rule is met.
+        """Logits at each position of given rows, read at the first layer that meets the exit rule.
 
         A layer runs up to the last position of a row that still needs it. A row of a classifier exits as a whole.
 

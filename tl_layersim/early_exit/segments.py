@@ -48,7 +48,7 @@ def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[Non
 
 
 class Segments(ABC):
-    """Forward passes of a batch, of which some rows or positions stop at the end of a segment and others continue.
+    """Forward passes of a batch in segments of blocks; some rows or positions stop after each segment.
 
     Args:
         split_model: the model.
@@ -71,7 +71,7 @@ class Segments(ABC):
 
     @abstractmethod
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
-        """Decide what stops at the end of a segment, and return whether the forward pass goes on with all that runs.
+        """Decide which rows or positions stop after a segment; return whether the same forward pass can go on.
 
         Args:
             number: index of the segment.

@@ -97,7 +97,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
 
 
 def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
-    """The configuration of a model with fewer blocks, in which lists with one entry per block are shortened too.
+    """The configuration of a model with fewer blocks; lists with one entry per block are shortened too.
 
     Args:
         model: a Hugging Face model.

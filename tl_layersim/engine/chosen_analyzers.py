@@ -81,12 +81,10 @@ def _check_name(name: Any, analyzer: Analyzer) -> None:
             f"`analyzers` has the name {brief(name)}; a name must be letters, digits and _, with a letter first."
         )
     if name in COSTS:
-        raise LayersimError(f"`analyzers` has the name {name!r}, which `estimate` uses for a part of the model.")
+        raise LayersimError(f"`analyzers` names an analyzer {name!r}; `estimate` uses this name for a part of the model.")
     other = find_analyzers().get(name)
     if other is not None and not isinstance(analyzer, other):
-        raise LayersimError(
-            f"`analyzers` has the name {name!r} for {type(analyzer).__name__}; it is the name of {other.__name__}."
-        )
+        raise LayersimError(f"`analyzers` names {type(analyzer).__name__} {name!r}, which is the name of {other.__name__}.")
 
 
 def _check_analyzer(analyzer: Any) -> None:

@@ -277,7 +277,7 @@ def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_cou
     if isinstance(labels, str):
         if test_labels is not None:
             raise LayersimError(
-                f"`test_labels` cannot be combined with labels={labels!r}, which names the source of all labels."
+                f"`test_labels` cannot be combined with labels={labels!r}, which is also the source of the test labels."
             )
         return labels
     held_out = as_labels(test_labels) if test_labels is not None else None

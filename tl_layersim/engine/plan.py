@@ -94,7 +94,7 @@ class SitePlan:
         return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
 
     def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
-        """Descriptions of the models, with the sites of one analyzer in place of the residual layers.
+        """Descriptions of the models, in which `layers` names the sites that one analyzer reads.
 
         Args:
             name: name of the analyzer.

@@ -146,7 +146,7 @@ class SumsOfBlock(NamedTuple):
 
 
 def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[SumsOfBlock]:
-    """The blocks in which an analyzer has sums. Sums of a pool of rows belong to the block of its last row.
+    """The blocks of rows for which an analyzer has sums. Sums of a pool of rows belong to the block of its last row.
 
     Args:
         blocks: the blocks of the main pass.

@@ -195,7 +195,7 @@ class Coupled:
 
 
 class LinearPath:
-    """The blocks x + f(x) of one token of each sample, replaced by x + J x with the Jacobian J at the true input of each block.
+    """A token's path through linearised blocks: x + f(x) becomes x + J x, with the Jacobian J at the block's true input.
 
     Args:
         calls: the calls of all blocks.

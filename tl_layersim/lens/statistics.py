@@ -314,7 +314,7 @@ def _key_of(normed: bool, heads: LayerHeads | None) -> str:
 
 
 def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
-    """Saturation layers, `token`: index of the first block from which on the top-1 prediction equals the last layer's.
+    """Saturation layers, `token`: the first block from which on the top-1 prediction equals the last layer's.
 
     Layers are read from the last one down, and only at tokens that have agreed so far.
 
@@ -343,7 +343,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
 
 
 def first_final(best: Tensor) -> Tensor:
-    """Index of the first block from which on the most likely id is that of the last block, `token`.
+    """First block from which on the most likely id stays that of the last block, `token`.
 
     Args:
         best: `layer token`, the most likely ids.

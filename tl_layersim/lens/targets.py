@@ -40,7 +40,7 @@ def gives_classes(model: Model) -> bool:
 
 
 def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
-    """The argument `labels` after `as_labels`; the default depends on the models' heads.
+    """The argument `labels`, converted by `as_labels`; its default depends on the models' heads.
 
     Args:
         labels: the argument as the user passed it; None for the next token, or for labels from the data if the models are

@@ -325,7 +325,7 @@ def _without_identity(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def all_pairs_kernel(*views: View, kernels: Mapping[tuple[int, int], Kernel]) -> dict[str, Tensor]:
-    """Outputs of kernels of two views for pairs of many views; each name begins with the indices of the pair.
+    """Outputs of two-view kernels for all pairs of several views; each name begins with the indices of the pair.
 
     Args:
         *views: the view of each model on the same tokens.

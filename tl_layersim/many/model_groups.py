@@ -204,7 +204,7 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
-    """The two groups of each comparison, and the rows and columns of its pairs of different models, `2 pair`.
+    """The two groups of each comparison, and its pairs of different models as row and column indices, `2 pair`.
 
     The first two comparisons, within groups and between groups, are of all groups: "" stands for these.
 
@@ -238,7 +238,7 @@ class Permutations(NamedTuple):
 
 
 def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: int) -> Permutations:
-    """Test whether distances between groups exceed distances within groups more than for permuted labels of the models.
+    """Test whether distances between groups exceed those within groups, by permuting the groups of the models.
 
     Args:
         distances: `model model`, float64; the diagonal is not used.

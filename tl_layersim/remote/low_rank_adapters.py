@@ -260,7 +260,7 @@ def open_traced(opened: OpenedModel) -> NNsightSource | None:
 
 
 class RemoteDescent:
-    """Training steps and evaluations of the adapters of one model, in the process that holds the model.
+    """Trains and evaluates the adapters of one model, in the process that holds the model.
 
     Args:
         source: the source of the model.

@@ -84,7 +84,7 @@ def not_once(name: str, module: str, why: str) -> LayersimError:
         module: path of its module.
         why: how often the module runs, as a clause.
     """
-    return LayersimError(f"`at` names {name}, and its module {module} does not run once in a forward pass: {why}.")
+    return LayersimError(f"`at` names {name}, but its module {module} does not run exactly once in a pass: {why}.")
 
 
 class StreamTest:

@@ -45,12 +45,12 @@ def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor
 
 
 def no_cache(module: torch.nn.Module) -> dict[str, bool]:
-    """The argument of a model's forward that turns its own cache off, if its configuration has one."""
+    """Keyword arguments that turn off the model's own cache, if its configuration has one."""
     return {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
-    """The argument of a model's forward that computes the logits of a single position, if it has one."""
+    """Keyword arguments with which the model computes the logits of one position only, if its forward accepts them."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
 
 

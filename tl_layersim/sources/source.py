@@ -69,7 +69,7 @@ class Source(ABC):
         )
 
     def beside(self, others: Sequence[Source]) -> Source | None:
-        """A source whose kernels take a view of this model and of each of the others, of one trace or request for all.
+        """A source that runs this model and others in one trace or request; its kernels take a view of each model.
 
         Args:
             others: sources of further models.

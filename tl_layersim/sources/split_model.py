@@ -188,7 +188,7 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Raise an error if the model's own residual gives another loss than the whole model, or another residual the same.
+        """Raise an error if the model's own residual changes the loss, or another residual does not.
 
         Raises:
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
@@ -344,7 +344,7 @@ class LocalSplitModel(SplitModel):
 
     @contextmanager
     def entered(self, layer: int, give: Replacement) -> Iterator[None]:
-        """A context in which every forward pass starts at a layer, with a residual in place of the model's own.
+        """A context in which every forward pass starts at a layer, from a given residual.
 
         The model's own forward pass computes masks, positions and arguments of the blocks, the final norm and the head. Blocks
         below the layer do not run. Hooks on the model see the new residual as the model's own.

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """The states of the stitches of one call, by name, and the file that stores them.
+    """The state of each stitch of a call, by name, and the file that stores these states.
 
     Args:
         path: path of the file; None to keep no state.

@@ -72,7 +72,7 @@ class StitchedModel(nn.Module):
         return self._split_models[1].model.main_input
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """The output of the back's forward pass, which takes its own further options."""
+        """The output of the back model's forward pass; further options are passed on to it."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         args = () if input_ids is None else (input_ids,)
         with self._joined():
@@ -200,7 +200,7 @@ class StitchedModel(nn.Module):
 
 
 class StitchedSource(HookedSource):
-    """The source of a stitched model, whose layers are the output of the adapter and those of the back's blocks above it."""
+    """The source of a stitched model: its layers are the adapter's output and the outputs of the back's blocks above."""
 
     def aside(self) -> bool:
         # The front's pass is not recorded: front and back may be one model, or share blocks.
