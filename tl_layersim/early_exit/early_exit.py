@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
 from ..architectures.chosen_hook_points import block_number
-from ..core.arguments import Fraction, PositiveFloat, PositiveInt, typed
+from ..core.arguments import Fraction, PositiveFloat, PositiveInt, Seed, typed
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
 from ..engine.chosen_analyzers import with_tokenizer
@@ -207,7 +207,7 @@ class EarlyExit:
         do_sample: bool = False,
         temperature: PositiveFloat = 1.0,
         top_p: Fraction = 1.0,
-        seed: int | None = None,
+        seed: Seed | None = None,
         eos_token_id: int | list[int] | tuple[int, ...] | None = None,
         stop: str | list[str] | None = None,
         tokenizer: Any = None,

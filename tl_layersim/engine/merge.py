@@ -14,6 +14,7 @@ from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.resumable_file import plain
+from ..core.storage import MALFORMED
 from ..core.sums import Sums, SumTree, Tally
 from .chosen_analyzers import AnalyzersArgument
 from .report_assembly import make_report
@@ -58,7 +59,16 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         >>> bool((merged["cka"].values == lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"])["cka"].values).all())
         True
     """
-    return merged_report(map(header_of, paths_of(files, "files")), analyzers, reread)
+    parts = list(map(header_of, paths_of(files, "files")))
+    try:
+        return merged_report(parts, analyzers, reread)
+    except LayersimError:
+        raise
+    except MALFORMED as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise LayersimError(
+            f"`files` cannot be merged ({reason}): {_shard_names(parts)}. A file was edited, or an analyzer of your own fails."
+        ) from error
 
 
 def merged_report(
