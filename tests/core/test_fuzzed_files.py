@@ -11,7 +11,6 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
-from tl_layersim.engine.shards import read_part
 
 from ..tiny_models import random_tokens, tiny_llama
 from .test_malformed_files import mutated
@@ -83,15 +82,16 @@ def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
     assert memory() - before < 2e8
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_an_edited_shard_with_a_checksum_that_fits_is_read_or_refused(files, tmp_path):
     header, tensors = storage.read(files["shard"][0], ("shard",))
     rng, before, refused, worked = random.Random(0), memory(), 0, 0
     for _ in range(60):
         path = storage.write(tmp_path / "x", "shard", *mutated(header, tensors, rng))
         try:
-            worked += read_part(path).of >= 1
-        except lsim.LayersimError as error:
-            refused += str(path) in str(error)
+            worked += "cosine" in lsim.merge(path)
+        except lsim.LayersimError:
+            refused += 1
     assert refused + worked == 60
     assert refused > 3
     assert memory() - before < 2e8

@@ -150,7 +150,7 @@ class ExitCurveResult(Result):
         return self.values
 
     @typed
-    def at(self, threshold: int | float, held_out: bool = False) -> ExitPoint:
+    def at(self, threshold: Probability, held_out: bool = False) -> ExitPoint:
         """Exits, accuracy, agreement, perplexity and speed-up at one of the measured thresholds.
 
         Args:

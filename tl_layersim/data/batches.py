@@ -481,13 +481,15 @@ def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data")
     """Raise an error if a token id is outside the vocabulary of a model.
 
     Args:
-        tokens: token ids of any shape, not empty.
+        tokens: token ids of any shape.
         model: the model.
         argument: name of the argument that holds the tokens.
 
     Raises:
-        LayersimError: an id is below 0, or not below the size of the vocabulary.
+        LayersimError: there are no tokens, or an id is below 0, or not below the size of the vocabulary.
     """
+    if not tokens.numel():
+        raise LayersimError(f"`{argument}` has shape {tuple(tokens.shape)}, without a token.")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (model.vocabulary and high >= model.vocabulary):
         raise LayersimError(

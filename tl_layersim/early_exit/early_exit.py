@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
 from ..architectures.chosen_hook_points import block_numbers
-from ..core.arguments import Fraction, PositiveFloat, PositiveInt, typed
+from ..core.arguments import Fraction, PositiveFloat, PositiveInt, Seed, typed
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
@@ -259,7 +259,7 @@ class EarlyExit:
         do_sample: bool = False,
         temperature: PositiveFloat = 1.0,
         top_p: Fraction = 1.0,
-        seed: int | None = None,
+        seed: Seed | None = None,
         eos_token_id: int | list[int] | tuple[int, ...] | None = None,
         tokenizer: Any = None,
     ) -> Generated:

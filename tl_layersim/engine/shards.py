@@ -20,7 +20,7 @@ from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
-from ..core.storage import refuse_other_types, refuse_unwritable
+from ..core.storage import MALFORMED, refuse_other_types, refuse_unwritable
 from ..core.sums import Sums, SumTree, Tally
 from ..core.wording import brief
 from .analysis import FIRST, MAIN, Analysis, DataCounts, DataPart, FirstStage
@@ -267,6 +267,18 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         True
     """
     parts = _in_order(map(_header_of, paths_of(files, "files")), MAIN)
+    try:
+        return _report_of(parts, analyzers)
+    except LayersimError:
+        raise
+    except MALFORMED as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise LayersimError(
+            f"`files` cannot be merged ({reason}): {_shard_names(parts)}. A file was edited, or an analyzer of your own fails."
+        ) from error
+
+
+def _report_of(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None) -> Report:
     tree, head, counts = _tree_of_shards(parts), parts[0], parts[0].counts
     notes = head.notes
     chosen = restored_analyzers(notes["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")

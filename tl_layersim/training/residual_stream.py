@@ -17,7 +17,7 @@ from ..architectures.output_heads import CLASSES_WITH_HEAD, is_detr
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from ..data.batches import next_tokens
+from ..data.batches import next_tokens, refuse_other_ids
 from ..data.labels import NO_LABEL, as_labels
 from ..data.padding import as_mask
 from ..remote.open import open_source
@@ -340,8 +340,8 @@ def aligned_loss(
         A scalar in nats, with its gradient.
 
     Raises:
-        LayersimError: the model has no known head, `tokens` or `attention_mask` has a wrong shape, or the labels do not match
-            the predictions.
+        LayersimError: the model has no known head, `tokens` or `attention_mask` has a wrong shape, `tokens` is empty or has ids
+            outside the vocabulary, or the labels do not match the predictions.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
@@ -354,6 +354,8 @@ def aligned_loss(
     """
     opened = replace(OpenedModel.of(model), verify=None)
     stream = open_residual_stream(opened)
+    if not tokens.is_floating_point():
+        refuse_other_ids(tokens, stream.source.model, "tokens")
     attended = None if attention_mask is None else as_mask(attention_mask).to(tokens.device)
     targets = _targets(stream.reads, tokens, labels, attended)
     options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
