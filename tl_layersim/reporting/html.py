@@ -112,9 +112,10 @@ def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> 
     first = next(iter(results.values()), None)
     margin = " (± half of the 95 % interval)" if any(result.has_intervals for result in results.values()) else ""
     about = "without results" if first is None else measured_on(first.provenance)
-    start = "" in results
-    columns = ("analyzer", "measure", f"value{margin}")[start:]
-    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=[row[start:] for row in rows], calls=calls)
+    columns: tuple[str, ...] = ("analyzer", "measure", f"value{margin}")
+    if "" in results:
+        columns, rows = columns[1:], [row[1:] for row in rows]
+    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
 
 
 # Findings at the top of the page; those of further analyzers are in their sections.
