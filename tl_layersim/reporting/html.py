@@ -108,7 +108,7 @@ def measured_on(provenance: Provenance) -> str:
 
 def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> str:
     """The headline numbers of results by name, as HTML for a notebook. A single result has no name."""
-    rows = [(name, *line) for name, result in results.items() for line in headline_texts(result).items()]
+    rows: list[tuple[str, ...]] = [(name, *line) for name, result in results.items() for line in headline_texts(result).items()]
     first = next(iter(results.values()), None)
     margin = " (± half of the 95 % interval)" if any(result.has_intervals for result in results.values()) else ""
     about = "without results" if first is None else measured_on(first.provenance)
