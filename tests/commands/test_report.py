@@ -80,7 +80,7 @@ def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     known = lsim.load(tmp_path / "report.safetensors")["cka"].provenance
     assert (known.tokens, known.options["positions"]) == (count, text)
     page = " ".join((tmp_path / "report.html").read_text().split())
-    assert f"positions of each row: {text}" in page
+    assert f"<code>{text}</code></td>" in page
 
 
 def test_intervals_reach_the_result_and_the_page(tmp_path):
@@ -183,8 +183,8 @@ def test_sites_are_chosen(tmp_path):
     assert torch.allclose(report["cosine"].values[:16, :16], expected.values)
     page = (tmp_path / "report.html").read_text()
     assert "Relations between sites of the model" in page
-    assert page.count("Measured at 24 sites: blocks.0.hook_attn_out to blocks.7.hook_attn_out, ") == 1
-    assert page.count("Measured at 25 sites: blocks.0.hook_resid_pre to blocks.7.hook_resid_post, ") == 1
+    assert page.count("24 sites: blocks.0.hook_attn_out to blocks.7.hook_attn_out, ") == 1
+    assert page.count("25 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.7.hook_resid_post, ") == 1
 
 
 def test_heads_are_sites_of_their_own(tmp_path):

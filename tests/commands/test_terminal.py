@@ -116,7 +116,7 @@ def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("Error: The file nothing.safetensors does not exist")
+    assert capsys.readouterr().err.startswith("Error: nothing.safetensors ")
     monkeypatch.setattr("sys.argv", ["tl-layersim", "--traceback", "show", "nothing.safetensors"])
     with pytest.raises(FileNotFoundError):
         cli.main()

@@ -197,14 +197,17 @@ class ReportExports(Mapping[str, Any], ABC):
 
         Args:
             width: see `Result.plot`. With "column" the panels are stacked vertically.
-            title: title above all panels; None to show the model and the data, "" for no title.
+            title: title above all panels; None or "" for no title.
 
         Raises:
             LayersimError: no result of the report has a picture.
         """
-        from ..reporting.figures import report_figure
+        from ..reporting.figures import panels
 
-        return report_figure(self, width, title)
+        shown = [result.plot(width=width) for result in self.values() if result.pictures]
+        if not shown:
+            raise LayersimError(f"No result of the report has a picture; it has {', '.join(self) or 'no results'}.")
+        return panels(shown, width, title or "")
 
     @typed
     def to_csv(self, path: str | os.PathLike[str]) -> Path:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import stat
 import tempfile
 import threading
 import time
@@ -228,14 +227,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 def _replaceable(path: Path) -> bool:
     """Whether `path` may be replaced: it is free, a file or a link, and not a device such as /dev/null."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return True
-    except ValueError:
-        # A path with a zero byte.
-        return False
-    return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+    return path.is_symlink() or path.is_file() or not path.exists()
 
 
 def _remove_abandoned(path: Path) -> None:

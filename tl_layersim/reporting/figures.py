@@ -6,10 +6,9 @@ import copy
 import html
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -35,7 +34,7 @@ from .lines import (
 )
 from .many_runs import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
-from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, on_what, series_look, with_provenance, with_size
+from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, series_look, with_provenance, with_size
 
 # Axes along which a few series have an order.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
@@ -165,39 +164,6 @@ BETWEEN, LINE = 16, 24
 AXIS = re.compile(r"([xy])(?:axis)?(\d*)( domain)?")
 # Properties of an axis that name another axis.
 REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")
-
-
-def report_figure(
-    report: Mapping[str, Result], width: Literal["column", "text"] | None = None, title: str | None = None
-) -> go.Figure:
-    """The figure of a report: the first picture of each result, in rows of two panels or in one column.
-
-    Args:
-        report: a report.
-        width: "column" or "text" for the size of a paper; None for the screen.
-        title: title above all panels; None for model and data (only on the screen), "" for none.
-
-    Raises:
-        LayersimError: no result of the report has a picture.
-    """
-    results = {name: result for name, result in report.items() if result.pictures}
-    if not results:
-        raise LayersimError(f"No result of the report has a picture; it has {', '.join(report) or 'no results'}.")
-    samples = [on_what(one.provenance, one.measured_on(one.pictures[0].field)) for one in results.values()]
-    same = len(set(samples)) == 1
-    figures = []
-    for result in results.values():
-        # The words below a title are those of all panels, or of the panel's own data.
-        figure = result.plot(width=width)
-        if same and width is None:
-            common = html.escape(samples[0])
-            own = [
-                part.replace(common, "").removeprefix(" · ") for part in (figure.layout.title.subtitle.text or "").split("<br>")
-            ]
-            figure.layout.title.subtitle.text = "<br>".join(filter(None, own))
-        figures.append(figure)
-    above = title if title is not None else samples[0] if same and width is None else ""
-    return panels(figures, width, above)
 
 
 def panels(figures: list[go.Figure], width: str | None = None, title: str = "") -> go.Figure:

@@ -189,8 +189,6 @@ OF_JACOBIANS = ("row_block", "connection")
 NULLS = {"coupling": "null_coupling", "miscoupling": "null"}
 # Rows or columns of a heat map without lines between its cells.
 MOST_GAPS = 24
-# Fractions at the ticks of a colour bar by the square root.
-FRACTIONS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 # Most letters of a token in a label.
 LETTERS = 9
 
@@ -328,7 +326,7 @@ def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
-    """Heat map of counts as fractions of their row sum. Colours follow the square root; cells with count 0 are white.
+    """Heat map of counts as fractions of their row sum; cells with count 0 are white.
 
     Args:
         result: the result.
@@ -341,27 +339,10 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
         counts = getattr(one, field)
         return counts / counts.sum(-1, keepdim=True)
 
-    values = fractions(result).numpy()
-    # Colours by the square root: one position of a thousand is seen beside the last block's.
-    roots, scale = np.where(values > 0, np.sqrt(values), np.nan), ColourScale(SEQUENTIAL, 0.0, 1.0)
-    fig = heat_map(roots, _series_sides(result, axes), scale, titles, ends=interval_ends(result, fractions), square=False)
-    [cells] = fig.data
-    # The text at the pointer has the fraction, and its interval where there is one, instead of the root.
-    data = [
-        [(*cell[:2], f"{value:.4f}{''.join(cell[2:])}") for value, cell in zip(*row, strict=True)]
-        for row in zip(values, cells.customdata, strict=True)
-    ]
-    hover = cells.hovertemplate.replace("%{customdata[2]}", "").replace("%{z:.4f}", "%{customdata[2]}")
-    ticks = {"tickvals": [tick**0.5 for tick in FRACTIONS], "ticktext": [f"{tick:g}" for tick in FRACTIONS]}
-    cells.update(customdata=data, hovertemplate=hover, colorbar=ticks)
-    note = "white: none"
-    if values.shape[1] <= MOST_NUMBERS:
-        numbers = [
-            [f"{100 * value:.1f}" if value >= 0.0005 else "&lt;0.1" if value > 0 else "" for value in row] for row in values
-        ]
-        cells.update(text=numbers, texttemplate="%{text}", textfont={"size": 9})
-        note = "numbers: per cent; white: none"
-    return with_subtitle(fig, note)
+    values, ends = fractions(result).numpy(), interval_ends(result, fractions)
+    scale, shown = ColourScale(SEQUENTIAL, 0.0, 1.0), np.where(values > 0, values, np.nan)
+    fig = heat_map(shown, _series_sides(result, axes), scale, titles, ends=ends, decimals=2, square=False)
+    return with_subtitle(fig, "white: none")
 
 
 def _drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:

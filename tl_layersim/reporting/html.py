@@ -108,13 +108,14 @@ def measured_on(provenance: Provenance) -> str:
 
 def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> str:
     """The headline numbers of results by name, as HTML for a notebook. A single result has no name."""
-    rows = [(name, *line) for name, result in results.items() for line in headline_texts(result).items()]
+    rows: list[tuple[str, ...]] = [(name, *line) for name, result in results.items() for line in headline_texts(result).items()]
     first = next(iter(results.values()), None)
     margin = " (± half of the 95 % interval)" if any(result.has_intervals for result in results.values()) else ""
     about = "without results" if first is None else measured_on(first.provenance)
-    start = "" in results
-    columns = ("analyzer", "measure", f"value{margin}")[start:]
-    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=[row[start:] for row in rows], calls=calls)
+    columns: tuple[str, ...] = ("analyzer", "measure", f"value{margin}")
+    if "" in results:
+        columns, rows = columns[1:], [row[1:] for row in rows]
+    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
 
 
 # Findings at the top of the page; those of further analyzers are in their sections.

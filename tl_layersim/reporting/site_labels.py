@@ -292,13 +292,16 @@ def is_stream(names: tuple[str, ...]) -> bool:
 
 
 def listed_sites(names: tuple[str, ...]) -> str:
-    """The number of sites and their names; of many, the first and the last.
+    """The number of sites and their names; of those that differ in their numbers alone, the first and the last.
 
     Examples:
-        >>> listed_sites(tuple(f"blocks.{i}.hook_attn_out" for i in range(32)))
-        '32 sites: blocks.0.hook_attn_out to blocks.31.hook_attn_out'
+        >>> listed_sites(("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(32))))
+        '33 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.31.hook_resid_post'
     """
-    shown = ", ".join(names) if len(names) <= MOST_LISTED else f"{names[0]} to {names[-1]}"
+    families: dict[str, list[str]] = {}
+    for name in names:
+        families.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    shown = ", ".join(f"{own[0]} to {own[-1]}" if len(own) > 1 else own[0] for own in families.values())
     return f"{len(names)} site{'s' if len(names) > 1 else ''}: {shown}"
 
 
