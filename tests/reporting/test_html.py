@@ -48,7 +48,7 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
     found = lsim.compare(a, b, random_tokens(), [lsim.CKA(minibatch=16)], at="mlp_out")
     page = found.to_html(tmp_path / "r.html").read_text()
-    assert "3 sites: blocks.0.hook_mlp_out to blocks.2.hook_mlp_out; second model: 2 sites: blocks.0.hook_mlp_out," in page
+    assert "3 sites: blocks.0.hook_mlp_out to blocks.2.hook_mlp_out; second model: 2 sites: blocks.0.hook_mlp_out to" in page
     one = lsim.analyze(a, random_tokens(), [lsim.CKA(minibatch=16)], at=["model.layers.1.mlp.up_proj", "blocks.0.hook_mlp_out"])
     page = one.to_html(tmp_path / "r.html").read_text()
     assert "Measured at 2 sites: model.layers.1.mlp.up_proj, blocks.0.hook_mlp_out." in page
