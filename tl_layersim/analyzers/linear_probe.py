@@ -164,10 +164,6 @@ class ProbeAnalyzer(LabelledAnalyzer):
         """The options that decide which rows are held out, in the form that `held_out` takes."""
         return (float(self.test_fraction), self.seed, self.first_test_row)
 
-    def labelled_samples(self, view: View) -> tuple[Tensor, Tensor, Tensor]:
-        """The class of each sample, and whether it is a training or a held-out sample, each `sample`."""
-        return labelled(view, self.labels, self.split)
-
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
         need_whole_rows(batch, "a linear probe")
@@ -187,19 +183,12 @@ class ProbeAnalyzer(LabelledAnalyzer):
         """
 
     @abstractmethod
-    def fit(self, first: Sums) -> ProbeWeights:
+    def fit(self, first: Sums, control: bool = False) -> ProbeWeights:
         """Fit the probes of all sites.
 
         Args:
             first: sums of the first pass.
-        """
-
-    @abstractmethod
-    def fit_control(self, first: Sums) -> ProbeWeights:
-        """Fit the probes for control labels.
-
-        Args:
-            first: sums of the first pass.
+            control: whether to fit probes for control labels.
         """
 
     def kernel(self, first: Sums) -> Kernel:
@@ -219,7 +208,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
         weight, offset = self.fit(first)
         control = None
         if self.control is not None:
-            control_weight, control_offset = self.fit_control(first)
+            control_weight, control_offset = self.fit(first, control=True)
             numbers = torch.searchsorted(classes, control_classes(train))
             control = (self.control, numbers, control_weight[..., classes], control_offset[:, classes])
         return partial(
@@ -337,16 +326,12 @@ class LinearProbe(ProbeAnalyzer):
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
         return first["train"], first["test"]
 
-    def fit(self, first: Sums) -> ProbeWeights:
-        return self._ridge_probes(first, first["total"], first["train"])
-
-    def fit_control(self, first: Sums) -> ProbeWeights:
-        train = first["train"]
-        part = control_classes(train)
-        total = torch.zeros_like(first["total"]).index_add_(1, part, first["parts"])
-        return self._ridge_probes(first, total, torch.zeros_like(train).index_add_(0, part, first["part_samples"]))
-
-    def _ridge_probes(self, first: Sums, totals: Tensor, counts: Tensor) -> ProbeWeights:
+    def fit(self, first: Sums, control: bool = False) -> ProbeWeights:
+        totals, counts = first["total"], first["train"]
+        if control:
+            part = control_classes(counts)
+            totals = torch.zeros_like(totals).index_add_(1, part, first["parts"])
+            counts = torch.zeros_like(counts).index_add_(0, part, first["part_samples"])
         each = [
             ridge_probe(second, total, counts, float(self.ridge)) for second, total in zip(first["second"], totals, strict=True)
         ]

@@ -23,6 +23,7 @@ from ..analyzers.linear_probe import (
     ProbeWeights,
     control_classes,
     control_part,
+    labelled,
     warn_of_constant,
 )
 from ..core.arguments import PositiveFloat, PositiveInt, typed
@@ -102,12 +103,10 @@ class LogisticProbe(ProbeAnalyzer):
         size = int(torch.cat([targets, test]).max()) + 1 if len(targets) + len(test) else 1
         return torch.bincount(targets, minlength=size), torch.bincount(test, minlength=size)
 
-    def fit(self, first: Sums) -> ProbeWeights:
-        return self._fit(torch.cat(self._kept.targets), len(self.counts(first)[0]))
-
-    def fit_control(self, first: Sums) -> ProbeWeights:
+    def fit(self, first: Sums, control: bool = False) -> ProbeWeights:
         train = self.counts(first)[0]
-        return self._fit(control_classes(train)[torch.cat(self._kept.control)], len(train))
+        target = control_classes(train)[torch.cat(self._kept.control)] if control else torch.cat(self._kept.targets)
+        return self._fit(target, len(train))
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
         kept = self._kept
@@ -168,7 +167,7 @@ def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[
     Raises:
         LayersimError: the activations need more memory than the limit.
     """
-    target, train, test = (part.cpu() for part in probe.labelled_samples(view))
+    target, train, test = (part.cpu() for part in labelled(view, probe.labels, probe.split))
     kept.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
     kept.widths = view.widths or (view.activations.shape[-1],) * len(view.activations)
     kept.targets.append(target[train])
