@@ -76,7 +76,8 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
                 return run(self, batch, kernels)
             HookedSource.run = slow
             data = list(random_tokens(40, 11))
-            lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), batch_size=2, checkpoint={str(path)!r})
+            data = lsim.Data(data, batch_size=2)
+            lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), checkpoint={str(path)!r})
             """
         )
     )
@@ -86,6 +87,7 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
+    assert path.exists()
     process.send_signal(signal.SIGKILL)
     process.wait()
     model, data = tiny_llama(), list(random_tokens(40, 11))

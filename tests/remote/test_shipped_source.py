@@ -112,16 +112,16 @@ def test_a_file_that_is_saved_while_a_run_goes_on(small, own_file, monkeypatch):
     path, imported = own_file
     own, data = imported().Own(), rows(8, 20)
     expected = local(small, data, [own], batch_size=1)
-    plain = ndif.NdifClient._finish_attempt
+    plain = ndif.NdifClient._attempt
 
-    def attempt(self, request):
-        found = plain(self, request)
+    def attempt(self, run, backend=None):
+        found = plain(self, run, backend)
         path.write_text(OWN.replace("2.0", "200.0"))
         os.utime(path, (time.time() + 5, time.time() + 5))
         return found
 
     source = open_source(lsim.open_model(small.model(), remote=small.url, tokens_per_request=20))
-    monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", attempt)
+    monkeypatch.setattr(ndif.NdifClient, "_attempt", attempt)
     far = lsim.analyze(source, lsim.Data(data, batch_size=1), [own])
     assert path.read_text() != OWN
     assert furthest(far, expected) < 1e-12
