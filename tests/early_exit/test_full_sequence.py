@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
 
-from ..tiny_models import random_tokens, tiny_gpt2
+from ..tiny_models import random_tokens
 from .helpers import RULES, classifier, deep, layers_of, naive_exit, ragged
 
 
@@ -34,14 +34,6 @@ class TestLogits:
             assert torch.allclose(found.logits[i, j], logits, atol=1e-4, rtol=1e-4)
             depths.add(layer)
         assert len(depths) >= 3
-
-    def test_threshold_one_is_the_model(self):
-        model, tokens = tiny_gpt2(), random_tokens(2, 7)
-        with torch.no_grad():
-            own = model(tokens).logits
-        found = EarlyExit(model, 1).logits(tokens)
-        assert torch.allclose(found.logits, own, atol=1e-5)
-        assert found.share_of_block_tokens == 1
 
     def test_positions_behind_the_last_unsure_one_do_not_run(self):
         model = deep()

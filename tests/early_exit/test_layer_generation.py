@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core.errors import LayersimError
 from tl_layersim.early_exit import early_exit
 from tl_layersim.early_exit.early_exit import EarlyExit, layer_groups
 from tl_layersim.early_exit.truncate import truncate
@@ -74,8 +73,7 @@ def one_at_a_time(heads):
     return [([row.tolist() for row in one.tokens], one.texts) for one in found]
 
 
-@pytest.mark.parametrize("heads", [False, True])
-@pytest.mark.parametrize(("layers", "runs"), [(1, [1, 2, 3, 4, 5, 6]), (4, [4, 6]), (100, [6])])
+@pytest.mark.parametrize(("layers", "runs", "heads"), [(1, [1, 2, 3, 4, 5, 6], False), (4, [4, 6], True), (100, [6], False)])
 def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     model = ending(deep(), ENDS)
     own = near_heads(model) if heads else None
@@ -91,14 +89,6 @@ def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     assert NEW in lengths
     assert len(lengths) > 3
     assert len({tuple(rows[0][0].tolist()) for rows in found}) > 3
-
-
-def test_sampled_as_a_truncated_model(monkeypatch):
-    model = ending(deep(), ENDS)
-    in_groups(monkeypatch, model, 2)
-    for layer, rows in list(enumerate(written(model), 1))[::2]:
-        alone = one_layer(truncate(model, layer), layer)
-        assert [tokens.tolist() for tokens, _ in rows] == [row.tolist() for row in alone.tokens]
 
 
 @pytest.mark.parametrize("heads", [None, "final", "none"])
@@ -183,22 +173,20 @@ class TestEdges:
         assert layer_groups(3, 0) == [range(1, 4)]
 
 
-class TestRefusals:
-    def test_a_classifier(self):
-        model, _, _ = classifier("llama")
-        with pytest.raises(LayersimError, match="cannot generate: it is a classifier"):
-            written(model)
+@pytest.mark.parametrize(
+    ("make", "new", "words"),
+    [
+        (lambda: classifier("llama")[0], NEW, "cannot generate: it is a classifier"),
+        (lambda: classifier("masked")[0], NEW, "cannot generate"),
+        (deep, 64, "`max_new_tokens` is 64"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(make, new, words):
+    with pytest.raises(lsim.LayersimError, match=words):
+        written(make(), new=new)
 
-    def test_a_masked_language_model(self):
-        model, _, _ = classifier("masked")
-        with pytest.raises(LayersimError, match="cannot generate"):
-            written(model)
 
-    def test_more_than_the_context(self):
-        with pytest.raises(LayersimError, match="`max_new_tokens` is 64"):
-            written(deep(), new=64)
-
-    def test_no_tokenizer(self):
-        early = EarlyExit(deep(), 0.0, at="all")
-        with pytest.raises(LayersimError, match="tokenizer"):
-            early.generate_from_layers(PROMPTS, max_new_tokens=2, top_p=0.9, seed=0)
+def test_texts_need_a_tokenizer():
+    early = EarlyExit(deep(), 0.0, at="all")
+    with pytest.raises(lsim.LayersimError, match="tokenizer"):
+        early.generate_from_layers(PROMPTS, max_new_tokens=2, top_p=0.9, seed=0)

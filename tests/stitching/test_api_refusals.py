@@ -73,10 +73,6 @@ class TestRefusals:
                 eval_data=torch.cat([rows(40)[:3], random_tokens(2, 16, 8)]),
             )
 
-    def test_data_of_one_row_cannot_be_split(self):
-        with pytest.raises(lsim.LayersimError, match=r"`data`.* 1 .*eval_data="):
-            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(0, 0), fit="lstsq")
-
     def test_few_tokens_for_least_squares(self):
         with pytest.warns(lsim.LayersimWarning, match=r"16 tokens for 32 features"):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(2), batch_size=1), at=(0, 0), fit="lstsq")
@@ -183,18 +179,15 @@ class TestRefusals:
             ({"adapter": "twisted"}, "`adapter`.*twisted"),
             ({"fit": "adam"}, "`fit`.*adam"),
             ({"eval_data": []}, "`eval_data`"),
+            ({"data": rows(1)}, r"`data`.* 1 .*eval_data="),
             ({"labels": "class"}, "`labels`.*class"),
             ({"eval_data": lsim.Data(rows(), positions="mean")}, "`positions` is 'mean'"),
         ],
     )
     def test_options_that_do_not_fit(self, options, message):
+        usual = {"data": rows(), "at": (0, 0)} | ({} if "adapter" in options else {"fit": "lstsq"})
         with pytest.raises(lsim.LayersimError, match=message):
-            lsim.stitch(
-                tiny_llama(),
-                tiny_llama(seed=1),
-                rows(),
-                **({"at": (0, 0), "fit": "lstsq"} | options if "adapter" not in options else {"at": (0, 0)} | options),
-            )
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), **usual | options)
 
     @pytest.mark.parametrize("settings", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}, {"warmup": 2000}, {"clip": 0.0}])
     def test_settings_of_a_training(self, settings):

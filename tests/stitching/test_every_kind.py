@@ -89,25 +89,9 @@ class TestEveryKind:
         plain, mixed = (lsim.stitch_grid(made, rows(4, 8), layers=[0, 1], adapter="identity") for made in (here, there))
         torch.testing.assert_close(mixed.loss, plain.loss, rtol=0, atol=1e-6)
 
-    def test_the_end_of_a_remote_back(self):
-        there = gpt2_of_kind("nnsight", 1)
-        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(2, 2), adapter="identity")
-        result = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=(2, 2), adapter="identity")
-        assert result.loss == pytest.approx(here.loss, abs=1e-6)
-        first = lsim.stitch(
-            tiny_gpt2(0),
-            lsim.open_model(there, remote="local"),
-            rows(4, 8),
-            at=("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"),
-            adapter="identity",
-        )
-        assert first.loss == pytest.approx(
-            lsim.stitch(
-                tiny_gpt2(0),
-                tiny_gpt2(1),
-                rows(4, 8),
-                at=("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"),
-                adapter="identity",
-            ).loss,
-            abs=1e-6,
-        )
+    def test_both_ends_of_a_remote_back(self):
+        there, first = gpt2_of_kind("nnsight", 1), "blocks.0.hook_resid_pre"
+        for at in ((2, 2), (first, first)):
+            here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=at, adapter="identity")
+            result = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=at, adapter="identity")
+            assert result.loss == pytest.approx(here.loss, abs=1e-6)

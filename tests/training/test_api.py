@@ -94,15 +94,6 @@ class TestRun:
         ).loss
         assert not torch.equal(found[0], other)
 
-    def test_frozen_parameters_stay(self):
-        model = tiny_llama()
-        model.model.embed_tokens.weight.requires_grad_(False)
-        before = model.model.embed_tokens.weight.clone()
-        lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
-        assert torch.equal(model.model.embed_tokens.weight, before)
-        with pytest.raises(ValueError, match="empty parameter list"):
-            lsim.finetune_aligned(tiny_llama().requires_grad_(False), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
-
     def test_a_loss_that_is_not_finite_ends_the_run(self):
         with pytest.raises(lsim.LayersimError, match=r"The loss is .* at step"):
             lsim.finetune_aligned(

@@ -45,10 +45,11 @@ def test_the_divergence_has_gradients_that_can_be_asked_for():
         open_residual_stream(tiny_llama().double()), lsim.AlignedTraining(objective="multi-head", kl=1.0)
     )
     torch.manual_seed(0)
-    last, x = torch.randn(5, 32).double(), torch.randn(5, 32).double().requires_grad_()
+    last, x = (torch.randn(5, 32).double().requires_grad_() for _ in range(2))
     head = objective.head_of(1)
     weight = head.weight
-    found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight))
+    found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight, last), allow_unused=True)
+    assert found[2] is None
     # KL(p || q) of the last layer's p, q of this layer: its gradient by this layer's logits is q - p.
     p, q = ((z @ w.T).softmax(-1).detach() for z, w in ((last, objective.stream.unembed.linear.weight), (x, weight)))
     torch.testing.assert_close(found[0], (q - p) @ weight.detach(), rtol=1e-9, atol=1e-12)

@@ -75,9 +75,9 @@ class TestResume:
         assert again.looks == expected.looks
         assert torch.equal(weights_of(model), weights_of(whole))
 
-    @pytest.mark.parametrize("what", ["lora", "multi-head", "bf16"])
+    @pytest.mark.parametrize("what", ["lora", "bf16"])
     def test_an_interrupt(self, what, tmp_path, monkeypatch):
-        settings = {"objective": "multi-head"} if what == "multi-head" else {"mixed_precision": "bf16"}
+        settings = {"mixed_precision": "bf16"}
         if what == "lora":
             peft = pytest.importorskip("peft")
             config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
@@ -99,7 +99,6 @@ class TestResume:
             assert steps == [3, 4, 5]
             assert torch.equal(again.loss, expected.loss)
             assert torch.equal(again.values, expected.values)
-            assert what != "multi-head" or again.heads.digest == expected.heads.digest
         assert torch.equal(weights_of(model), weights_of(whole))
 
     @pytest.mark.filterwarnings("ignore:On held-out data the aligned loss rose")

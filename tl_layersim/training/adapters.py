@@ -26,7 +26,6 @@ from ..core.storage import refuse_unwritable
 from ..core.training_loop import Shuffle, TrainingSteps, run_steps, save_state
 from ..data.data import Data
 from ..engine.chosen_analyzers import with_tokenizer
-from ..lens.targets import usual_labels
 from ..remote.low_rank_adapters import Item, Parts, Patch, RemoteDescent, open_traced
 from ..sources.checks import check_lens, need_stream
 from ..sources.model import Model
@@ -417,8 +416,7 @@ def train_adapters(
     outputs = known.layers[1:]
     blocks = list(range(len(outputs))) if at is None else sorted(block_numbers(at, outputs, "at"))
     weights_by_layer = layer_weights(weights, len(known.layers) - 1)
-    usual = usual_labels(labels, [(known, source.module)], data.source)
-    rows = open_training_data(data, eval_data, labels, known, source.module, usual, None)
+    rows = open_training_data(data, eval_data, labels, known, source.module, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": opened.layers, "unembed": opened.unembed}
     identity = {

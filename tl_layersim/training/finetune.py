@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
@@ -31,7 +31,6 @@ from ..data.data import Data
 from ..data.labels import NO_LABEL
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads
-from ..lens.targets import usual_labels
 from ..sources.hooks import eval_mode
 from ..sources.identity import refuse_quantised
 from ..sources.open import OpenedModel
@@ -372,8 +371,7 @@ def finetune_aligned(
             stack.callback(parameter.requires_grad_, True)
         stream = open_residual_stream(opened, either_stack=True)
         described = with_tokenizer(known, data.tokenizer)
-        usual = usual_labels(labels, [(described, model)], data.source)
-        rows = open_training_data(data, eval_data, labels, described, model, usual, stream.source.count_positions)
+        rows = open_training_data(data, eval_data, labels, described, model, stream.source.count_positions)
         if opened.verify is not None:
             stream.source.settle(rows[0].batch([0]))
         classes = stream.check(rows[0].take([0]).to(stream.device))
@@ -415,15 +413,13 @@ def finetune_aligned(
 
 
 @contextmanager
-def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
+def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], Any]]:
     """A context with LoRA adapters in the model. It yields a function that merges them; otherwise they are removed."""
     if training.lora is None:
         yield lambda: None
         return
-    try:
-        from peft import PeftConfig, get_peft_model
-    except ImportError:
-        raise LayersimError("`lora` needs the package peft: pip install 'tl_layersim[lora]'.") from None
+    from peft import PeftConfig, get_peft_model
+
     if hasattr(model, "peft_config"):
         raise LayersimError(
             "`lora` cannot be combined with a model that has adapters already; without `lora`, the adapters of the model are "
@@ -438,18 +434,11 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
     with torch.random.fork_rng():
         torch.manual_seed(training.seed)
         wrapped = get_peft_model(model, training.lora)
-    merged = False
-
-    def finish() -> None:
-        nonlocal merged
-        wrapped.merge_and_unload()
-        merged = True
-
     try:
-        yield finish
+        yield wrapped.merge_and_unload
     finally:
-        if not merged:
-            wrapped.unload()
+        # Without effect on adapters that are merged.
+        wrapped.unload()
         model.__dict__.pop("peft_config", None)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(required.get(name, parameter.requires_grad))

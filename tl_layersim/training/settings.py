@@ -87,7 +87,7 @@ class AlignedTraining:
         mixed_precision: "bf16" for autocast; the loss itself is computed in float32.
         gradient_checkpointing: recompute activations in the backward pass to save memory (Hugging Face models).
         lora: a `peft.LoraConfig`. Only its adapters are trained; they are merged into the weights at the end.
-        save_to: folder for the trained model, which `from_pretrained` loads.
+        save_to: folder for the trained Hugging Face model, which `from_pretrained` loads.
         seed: seed of the row order, the drawn layers and dropout.
 
     Source:

@@ -21,7 +21,7 @@ from ..data.inputs import EMBEDDINGS
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.rows import Row
 from ..engine.report_assembly import record
-from ..lens.targets import answers, check_batch_labels
+from ..lens.targets import answers, check_batch_labels, usual_labels
 from ..sources.inputs import forward_arguments
 from ..sources.model import Model
 from .residual_stream import TrainingBatch
@@ -92,21 +92,6 @@ class TrainingData:
         found: str = digest.hexdigest()
         return found
 
-    def split(self) -> tuple[TrainingData, TrainingData]:
-        """Split off the last tenth of the rows as held-out rows; the others are for training.
-
-        Raises:
-            LayersimError: the data has only one row.
-        """
-        if len(self) < 2:
-            raise LayersimError(
-                f"`data` has {len(self)} row with a target; one must be held out for evaluation, so it needs two, or "
-                "eval_data=."
-            )
-        first, last, kept = copy.copy(self), copy.copy(self), max(1, len(self) // HELD_OUT)
-        first.rows, last.rows = self.rows[:-kept], self.rows[-kept:]
-        return first, last
-
 
 def open_training_data(
     data: Data,
@@ -114,7 +99,6 @@ def open_training_data(
     labels: Any,
     model: Model,
     module: torch.nn.Module,
-    usual: str | Tensor,
     count_positions: Callable[[Batch], int] | None,
 ) -> tuple[TrainingData, TrainingData]:
     """The training rows and the held-out rows.
@@ -125,8 +109,10 @@ def open_training_data(
         labels: the argument `labels` of the caller.
         model: description of the model, with its tokenizer.
         module: the model.
-        usual: the labels after `usual_labels`.
         count_positions: see `CanCountPositions`. If None, rows without token ids raise an error.
+
+    Raises:
+        LayersimError: the data has no targets, or only one row with a target to train on and to hold out.
     """
     if data.selection.pooled:
         raise LayersimError("`positions` is 'mean', but each target belongs to one position.")
@@ -134,11 +120,18 @@ def open_training_data(
         raise LayersimError(
             "`labels` cannot be a table if `eval_data` is given. Use labels='data', and a column `labels` in both."
         )
+    usual = usual_labels(labels, [(model, module)], data.source)
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
     rows = TrainingData(batches, usual, model, module)
-    if eval_data is None:
-        return rows.split()
-    return rows, TrainingData(replace(batches, data=data.like(eval_data)), usual, model, module)
+    if eval_data is not None:
+        return rows, TrainingData(replace(batches, data=data.like(eval_data)), usual, model, module)
+    if len(rows) < 2:
+        raise LayersimError(
+            f"`data` has {len(rows)} row with a target; one must be held out for evaluation, so it needs two, or eval_data=."
+        )
+    first, last, kept = copy.copy(rows), copy.copy(rows), max(1, len(rows) // HELD_OUT)
+    first.rows, last.rows = rows.rows[:-kept], rows.rows[-kept:]
+    return first, last
 
 
 def record_of_training(
@@ -173,6 +166,5 @@ def rows_in_words(run: Provenance, training: bool) -> str:
         training: whether the figure shows the training loss, not the evaluations.
     """
     if training:
-        rows = run.options.get("train_rows")
-        return amount(rows, "training row") if rows else "training rows"
-    return amount(run.tokens, f"held-out {'row' if run.tokens == run.sequences else 'token'}") if run.tokens else ""
+        return amount(run.options.get("train_rows", 0), "training row")
+    return amount(run.tokens, f"held-out {'row' if run.tokens == run.sequences else 'token'}")
