@@ -72,7 +72,7 @@ def test_images_by_another_name_or_without_a_name(make, name, options):
     assert torch.equal(named, expected)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=3)
     for data in ((x, y), loader):
-        with pytest.raises(lsim.LayersimError, match="`data`.* 2 unnamed") as error:
+        with pytest.raises(lsim.LayersimError, match=r"`data`.* 2 unnamed") as error:
             called(lsim.analyze, model, data, cosine, **options)
         assert f"'{name}'" in str(error.value)
         assert "token" not in str(error.value)
