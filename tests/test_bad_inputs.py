@@ -93,7 +93,9 @@ def valid():
 @pytest.mark.filterwarnings("ignore")
 def test_functions(valid, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    public = {name: getattr(part, name) for part in (sources, early_exit, lsim) for name in part.__all__}
+    public = {
+        name: getattr(part, name) for part in (sources, early_exit, lsim.prompts, lsim.many, lsim) for name in part.__all__
+    }
     assert [error for name, own in valid.items() for error in raw_errors(name, public[name], own)] == []
 
 

@@ -16,6 +16,7 @@ from ..analyzers.analyzer import need_head
 from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
+from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open import open_source
@@ -71,6 +72,14 @@ class PredictionGrid(Result):
     top_words: tuple[tuple[tuple[str, ...], ...], ...]
     tokens: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        Result.__post_init__(self)
+        if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
+            raise LayersimError(
+                f"`words` has rows of {brief([len(row) for row in self.words])} words; it must have "
+                f"{tuple(self.values.shape)}, `token layer`."
+            )
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Labels of the `rank` axis, from 1."""
@@ -119,6 +128,13 @@ class TrajectoryPCA(Result):
     )
     explained: Float64[Tensor, " component"] = axes("component", label="Explained variance", unit="fraction", within=(0, 1))
     tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        skipped = self.provenance.options.get("skip_first", 0)
+        # A bool is an int; positions of a figure are counted from this number.
+        if type(skipped) is not int or not 0 <= skipped < 2**31:
+            raise LayersimError(f"`skip_first` of the provenance is {brief(skipped)}; it must be a whole number of 0 or more.")
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,30 @@ from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open import open_source
 from ..sources.model import Model
 from .run import run_on_prompt
+
+# The positions at the end of a label, in digits that `int` reads.
+POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
+
+
+def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
+    """Raise an error for labels of Jacobians that figures cannot read, such as labels in a malformed file.
+
+    Args:
+        field: name of the attribute that holds the labels.
+        labels: labels of the Jacobians.
+        form: form of each label, in words.
+        start: regular expression for the part of a label before the positions.
+        tokens: tokens of the prompt, to which the positions refer.
+
+    Raises:
+        LayersimError: a label has another form, or a position that does not exist in the prompt.
+    """
+    for label in labels:
+        found = re.fullmatch(start + POSITIONS, label)
+        if found is None or max(map(int, found.groups())) >= len(tokens):
+            raise LayersimError(
+                f"`{field}` contains {brief(label)}; a label must be {form}, with positions below {len(tokens)}."
+            )
 
 
 @typed
@@ -60,6 +85,10 @@ class BlockJacobians(Result):
     blocks: tuple[str, ...]
     pairs: tuple[str, ...]
     tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_pair_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
 
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}
@@ -126,6 +155,10 @@ class CouplingMatrices(Result):
     connections: tuple[str, ...]
     method: str
     tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -194,6 +227,8 @@ def block_jacobians(
         # An array of tokens, or of pairs of them.
         positions = [tuple(each) if isinstance(each, list) else each for each in np.atleast_1d(np.asarray(positions)).tolist()]
     requested = positions if isinstance(positions, list) else [positions]
+    if not requested:
+        raise LayersimError("`positions` is []; it must hold one token or pair of tokens, or more.")
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
@@ -345,11 +380,10 @@ def connections_of(
         return [(block, at, at) for block in blocks]
     first, last = (at, tokens) if along == "fixed-input" else (0, at + 1) if along == "fixed-output" else (0, tokens)
     moving = list(range(first, last)) if positions is None else [token_of(p, tokens) for p in positions]
-    wrong = [t for t in moving if not first <= t < last]
-    if wrong:
+    if not moving or not all(first <= t < last for t in moving):
         raise LayersimError(
-            f"`positions` contains {wrong[0]}; it must be from {first} to {last - 1} for along={along!r}, as a token has "
-            "no effect on earlier ones. block_jacobians takes any pair."
+            f"`positions` is {brief(positions)}; it must hold tokens from {first} to {last - 1} for along={along!r}, as a "
+            "token has no effect on earlier ones. block_jacobians takes any pair."
         )
     if along == "self":
         return [(block, t, t) for block in blocks for t in moving]
