@@ -263,6 +263,9 @@ class TestRunsOfAnIdThatNothingNames:
                 assert sum(len(batch.tokens) for batch in read_all(runs(count, side))) == 30
             assert [str(w.message)[: len(f"{count} of 30")] for w in said] == [f"{count} of 30"]
         read_all(runs(1, side))
+        # One row with more than a doubled token.
+        with pytest.warns(lsim.LayersimWarning, match=r"^1 of 30 .* 0 "):
+            read_all(torch.cat([runs(2, side)[1:], PLAIN[:1]]))
 
     def test_most_rows_of_the_first_tables_are_enough_to_refuse_a_stream(self):
         rows = runs(90, rows=PLAIN.repeat(40, 1))

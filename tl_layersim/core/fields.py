@@ -201,8 +201,8 @@ class Provenance:
     Attributes:
         model: name or path of the model as it was loaded.
         config_hash: first 12 hex digits of the SHA-256 of the model's configuration.
-        weights_hash: checksum of all bytes of the model's parameters and buffers, and of the classes and settings of its
-            modules, 12 hex digits; empty if the weights are in another process, or divided over processes.
+        weights_hash: checksum of all bytes of the model's parameters and buffers, and of its modules' classes, settings and
+            users' code, 12 hex digits; empty if the weights are in another process, or divided over processes.
         changes: hooks on the model's modules that this package did not register, replaced forward methods, and nnsight edits,
             each with its place, the function's name, and a digest of code and captured values; empty if there are none.
         source: class of the model, such as `HookedTransformer` or `TransformersModel (remote='local')`.

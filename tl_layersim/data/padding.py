@@ -65,6 +65,7 @@ class RunsAtEnds:
     Attributes:
         rows: number of rows.
         counts: number of such rows, by the end ("start" or "end") and the id.
+        longest: longest of these runs.
 
     Examples:
         >>> from tl_layersim.demo import demo_model
@@ -78,6 +79,7 @@ class RunsAtEnds:
     def __init__(self) -> None:
         self.rows = 0
         self.counts: Counter[tuple[str, int]] = Counter()
+        self.longest: Counter[tuple[str, int]] = Counter()
 
     def add(self, rows: Tensor, model: ModelInputs) -> None:
         """Count the rows of a table `row pos`.
@@ -97,7 +99,10 @@ class RunsAtEnds:
             found = zip(table[alone, 0].tolist(), length[alone].tolist(), strict=True)
             # Two BOS may be those of the tokenizer and of the text.
             pair = starts if end == "start" else set()
-            self.counts.update((end, pad) for pad, n in found if pad not in named and (n > 2 or pad not in pair))
+            for pad, n in found:
+                if pad not in named and (n > 2 or pad not in pair):
+                    self.counts[end, pad] += 1
+                    self.longest[end, pad] = max(self.longest[end, pad], n)
         # Rows that come one by one may come in any order, and are decided on at the end of the data.
         if len(rows) > 1 and self.rows >= EARLY_ROWS:
             self._refuse(model, EARLY_SHARE)
@@ -116,7 +121,8 @@ class RunsAtEnds:
         """
         self._refuse(model, 0.5)
         for (end, pad), count in self.counts.most_common(1):
-            if count > 1 and count >= SHARE * self.rows:
+            # One row of several may end in a doubled token.
+            if self.rows > 1 and count >= SHARE * self.rows and (count > 1 or self.longest[end, pad] > 2):
                 return (
                     f"{count} of {self.rows} rows without an attention mask have token {pad} twice or more at the {end} and "
                     f"nowhere else; these positions are counted. If token {pad} is padding, pass "
