@@ -17,8 +17,6 @@ from ..core.wording import with_article
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-    from ..reporting.lines import Ends
 else:
     # plotly is imported when a figure is made: a check of the type at every call would import it first.
     Figure = Any
@@ -184,7 +182,7 @@ def _strength(result: BlockCouplingResult, beyond_chance: bool) -> Tensor:
     return ((strength + strength.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)
 
 
-def _network(strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Ends | None = None) -> Figure:
+def _network(strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Any) -> Figure:
     """Network of blocks on a circle; an edge is darker if the coupling of its blocks is stronger.
 
     Args:
