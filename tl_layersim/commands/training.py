@@ -53,7 +53,8 @@ def stitch_models(call: CommandCall) -> None:
     tl-layersim stitch gpt2 gpt2-medium --at 6:12 --data text.txt --steps 500
     tl-layersim stitch base/ tuned/ --adapter identity
     """
-    from .. import StitchTraining, stitch, stitch_grid
+    from .. import stitch, stitch_grid
+    from ..stitching import StitchTraining
 
     points = list(dict.fromkeys(stitch_point(text) for text in call.options["at"] or []))
     paper = call.options["paper"]
