@@ -177,6 +177,10 @@ class LoopProbe(Probe):
         self._error: LayersimError | None = None
         super().__init__(analyzers, plan, positions, intervals)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are refused: they would go on without the hooks of the model."""
+        raise LayersimError("A probe cannot be copied or pickled. Save probe.results().")
+
     def _begin(self) -> None:
         super()._begin()
         # By kernel, the views that wait until they are enough for one call.
