@@ -80,19 +80,19 @@ def table(model: Any, batch: int, arguments: argparse.Namespace) -> list[str]:
         f"### {batch} {'row' if batch == 1 else 'rows'}",
         "",
         "| way | ms a step, wall | ms a step, processor | times `generate`, wall | times `generate`, processor "
-        "| ms a step beyond `generate`, processor | same tokens | mean exit | passes a step |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| ms a step beyond `generate`, processor | same tokens | mean exit |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, of in times.items():
         cells = [name, *(spread(of[clock]) for clock in CLOCKS)]
         if name not in runs:
-            cells += [""] * 6
+            cells += [""] * 5
         else:
             plain, result = times["generate"], found[name]
             cells += [spread(ratios(times, "generate", name, clock)) for clock in CLOCKS]
             cells.append(spread([b - a for a, b in zip(plain["processor"], of["processor"], strict=True)]))
             same = float((torch.stack(result.tokens) == text).float().mean())
-            cells += [f"{same:.3f}", f"{result.mean_exit:.2f}", f"{result.passes / result.steps:.2f}"]
+            cells += [f"{same:.3f}", f"{result.mean_exit:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
 

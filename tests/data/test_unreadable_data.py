@@ -68,6 +68,11 @@ def test_texts_in_any_container_are_texts(llama, kind):
     assert torch.equal(analyze(llama, STRINGS[kind]).values, analyze(llama, TEXTS).values)
 
 
+def test_a_lone_surrogate_is_named(llama):
+    with pytest.raises(lsim.LayersimError, match=r"^`data`.* row 1.*ud83d"):
+        analyze(llama, ["w3 w4", "w3 \ud83d w4"])
+
+
 @pytest.mark.parametrize("column", [None, "messages"])
 def test_chat_messages_need_a_template(llama, column):
     data = datasets.Dataset.from_dict({"messages": [CHAT] * 3})

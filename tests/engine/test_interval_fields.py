@@ -72,3 +72,9 @@ def test_ones_on_a_diagonal_differ_by_no_finding():
     found = lsim.difference(first, rounded)["values"]
     assert np.isnan(found.sel(statistic="p_value").values.diagonal()).all()
     assert float(abs(found.sel(statistic="difference")).max()) == 0
+
+
+def test_the_time_of_intervals_is_announced(capfd, monkeypatch):
+    monkeypatch.setattr(lsim.Procrustes, "compute_seconds", lambda *_: 1.0)
+    run(lsim.Procrustes())
+    assert "Procrustes takes about 33 seconds on one core" in capfd.readouterr().err

@@ -194,6 +194,16 @@ def test_sublayers_have_bands_in_their_colours(result):
     assert (line.legendgroup, attention.legendgroup) == ("MLP", "Attention")
 
 
+def test_sublayers_without_a_value_at_an_end_leave_the_names_of_the_others(result):
+    """As a run over some blocks, of which the first has none."""
+    values = result.sublayer.clone()
+    values[:2] = torch.nan
+    for one in (replace(result, sublayer=values), replace(result, sublayer=values, replicates=(), block_tokens=())):
+        line = line_of(one.plot("sublayer"), "MLP")
+        assert list(line.y) == values[3::2].tolist()
+        assert [own if isinstance(own, str) else own[0] for own in line.customdata] == list(result.sublayers[3::2])
+
+
 def test_a_lower_end_below_zero_is_cut_on_a_logarithmic_axis(result):
     fig = result.plot("wide_sublayer")
     low, high = ends_of(result, "wide_sublayer")

@@ -146,12 +146,16 @@ def test_the_head_of_a_model_of_images_is_read():
 def test_rules_of_positions_hold_for_images():
     model, images = image_vit(), pixels()
     whole = states(model, vit_blocks(model), pixel_values=images).reshape(4, 6, 5, 32)
+    model.train()
     for rule, picked in (("first", whole[:, :, :1]), ("last", whole[:, :, -1:]), (slice(1, 3), whole[:, :, 1:3])):
         expected = oracles.oracle_cosine([picked.reshape(4, -1, 32)], center="none")
         found = lsim.analyze(model, lsim.Data(images, positions=rule), lsim.Cosine(center="none"))["cosine"]
         np.testing.assert_allclose(found.values, expected["values"], atol=1e-12)
     mean = lsim.analyze(model, lsim.Data(images, positions="mean", skip_first=1), lsim.Cosine())["cosine"]
     np.testing.assert_allclose(mean.values, oracles.oracle_cosine([whole[:, :, 1:].mean(2)])["values"], atol=1e-12)
+    # Counting the positions of an image leaves the model as it was.
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")

@@ -11,6 +11,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.out_of_memory import is_out_of_memory
 from tl_layersim.vision import tower_similarity
 
 from ..clip_models import clip_of
@@ -342,3 +343,10 @@ def test_an_attached_loop_sees_its_own_error():
         model(tokens[:2])
     assert [rows for rows, _ in seen] == [4, 2]
     assert probe.results()["cosine"].provenance.tokens == 16
+
+
+def test_messages_of_torch():
+    cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError(cublas))
+    assert not is_out_of_memory(ValueError("out of memory"))

@@ -98,6 +98,8 @@ class TestWhatWasOnceWrong:
         model.model.embed_tokens.weight.requires_grad_(False)
         with pytest.raises(lsim.LayersimError, match="another run"):
             lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
+        lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT)
+        assert torch.equal(model.model.embed_tokens.weight, tiny_llama().model.embed_tokens.weight)
 
     def test_broken_weights_are_not_kept(self, tmp_path):
         path = tmp_path / "run.safetensors"

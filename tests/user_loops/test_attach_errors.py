@@ -132,6 +132,16 @@ def test_attaching_changes_neither_state_nor_random_numbers_nor_modes(make):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+def test_gradients_are_the_same_when_the_probe_fails():
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    plain = torch.autograd.grad(model(tokens).logits.square().mean(), [*model.parameters()])
+    with lsim.attach(model, [COSINE, Broken()]) as probe:
+        probe.mask = torch.ones(7, 7)
+        found = torch.autograd.grad(model(tokens).logits.square().mean(), [*model.parameters()])
+    assert probe.headline() == {}
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
 def test_every_kind_of_misfit_leaves_the_loop_alone():
     model, tokens = tiny_llama(), random_tokens(2, 6)
     ways = {

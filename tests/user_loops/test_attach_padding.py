@@ -36,12 +36,17 @@ def test_a_mask_leaves_padding_out(make):
         assert worst(seen[name], expected[name]) < 1e-6
 
 
-def test_a_mask_of_the_wrong_shape_is_refused():
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [(torch.ones(2, 4), r"`probe\.mask`.*\(2, 4\).*\(2, 5\)"), (torch.zeros(2, 5), r"mask.* every position of 1 forward")],
+)
+def test_a_mask_of_the_wrong_shape_or_without_positions_is_refused(mask, message):
     model = tiny_llama()
     with lsim.attach(model, analyzers()) as probe:
-        probe.mask = torch.ones(2, 4)
+        probe.mask = mask
         model(random_tokens(2, 5))
-    with pytest.raises(lsim.LayersimError, match=r"`probe\.mask`.*\(2, 4\).*\(2, 5\)"):
+    assert probe.headline() == {}
+    with pytest.raises(lsim.LayersimError, match=message):
         probe.results()
 
 

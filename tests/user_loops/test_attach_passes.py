@@ -41,6 +41,7 @@ def test_a_failed_forward_pass_does_not_spoil_the_next():
     assert probe.results()["cosine"].provenance.tokens == 24 + 14
 
 
+@pytest.mark.filterwarnings("ignore:1 of 4 rows")
 def test_generation_with_a_cache_counts_each_token_once():
     model = bridge(tiny_llama())
     with lsim.attach(model, analyzers()) as probe:

@@ -288,6 +288,8 @@ ONE = {"class_labels": [1], "boxes": [[0.5, 0.5, 0.2, 0.2]]}
         ([ONE | {"boxes": [[0.5, 0.5, 0.2, 0.0]]}, ONE], r"`labels`.* 0 .*\b0 to 0\.5\b"),
         ([ONE | {"boxes": [[0.5, 0.5, 0.2, math.nan]]}, ONE], "`labels`.* 0 .*nan to nan"),
         ([ONE | {"boxes": [[0.5, 0.5, 0.2]]}, ONE], r"`labels`.* 0 .*\(1, 3\)"),
+        ([ONE | {"class_labels": []}, ONE], r"`labels`.* 0 .*\(0,\).*\(1, 4\)"),
+        ([{"class_labels": [], "boxes": [[0.5, 0.5, 0.2]]}, ONE], r"`labels`.* 0 .*\(0,\).*\(1, 3\)"),
         ([ONE | {"class_labels": [1, 2]}, ONE], r"`labels`.* 0 .*\(2,\).*\(1, 4\)"),
         ([ONE | {"class_labels": [1.5]}, ONE], "`labels`.* 0 .*torch.float64"),
         ([ONE | {"class_labels": ["cat"]}, ONE], "`labels`.* 0 .*dict of 2 str"),
@@ -313,6 +315,8 @@ def test_annotations_beside_another_number_of_images_are_refused():
         data | {"labels": data["labels"][:3]},
         [data | {"labels": data["labels"][:3]}],
         [{"pixel_values": data["pixel_values"], "labels": data["labels"][0]}],
+        # As many in all, at other images.
+        [data | {"labels": data["labels"] + data["labels"][:1]}, data | {"labels": data["labels"][1:]}],
     ):
         with pytest.raises(lsim.LayersimError, match=r"`labels`.* \d .* \d\b"):
             detection_by_layer(tiny_detr(), given)
@@ -357,7 +361,7 @@ def test_other_models_are_refused_with_the_reason():
 def test_heads_that_are_not_the_model_s_are_refused():
     model = tiny_detr()
     handle = model.bbox_predictor.register_forward_hook(lambda _m, _a, out: out + 1)
-    with pytest.raises(lsim.LayersimError, match=r"boxes.* 0\.\d+ "):
+    with pytest.raises(lsim.LayersimError, match=r"boxes.* 0\.\d+\b"):
         detection_by_layer(model, scenes())
     handle.remove()
 

@@ -195,7 +195,7 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(value: Any, batch: int, times: int) -> Any:
-    """Repeat the arguments that have one row per row of the batch, for several copies of the batch."""
+    """Repeat arguments with one row per batch row, so that they fit several copies of the batch."""
     if isinstance(value, Tensor):
         many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
         return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
@@ -420,7 +420,7 @@ class FewTokens:
 
 
 def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor, copies: int = 1) -> Block:
-    """A block as a function of one token per sample, run on whole rows.
+    """A block as a function of one token per sample, computed on whole rows.
 
     Args:
         call: the block with its own arguments.

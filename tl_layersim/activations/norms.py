@@ -1,4 +1,4 @@
-"""Sizes of activations: overflow-safe norms, comparison with rounding, and the share of a few tokens or of one dimension.
+"""Sizes of activations: overflow-safe norms, comparison with rounding error, and the share of large tokens or dimensions.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """

@@ -169,7 +169,7 @@ class _Pool:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Plan of a batch: the kernels of each forward pass, and how their outputs form the sums of the leaves.
+    """Plan of a batch: the kernels of each forward pass, and how their outputs are summed by leaf (a group of rows).
 
     Attributes:
         starts: index of the first row of each forward pass, and of the row after the last.
@@ -187,7 +187,7 @@ class BatchPlan:
 
     @property
     def leaves(self) -> int:
-        """Number of leaves of the batch."""
+        """Number of leaves of the batch: groups of consecutive rows that are summed together."""
         return -(-self.starts[-1] // self.leaf)
 
     def kernels_of(self, number: int) -> dict[str, Kernel]:
@@ -274,7 +274,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 def plan_batch(
     known: View, starts: tuple[int, ...], leaf: int, density: float | None, kernels: Mapping[str, AnyKernel]
 ) -> BatchPlan:
-    """Draw the samples of all pools of a batch.
+    """Plan a batch: draw the samples of its pools of rows.
 
     Args:
         known: `tokens`, `sequence` and `row` of all counted positions of the batch.

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..architectures.points import Part, at_point
 from ..architectures.unembed import Unembed
 from ..data.labels import NO_LABEL
 from .block_call import BlockCall
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
-
-
-from ..architectures.points import Part, at_point
 
 T = TypeVar("T")
 Kernel = Callable[..., dict[str, Tensor]]
@@ -62,7 +60,7 @@ class View:
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def token_fields(self) -> dict[str, Tensor]:
-        """The fields `token` that follow from the data alone, by name; without those that are None."""
+        """The fields with one value per token that the data alone determines, by name; fields that are None are left out."""
         names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -332,7 +330,7 @@ class SiteBuffer:
 
 
 def last_of_rows(keep: Tensor, pos: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Group counted positions by row.
+    """The last counted position of each row, the row of each counted position, and the number of them per row.
 
     Args:
         keep: indices of the counted positions in the flattened `batch pos`, ascending.

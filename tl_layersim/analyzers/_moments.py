@@ -87,7 +87,7 @@ def _split_cross_products(
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None] | None) -> Draws:
-    """Draw the samples that the null exchanges: rows with positions that all of them have, or single samples.
+    """Draw the samples that the permutation null exchanges: rows, at positions that all of them have, or single samples.
 
     Args:
         samples: the samples of a pool.
@@ -235,8 +235,8 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
     least = 100 * EPS * (power / variance).where(spread, 0).max()
     if not ridge >= least:
         raise LayersimError(
-            f"`ridge` is {ridge:g}, within the rounding error of the sums, because the mean of the activations is large; it "
-            f"must be at least {float(2 * least):.1g}."
+            f"`ridge` is {ridge:g}, a penalty that is lost in rounding because the mean of the activations is large; it must "
+            f"be at least {float(2 * least):.1g}."
         )
     scale = variance.where(spread, torch.inf).rsqrt()
     penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)
@@ -397,7 +397,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
 
     @property
     def split(self) -> tuple[float, int, int | None] | None:
-        """The options that decide which rows are held out, in the form that `held_out` takes; None if none are."""
+        """The arguments of `held_out`, which select the held-out rows; None if no rows are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:
@@ -446,7 +446,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
     def null(
         self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
     ) -> dict[str, Any]:
-        """The fields of the result that describe the null: its values come from samples that are paired at random.
+        """The fields of the result that describe the permutation null, in which samples are paired at random.
 
         Args:
             run: the finished run.

@@ -241,7 +241,7 @@ Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
 def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
-    """The statistics of one model with their relations: `minibatches`, and with a null `grid`.
+    """One model's statistics, with the relations of its minibatches and of the samples that the null permutes.
 
     Args:
         statistics: output of `pair_statistics`.
@@ -261,7 +261,7 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
 
 
 def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
-    """Sums for two models as `pool_sums` gives them, from the statistics and relations of each model.
+    """The sums of `pool_sums` for two models, computed from each model's statistics and relations.
 
     Args:
         a: output of `relations_of_pairs` for the first model.

@@ -21,8 +21,6 @@ GOLDEN = 2654435769
 SHIFT = 1779033703
 # Distinct rows of which HSIC without pairs of one row is defined.
 LEAST_ROWS = 4
-
-
 # Rows of the data that can be counted.
 COUNTED_ROWS = 2**19
 
@@ -109,7 +107,7 @@ def _has_rows(row: Tensor, least: int) -> bool:
 
 
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw some rows, and some positions that all of them have: indices `row position`.
+    """Draw rows, and positions that all of these rows have; returns indices of samples, `row position`.
 
     Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
     numbers of samples of the rows alone.
@@ -240,7 +238,7 @@ def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
-    """Values by row of the data without undefined ones, by names such as "row 3".
+    """The defined values by row of the data; the keys are names such as "row 3".
 
     Args:
         values: `row`, the values.

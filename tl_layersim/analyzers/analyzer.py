@@ -39,7 +39,6 @@ JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 AUBRY = "(Aubry et al. 2025, {})."
 CSORDAS = "(Csordás, Manning and Potts 2025, {})."
 
-
 SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
 Weight = Literal["samples", "power", "variance"]
 
@@ -391,7 +390,7 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
     sides = list(sides)
     sites = dict.fromkeys(name for names, known in sides for name, one in zip(names, known, strict=True) if not one)
     if not all(bool(known.any()) for _, known in sides):
-        raise LayersimError(f"{measure} is not defined at any site: {why}, at {listed(sites)}.")
+        raise LayersimError(f"{measure} is not defined at any site ({listed(sites)}): {why}.")
     if sites:
         warn(f"{measure} is not defined at {listed(sites)}, and NaN there: {why}.")
 

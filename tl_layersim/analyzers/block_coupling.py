@@ -33,8 +33,6 @@ PairField = Literal[
     "right_alignment",
     "cross_alignment",
 ]
-
-
 # Number of ranges of prompt lengths: 1, 2 to 3, 4 to 7, ...
 OCTAVES = 21
 # Fields whose means are over the prompts on which they are defined.

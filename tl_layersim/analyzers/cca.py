@@ -115,7 +115,7 @@ class CCAResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "CCA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, over the outputs of their blocks or over the other sites that were read.
+        r"""Distance between two models of equal depth, summed over pairs of equal layers (outputs of blocks, or other sites).
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\bar\rho(H_l, H'_l))^2}$$
 

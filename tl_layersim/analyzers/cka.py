@@ -90,7 +90,7 @@ class CKAResult(MinibatchMatrix):
     distance_name: ClassVar[str] = "CKA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, over the outputs of their blocks or over the other sites that were read.
+        r"""Distance between two models of equal depth, summed over pairs of equal layers (outputs of blocks, or other sites).
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
@@ -254,7 +254,7 @@ def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
 
 
 def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
-    """Centre Gram matrices for HSIC, and sum over samples their squared distance from the mean and its square.
+    """Centre Gram matrices for HSIC, and sum over samples r and r^2, with r a sample's squared distance from the mean.
 
     The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
     minibatch by its pairs, and cancels among minibatches of one size.
@@ -449,7 +449,7 @@ def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
 
 
 def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], by_row: bool) -> dict[str, Tensor]:
-    """Cross-products of one batch in float64, from whose sums `exact_hsic` computes HSIC over all samples.
+    """Cross-products of one batch, float64; `exact_hsic` takes their sums over batches.
 
     Args:
         *views: the view of one model, or the views of two models on the same tokens.

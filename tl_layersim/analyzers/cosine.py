@@ -378,8 +378,19 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
     return torch.tensor(adjacent, dtype=torch.bool)
 
 
+def refuse_unequal_widths(view: View) -> None:
+    """Raise an error if sites differ in width, which may be known only now. A view pads narrower sites with zeros."""
+    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
+    if odd:
+        raise LayersimError(
+            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]} and {view.sites[odd[0]]} "
+            f"{view.widths[odd[0]]}."
+        )
+
+
 def mean_kernel(view: View) -> dict[str, Tensor]:
     """Sum of the residual over tokens, and the number of tokens."""
+    refuse_unequal_widths(view)
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.
         "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.activations]),
@@ -388,7 +399,7 @@ def mean_kernel(view: View) -> dict[str, Tensor]:
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
-    """For all pairs of layers, sums over tokens of the cosine, its square and its sign, with histograms and ordered layers.
+    """Sums over tokens of the cosine, its square and its sign, with histograms, for all pairs of layers; and counts of triples.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -397,6 +408,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         mean: `residual d_model` to subtract, None for no centring.
         bins: number of bins of each histogram.
     """
+    refuse_unequal_widths(view)
     x = view.activations
     layers, tokens, _ = x.shape
     device = x.device

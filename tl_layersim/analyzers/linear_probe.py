@@ -26,8 +26,6 @@ from .analyzer import LabelledAnalyzer, Run, listed, need_whole_rows
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
-
-
 # A control label is drawn for each token type or row by a hash, in as many equal parts.
 CONTROL_PARTS = 128
 
@@ -156,12 +154,12 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @property
     def class_limit(self) -> int | None:
-        """A number above every class that the data may have; None for any."""
+        """Upper limit (exclusive) of the classes in the data; None for no limit."""
         return None
 
     @property
     def split(self) -> tuple[float, int, int | None]:
-        """The options that decide which rows are held out, in the form that `held_out` takes."""
+        """The arguments of `held_out`, which select the held-out rows."""
         return (float(self.test_fraction), self.seed, self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -309,7 +307,7 @@ class LinearProbe(ProbeAnalyzer):
 
     @property
     def classes(self) -> int:
-        """A number above every class, which sets the size of the sums."""
+        """Number of classes for which sums are kept: the largest class plus one, or `max_classes`."""
         return max(int(self.labels.max()) + 1, 2) if isinstance(self.labels, Tensor) else self.max_classes
 
     @property
@@ -406,7 +404,7 @@ def control_part(view: View, control: str, seed: int) -> Tensor:
 
 
 def control_classes(counts: Tensor) -> Tensor:
-    """The class of each part of the control labels, with the frequencies of the training samples' classes.
+    """Assign a class to each part of the control labels, as frequently as the class occurs in the training samples.
 
     Args:
         counts: `class`, number of training samples in each class.
@@ -471,7 +469,7 @@ def probe_counts_kernel(
     split: tuple[float, int, int | None],
     control: tuple[str, Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Counts of predictions on held-out samples by class, and of correct predictions on training samples, with both totals.
+    """Confusion matrices on held-out samples, correct predictions on training samples, and the sizes of both sets.
 
     Args:
         view: activations of one batch.

@@ -148,8 +148,8 @@ class Saturation(LensAnalyzer):
         self.check_sums(sums, run, total)
         if affected := omitted_at(run.layers[1:], sums["counts"] - sums["known"], sums["counts"]):
             warn(
-                f"The mean cosine of the tokens that saturate at {affected} leaves out those whose residual is "
-                f"{'the mean itself' if run.first else 'zero'} up to rounding: they have no cosine."
+                f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine. The "
+                f"mean cosine of the tokens that saturate omits them: {affected}."
             )
         # 0 / 0 is NaN, at blocks without tokens that have a cosine.
         cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)

@@ -199,8 +199,8 @@ class SkipEffect(Analyzer):
         # Without the last column, the output, unless a single block affects nothing else.
         if not bool((sums["count"][:, :-1] if blocks > 1 else sums["count"]).any()):
             raise LayersimError(
-                f"SkipEffect skips blocks at the counted tokens after the first {self.keep_first} of a row (`keep_first`); "
-                f"none of {run.provenance.tokens} tokens is after them."
+                f"`keep_first` is {self.keep_first}, so no block is skipped at the first {self.keep_first} counted tokens of a "
+                f"row; no row has more ({run.provenance.tokens} tokens in all)."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
         bad = [name for name, is_finite in zip(run.layers[1:], finite, strict=True) if not is_finite]
@@ -321,9 +321,8 @@ class _Effects:
         assert view.calls is not None
         self.view, self.calls = view, view.calls
         blocks, rows, device = len(self.calls), self.calls[0].hidden.shape[0], view.activations.device
-        self.total, self.peak = (
-            torch.zeros(blocks, blocks + 1, *more, dtype=torch.float64, device=device) for more in ((), (rows,))
-        )
+        self.total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
+        self.peak = torch.zeros(blocks, blocks + 1, rows, dtype=torch.float64, device=device)
         self.count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
         self.measured = torch.zeros(blocks, blocks + 1, rows, dtype=torch.bool, device=device)
 

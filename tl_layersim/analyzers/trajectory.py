@@ -424,7 +424,7 @@ def quantiles_of_logs(histogram: Tensor) -> Tensor:
 
 
 def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums over tokens of the quantities of their trajectories and of the squares, with logarithmic histograms.
+    """Sums over tokens of each quantity of their trajectories and of its square, with logarithmic histograms.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 

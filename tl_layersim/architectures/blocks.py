@@ -306,8 +306,8 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
         if not path or path not in names or is_list:
             near = [f"{path}.0"] if is_list else difflib.get_close_matches(path, names, n=3) or list(names)[1:4]
             raise LayersimError(
-                f"`{argument}` is {brief(paths)}, and {path!r} must be a module of {type(module).__name__}, such as "
-                f"{', '.join(map(repr, near))}."
+                f"`{argument}` is {brief(paths)}, but {path!r} is {'a list of modules' if is_list else 'no module'} in "
+                f"{type(module).__name__}. Use a path such as {', '.join(map(repr, near))}."
             )
     return list(paths)
 

@@ -147,8 +147,8 @@ def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site:
     site = sites[name]
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
-            f"`at` is {name!r}, which reads another tensor in this {known.model} than in other models; the family "
-            f"{site.family!r} is read at {site.point.module}."
+            f"`at` is {name!r}, but the hook point of this name in the {known.model} is not the tensor of the family "
+            f"{site.family!r}, which is read at {site.point.module}."
         )
     return site
 

@@ -173,7 +173,7 @@ def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Une
 
 
 def lens_of(module: torch.nn.Module, head: Head, module_at: Callable[[str], HeadModule]) -> Unembed:
-    """The logit lens of a model, whose modules move their inputs themselves.
+    """The logit lens of a model; its modules move their inputs to their own device.
 
     Args:
         module: the model.

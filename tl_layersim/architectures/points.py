@@ -1,5 +1,4 @@
-"""Hook points and sites: named places where activations are read, their families, the sums on the residual stream, and feature
-maps of convolutions as positions.
+"""Hook points and sites: places where activations are read, their families, and the sums on the residual stream.
 
 A new family is one entry in `SITE_NAMES` and in the layouts that have it. `at_point` and `to_positions` are shipped to NDIF
 servers by value, as source: they use torch and the standard library alone.
@@ -43,7 +42,7 @@ Index = int | slice
 
 @dataclass(frozen=True)
 class Channels:
-    """Evidence from the modules in and around a hook point on which axis of its tensor holds channels.
+    """Evidence for the channel axis of a hook point's tensor, from the modules in and around the hook point.
 
     Attributes:
         axis: 1 for `batch channel ...`, -1 for `batch ... channel`, if the module itself decides it; None if sizes must decide.

@@ -286,7 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Norm of the lens logits at the last layer minus the model's logits, at the end of a row; and norm of the logits.
+    """Norm of the difference between the last layer's lens logits and the model's logits, at a row's end; and the logits' norm.
 
     Args:
         unembed: the lens.

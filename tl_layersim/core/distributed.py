@@ -140,7 +140,7 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """Add the data blocks of all ranks: the n-th block of every rank into one, because ranks take batches in turn.
+    """Add the n-th data blocks of all ranks into one block, for each n, because ranks take batches in turn.
 
     Args:
         tree: sums of this rank.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="DataclassInstance")
 Term = TypeVar("Term")
 
-
 # The quantiles that results report.
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -322,7 +321,7 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
 
 
 def with_replicates(result: R, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> R:
-    """A result with its jackknife replicates, also in the results of reports that its fields hold.
+    """A result with its jackknife replicates; results that its fields hold by name get their replicates too.
 
     Args:
         result: the result on all data.

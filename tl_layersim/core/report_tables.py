@@ -240,11 +240,17 @@ def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Te
         >>> adjusted([(torch.tensor([0.01, 0.04, float("nan")]).double(), False)], "holm")
         [tensor([0.0200, 0.0400,    nan], dtype=torch.float64)]
     """
-    from statsmodels.stats.multitest import multipletests
+    from scipy.stats import false_discovery_control
 
     tested = [(~p.isnan()).triu() if symmetric else ~p.isnan() for p, symmetric in each]
     known = torch.cat([p[own] for own, (p, _) in zip(tested, each, strict=True)])
-    found = torch.as_tensor(multipletests(known.numpy(), method=method)[1] if len(known) else known, dtype=torch.float64)
+    if method == "holm":
+        # Not by statsmodels, which collects the garbage of the whole process at each call.
+        ordered, order = known.sort()
+        steps = ordered * torch.arange(len(known), 0, -1)
+        found = torch.empty_like(known).scatter(0, order, steps.cummax(0).values.clamp(max=1)) if len(known) else known
+    else:
+        found = torch.as_tensor(false_discovery_control(known.numpy())) if len(known) else known
     parts = torch.split(found, [int(own.sum()) for own in tested])
     filled = [
         torch.full_like(p, math.nan).masked_scatter(own, part) for (p, _), own, part in zip(each, tested, parts, strict=True)

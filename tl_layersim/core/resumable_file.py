@@ -38,7 +38,7 @@ CONTENTS = {
 
 
 def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity after writing it as JSON and reading it again: tuples become lists."""
+    """Convert an identity to the values that JSON stores: tuples become lists."""
     found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return found
 

@@ -23,7 +23,7 @@ from .texts import Chat, Text, TextRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
-    """Add a batch's rows to a running hash, without padding that is not counted; it does not depend on the batch size.
+    """Add a batch's rows to a running hash that does not depend on the batch size or on uncounted padding.
 
     Args:
         digest: the hash.

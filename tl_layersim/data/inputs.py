@@ -270,7 +270,7 @@ def reads_decoder(model: ModelInputs) -> bool:
 
 
 def padded_apart(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the inputs that belong to the positions of the stack that is not read."""
+    """Names of the masks and other inputs of the stack (encoder or decoder) that is not read."""
     other = ENCODER if reads_decoder(model) else DECODER
     return tuple(name for mask, names in other.items() for name in (mask, *names))
 

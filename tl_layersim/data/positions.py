@@ -120,21 +120,24 @@ class Positions:
     def _indices(self, tokens: Tensor) -> Tensor:
         """The indices that the function selects among the attended tokens of a row."""
         assert callable(self.rule)
-        given = self.rule(tokens)
+        given, count = self.rule(tokens), len(tokens)
+        wrong = LayersimError(
+            f"`positions` returned {brief(given)} for a row of {count} tokens; it must return a bool mask of the row or "
+            f"different indices from {-count} to {count - 1}."
+        )
         try:
             found = number_tensor(given)
         except ValueError:
-            found = torch.full((1,), torch.nan)
+            raise wrong from None
+        if not found.numel():
+            return torch.zeros(0, dtype=torch.int64)
         if found.dtype == torch.bool and found.shape == tokens.shape:
             return found.nonzero()[:, 0]
-        count, known = len(tokens), found.dtype != torch.bool and not found.is_floating_point() and found.dim() < 2
-        indices = found.long().reshape(-1) if known or not found.numel() else torch.full((1,), count)
-        inside = bool(((indices >= -count) & (indices < count)).all())
-        if not inside or len(set((indices % max(count, 1)).tolist())) < len(indices):
-            raise LayersimError(
-                f"`positions` returned {brief(given)} for a row of {count} tokens; it must return a bool mask of the row or "
-                f"different indices from {-count} to {count - 1}."
-            )
+        if found.dtype == torch.bool or found.is_floating_point() or found.dim() > 1:
+            raise wrong
+        indices = found.long().reshape(-1)
+        if bool(((indices < -count) | (indices >= count)).any()) or len(torch.unique(indices % count)) < len(indices):
+            raise wrong
         return indices % count
 
     def _unmarked(self) -> LayersimError:

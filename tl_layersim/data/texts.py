@@ -130,11 +130,18 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int |
         longest: number of tokens to which the tokenizer cuts each text; None to cut none.
 
     Raises:
-        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing.
+        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or not Unicode.
     """
     for number, item in items:
         if item.text is None:
             raise LayersimError(f"`data` has no text in row {number}. Leave such rows out: data.filter(...), table.dropna().")
+        try:
+            f"{item.text}{item.second}".encode()
+        except UnicodeEncodeError as error:
+            raise LayersimError(
+                f"`data` has a lone surrogate in row {number}, which no tokenizer reads: {first_line(error)}. Use "
+                "text.encode('utf-8', 'replace').decode()."
+            ) from error
     if not items:
         return []
     tokenizer = tokenizer_of(model)

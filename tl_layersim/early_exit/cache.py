@@ -100,7 +100,7 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
 
 
 class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Key-value cache of all blocks; a forward pass reads and writes its rows and columns in `columns`.
+    """Key-value cache of all blocks; `columns` selects the rows and columns of the current forward pass.
 
     The model builds its own masks from the sizes that the cache reports, so windows, chunks and padding stay the model's work.
 

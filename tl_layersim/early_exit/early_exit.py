@@ -402,7 +402,7 @@ class EarlyExit:
 
 
 def layer_groups(blocks: int, cache_bytes: int) -> list[range]:
-    """The layers, counted from 1, in groups that are generated from together.
+    """Split the layers, counted from 1, into groups; each group generates in one batch.
 
     Args:
         blocks: number of blocks.

@@ -78,7 +78,7 @@ class ExitCheck:
         self._shortlist_rows: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def restart(self, rows: list[int]) -> None:
-        """Begin with new tokens, those of some rows; forget all others."""
+        """Reset the state for new tokens, one for each of `rows`."""
         self._state = {"exit": self.rule[rows]} if isinstance(self.rule, Tensor) else self.rule.new_state(len(rows))
 
     def __call__(

@@ -247,7 +247,7 @@ class ExitPlan:
 
 
 def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None = None) -> ExitPlan:
-    """The cheapest set of blocks for checks, or the plan for given blocks.
+    """Choose the blocks after which exit checks cost least, or plan for the blocks `at`.
 
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 

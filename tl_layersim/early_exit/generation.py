@@ -260,7 +260,7 @@ def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: An
     rows = list(batches.rows())
     if not rows or len(rows) != len(texts):
         raise LayersimError(
-            f"`prompt` has {len(texts)} texts, of which {len(texts) - len(rows)} are empty or have more than {length} tokens."
+            f"`prompt` has {len(texts)} texts; {len(texts) - len(rows)} of them are empty or have more than {length} tokens."
         )
     batch = batches.batch(rows, 0)
     return batch.tokens, batch.attention

@@ -122,7 +122,7 @@ class Segments(ABC):
 
 
 class Decoding(Segments):
-    """Decoding steps of a batch: `run` runs the newest token of all rows, and the pending tokens of those that run deeper.
+    """Decoding steps of a batch: `run` runs the newest token of each row, and earlier tokens in blocks above their exits.
 
     Args:
         split_model: the model.

@@ -197,7 +197,7 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
 def positions_read(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """`row pos`, True at the positions at which the head gives logits; `row 1`, all True, if it pools several into one.
+    """Mask `row pos` of the positions at which the head gives logits; `row 1`, all True, if the head pools positions.
 
     Args:
         split_model: the model.

@@ -215,7 +215,7 @@ class Analysis:
         return count_data(self.batches)
 
     def snapshot(self, part: DataPart, tallies: Mapping[str, Tally]) -> Snapshot:
-        """The tallies of a part of the data as a file holds them; of a shard, with the description that `merge` needs.
+        """Progress and sums of a part of the data, as a file stores them; for a shard, with the description that `merge` needs.
 
         Args:
             part: the part of the data.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
+
+from tqdm.auto import tqdm
 
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.arguments import typed
@@ -38,7 +41,7 @@ from .plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from .report_assembly import make_report
 from .run import run
 from .run_files import tallies_of
-from .shards import FilesArgument, merged_first, paths_of, refuse_no_shard, run_shard
+from .shards import FilesArgument, check_shard_arguments, merged_first, paths_of, run_shard
 from .submitted_runs import RemoteRun, start
 
 BaselineArgument: TypeAlias = Literal["untrained"] | None
@@ -284,13 +287,22 @@ def analyze(
         more = given | {"intervals": False, "checkpoint": None}
         joined: Report = with_untrained(analyze(**given), lambda seed: analyze(**more | {"model": twin_of(opened, seed)}))
         return joined
-    refuse_no_shard(shard, save_to, first, checkpoint, blocking)
+    check_shard_arguments(shard, save_to, first, checkpoint, blocking)
     refuse_idle_options(opened, blocking, checkpoint)
     stage = None if first is None else merged_first(paths_of(first, "first"))
     analysis = opened_analysis(opened, data, chosen, at, per_head, intervals)
     if shard is None or save_to is None:
         return run_analysis(analysis, checkpoint, blocking)
-    return run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), stage)
+    path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), stage)
+    if stage is None and analysis.first_needs_model:
+        names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
+        tqdm.write(
+            f"{path} holds the first stage of shard {shard[0]} of {shard[1]}, the first pass over the data for {names}. When "
+            "all shards have a first stage, call again with the files of all: "
+            "analyze(..., shard=(i, n), first=[files of the first stage], save_to=another path).",
+            file=sys.stderr,
+        )
+    return path
 
 
 def opened_analysis(

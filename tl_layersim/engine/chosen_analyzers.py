@@ -121,7 +121,7 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with `tokenizer` in place of its own tokenizer or image processor; unchanged if `tokenizer` is None."""
+    """The model with `tokenizer` as its tokenizer or image processor; unchanged if `tokenizer` is None."""
     if tokenizer is None:
         return model
     if getattr(tokenizer, "image_processor", None) is not None:

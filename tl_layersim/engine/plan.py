@@ -58,7 +58,7 @@ class SitePlan:
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
-        """An analyzer's kernel as a kernel of views of all sites.
+        """Wrap an analyzer's kernel: it takes views of all sites of a run, and reads those of the analyzer.
 
         Args:
             name: name of the analyzer.
@@ -70,7 +70,7 @@ class SitePlan:
         return replace(kernel, sites=sites) if isinstance(kernel, PoolKernel) else partial(at_sites, kernel=kernel, sites=sites)
 
     def kernels(self, analyzers: Mapping[str, Analyzer], first: Mapping[str, Sums]) -> dict[str, AnyKernel]:
-        """Kernels of the main pass, by analyzer; kernels of pools and of sizes have the prefixes `POOL` and `SIZES`.
+        """Kernels of the main pass, by analyzer; names of additional kernels begin with `POOL` or `SIZES`.
 
         Args:
             analyzers: the analyzers, by name.

@@ -190,7 +190,7 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
         warn(
-            f"{name!r} has no intervals, because it is not defined on the data without one of its {len(blocks)} blocks: {error}"
+            f"{name!r} has no intervals: it is not defined if one of the {len(blocks)} blocks of the data is left out: {error}"
         )
         return result
     return with_replicates(result, tuple(replicates), tokens)

@@ -42,7 +42,7 @@ TITLES = {FIRST: "first pass", MAIN: "layers"}
 
 
 class Step(NamedTuple):
-    """A batch that was read, with its counts for the tally, while its sums are still to come.
+    """A batch that was read, with its counts; its sums are not computed yet.
 
     Attributes:
         measured: whether this process runs the model on the batch.
@@ -97,7 +97,7 @@ class PassState:
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove and return the first waiting batches, with at most so many rows on which a model runs."""
+        """Remove and return the first waiting batches that together hold `rows` rows on which a model runs."""
         taken: list[Step] = []
         while rows > 0 and self.waiting:
             step = self.waiting.popleft()
@@ -305,7 +305,7 @@ class DataPass:
 
 
 def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[str, Tally], blocking: bool = True) -> DataPass:
-    """Run the passes of a part over its batches, from where its file ends.
+    """Run the passes over one part of the data, after the batches that its file holds already.
 
     Args:
         analysis: models, data and analyzers.

@@ -1,4 +1,4 @@
-"""Files of runs: tallies, models and analyzers as notes and tensors, and back."""
+"""Files of runs: progress, sums, models and analyzers as JSON notes and tensors, and back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
-    """Convert tallies by pass to the notes and tensors of a file."""
+    """Convert the progress and sums of each pass to the JSON notes and tensors of a file."""
     passes: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for label, tally in tallies.items():
@@ -61,7 +61,7 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
 
 
 def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """Restore tallies by pass from the notes and tensors that `tallies_snapshot` made."""
+    """Restore the progress and sums of each pass from the notes and tensors of `tallies_snapshot`."""
     tallies = {}
     for label, kept in notes["passes"].items():
         plain = {name: kept[name] for name in PLAIN}

@@ -1,4 +1,4 @@
-"""Shards, contiguous parts of the data that separate processes measure; and `merge`, the report from the files of all."""
+"""Shards: contiguous parts of the data that separate processes measure; `merge` makes one report from their files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARD_FILE = "shard"
 FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def refuse_no_shard(
+def check_shard_arguments(
     shard: tuple[int, int] | None,
     save_to: str | os.PathLike[str] | None,
     first: FilesArgument | None,
@@ -151,14 +151,6 @@ def run_shard(
     part = DataPart(number=number, of=of, counts=counts, stage=stage, first=first)
     file.write(*analysis.snapshot(part, tallies))
     run(analysis, part, file, tallies)
-    if stage == FIRST:
-        names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
-        tqdm.write(
-            f"{path} holds the first stage of shard {number} of {of}, the first pass over the data for {names}. When all "
-            "shards have a first stage, call again with the files of all: "
-            "analyze(..., shard=(i, n), first=[files of the first stage], save_to=another path).",
-            file=sys.stderr,
-        )
     return path
 
 
@@ -227,7 +219,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
     if not 0 <= number < of:
         raise ValueError(f"shard {number} of {of}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
-    if any(tally.tree.start != start for label, tally in tallies.items() if label == held["stage"]):
+    if held["stage"] in tallies and tallies[held["stage"]].tree.start != start:
         raise ValueError(f"the sums do not begin after row {start}")
     first = sums_below("all first", notes["first"], tensors)
     return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, first=first, notes=notes)

@@ -395,7 +395,7 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
-    """Split all Jacobians into chunks, block by block; each chunk gives row, sample and connection indices.
+    """Split the Jacobians of each block into chunks: indices of rows, samples and connections.
 
     Args:
         which: samples and connections.

@@ -40,8 +40,7 @@ def lengthening(x: Tensor) -> Tensor:
 
 
 def adds_input(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x, or elements of x, plus another term: along sums, reshapes and copies of the autograd graph, the
-    derivative is 1.
+    """Whether y is x (or elements of x) plus another term, as the sums, reshapes and copies of the autograd graph show.
 
     Args:
         x: a leaf of the autograd graph.
@@ -151,7 +150,7 @@ class TokenProducts:
             raise TokenReplayMismatch
 
     def lengthened_difference(self) -> Tensor:
-        """Output for the scaled-up token doubled, minus the output for the scaled-up token, `sample d_model`.
+        """Block output at 2cx minus block output at cx, with c the factor of `lengthening`, `sample d_model`.
 
         An unchanged copy of the token runs along and is checked.
 

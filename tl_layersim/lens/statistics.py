@@ -245,7 +245,7 @@ def _members(groups: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def top_id(z: Tensor, groups: Tensor) -> Tensor:
-    """The id with the largest logit, the lowest id among equals: argmax takes the first group, then its first member."""
+    """The id with the largest logit; the lowest id if several are equal, because argmax takes the first."""
     vocabulary, rows = z.shape[-1], groups.flatten(0, -2)
     flat, best = z.reshape(-1, vocabulary), rows.argmax(-1)
     whole = vocabulary // GROUP_SIZE

@@ -89,10 +89,10 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
                 f"`labels` is a tensor of shape {tuple(labels.shape)}, which cannot be combined with pack=True: a packed row "
                 "joins several texts."
             )
-        many, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
-        if many > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
+        row_count, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
+        if row_count > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
             raise LayersimError(
-                f"`labels` has shape {tuple(labels.shape)}, and the data have {many} rows"
+                f"`labels` has shape {tuple(labels.shape)}, and the data have {row_count} rows"
                 + (f" of {pos} positions." if labels.dim() == 2 else ".")
             )
         column = column.clamp(max=labels.shape[-1] - 1)

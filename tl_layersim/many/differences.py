@@ -159,7 +159,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
             f"`first` and `second` have no analyzer in common: {', '.join(first) or 'none'}; {', '.join(second) or 'none'}."
         )
     if alone:
-        warn(f"Only one of the two reports has {', '.join(map(repr, alone))}, left out of the difference.")
+        warn(f"Results of only one of the two reports are left out of the difference: {', '.join(map(repr, alone))}.")
     if other := [name for name in names if type(first[name]) is not type(second[name])]:
         kinds = " and ".join(with_article(type(report[other[0]]).__name__) for report in (first, second))
         raise LayersimError(f"`first` and `second` hold results of different classes under {other[0]!r}: {kinds}.")

@@ -1,4 +1,4 @@
-"""Least-squares fits: `exponential_fit` of a quantity over depth, and `relate`, of scores over numbers of models or prompts."""
+"""Least-squares fits: `exponential_fit` of a quantity over depth, and `relate`, a regression of scores on measured values."""
 
 from __future__ import annotations
 
@@ -94,9 +94,10 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
     over = [axis for axis in array.dims if axis in SITE_AXES]
     count = len(range(array.sizes[over[0]])[sites]) if len(over) == 1 else 0
     if count < 3:
+        found = f"{count} sites" if len(over) < 2 else f"the axes of sites {over}"
         raise LayersimError(
-            f"`field` is {field or array.name!r}, with the axes of sites {over} and {count} sites to fit; it must have one "
-            "such axis, with three sites or more. Select a label of each further one."
+            f"`field` is {field or array.name!r}, with {found}; it must have one axis of sites, with three sites or more. "
+            "Select a label of each further axis."
         )
     [axis] = over
     first = int(axis in BLOCK_AXES)
@@ -296,7 +297,7 @@ class Relation:
 def relate(
     values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
 ) -> Relation:
-    """Regress a score on numbers of each model and correlate them: accuracy on coupling, or difficulty on a prompt's value.
+    """Regress scores of models or prompts on measured values, and correlate the two: accuracy and coupling, for example.
 
     Args:
         values: numbers by model: a mapping, a pandas Series, or a variable of a labelled table over one axis, such as

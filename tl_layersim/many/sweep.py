@@ -105,7 +105,7 @@ class SweepFolder:
 
 
 def data_digest(data: Any) -> str:
-    """SHA-256 of the first rows and the length of some data, 12 hex digits.
+    """Digest of data, 12 hex digits: SHA-256 of its length and its first rows.
 
     Args:
         data: data as `analyze` takes it.
@@ -255,6 +255,6 @@ def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> Non
         if len(keys) > 1:
             shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
             warn(
-                f"The models {shown} of the sweep have the same weights. If lambdas that were made in a loop load them, "
-                "all of them load the last step: use functools.partial(load, step) in their place."
+                f"The models {shown} of the sweep have the same weights. Lambdas that were made in a loop all load its "
+                "last step: use functools.partial(load, step)."
             )

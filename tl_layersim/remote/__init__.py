@@ -1,1 +1,1 @@
-"""Models on NDIF servers: requests, shipped traces, failures, split models and adapter training."""
+"""Models on NDIF servers: requests, traces, failures, split models and adapter training."""

@@ -49,7 +49,7 @@ SILENCE = 60.0
 
 @dataclass
 class JobDisplay:
-    """Receives the status of a job from nnsight, in place of nnsight's progress bar, and watches the connection.
+    """Replaces nnsight's progress bar: receives the status of a job, and checks the connection.
 
     Attributes:
         report: called with each status message of the server.
@@ -325,7 +325,7 @@ class NdifClient:
         return job_ids[0]
 
     def poll(self, job_id: str) -> tuple[str | None, Any]:
-        """The state of a non-blocking job, None if the server does not know it; with its result or its failure.
+        """The state of a non-blocking job, with its result or failure; the state is None if the server does not know the job.
 
         Raises:
             TransientFailure: the server cannot be reached, or the result cannot be downloaded now.

@@ -60,7 +60,7 @@ CRITICAL = ("nnsight", "transformers", "torch")
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What an NDIF server says about itself and one model, and what a request of one row has found.
+    """Status of an NDIF server and of one model on it, as reported by the server or found by a request of one row.
 
     Attributes:
         running: names of the loaded models.

@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
 from ..sources.inputs import call_on, device_of, fewest_logits, forward_arguments, no_cache, smallest_arguments
 from ..sources.nnsight import NNsightSource, kept_of, shippable
-from ..sources.source import OnServer, PartialSums
+from ..sources.source import OnServer, PartialSums, Source
 from ..sources.split_model import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
@@ -70,6 +71,8 @@ class RemoteSource(NNsightSource, OnServer):
         tokens_per_request: int | None,
     ) -> None:
         self.schedule = RequestSchedule(tokens_per_request)
+        # The models of a source that `beside` made.
+        self._together: tuple[RemoteSource, ...] = ()
         super().__init__(model, layers, unembed, remote)
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
         self._frozen = ShippedSource()
@@ -101,9 +104,18 @@ class RemoteSource(NNsightSource, OnServer):
         devices = tuple(dict.fromkeys(facts["devices"]))
         return replace(status, dtype=dtype, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
 
-    def _shares_model(self, other: NNsightSource) -> bool:
+    def beside(self, others: Sequence[Source]) -> RemoteSource | None:
+        models = [one for one in (self, *others) if isinstance(one, RemoteSource) and self._shares_model(one)]
+        if len(models) <= len(others):
+            return None
+        joined = copy(self)
+        joined._together = tuple(models)
+        return joined
+
+    def _shares_model(self, other: RemoteSource) -> bool:
+        """Whether another source is of the same model on the same server, apart from edits."""
         place = (self.ndif.name, self.ndif.model_key, self.ndif.env)
-        return isinstance(other, RemoteSource) and (other.ndif.name, other.ndif.model_key, other.ndif.env) == place
+        return (other.ndif.name, other.ndif.model_key, other.ndif.env) == place
 
     def record(self) -> dict[str, Any]:
         offer, ndif = self.offer, self.ndif
@@ -178,7 +190,10 @@ class RemoteSource(NNsightSource, OnServer):
             """Read and serialise the next request. A failure is raised after the results of earlier requests."""
             nonlocal failed
             try:
-                group = waiting.popleft() if waiting else None if failed else next(groups, None)
+                if waiting:
+                    group: list[Batch] | None = waiting.popleft()
+                else:
+                    group = None if failed else next(groups, None)
                 while group is not None and len(group) > schedule.most_batches:
                     group, rest = self._halved(group, None)
                     waiting.appendleft(rest)
@@ -200,7 +215,9 @@ class RemoteSource(NNsightSource, OnServer):
                         found = result()
                     except JobTooLong as error:
                         halves = self._halved(group, error)
-                        waiting.extendleft([*([request[0]] if request else []), *reversed(halves)])
+                        if request is not None:
+                            waiting.appendleft(request[0])
+                        waiting.extendleft(reversed(halves))
                         request = next_request()
                         continue
                 schedule.measure(self.ndif.seconds, len(group))
@@ -241,7 +258,8 @@ class RemoteSource(NNsightSource, OnServer):
     ) -> T:
         """Pass the traces of a request to a method of the client."""
         shipped = shippable(kernels)
-        about = (self.readers(), self.pack(group), shipped, self.calling, joined)
+        readers = [one.reader() for one in self._together or (self,)]
+        about = (readers, self.pack(group), shipped, self.calling, joined)
         with self._frozen.in_place(shipped):
             return take(lambda backend: submit(*about, backend))
 
@@ -277,9 +295,8 @@ class RemoteSource(NNsightSource, OnServer):
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
         rows = len(batch.tokens)
         return LayersimError(
-            f"The smallest request of these analyzers, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's "
-            f"time limit for a job ({self.offer.server} reports: {error}). Use a smaller seq_len= or batch_size=, or fewer "
-            "analyzers at once."
+            f"The smallest request, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's time limit for a job: "
+            f"{error} ({self.offer.server}). Use a smaller seq_len= or batch_size=, or fewer analyzers at once."
         )
 
 

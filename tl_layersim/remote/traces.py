@@ -1,4 +1,4 @@
-"""Traces that are sent to an NDIF server, the reading of a probe in a user's own trace, and the sums that they return.
+"""Traces on an NDIF server that return sums, and the reading of a probe in a user's own trace.
 
 nnsight ships the bodies of traces, the functions that these call, `PassReader` and `ShippedProbe`. They refer to local names
 and to functions that need torch and the standard library alone.
@@ -102,7 +102,7 @@ def known_view(unit: dict[str, Any]) -> View:
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Put the sums of the leaves of a batch onto a stack.
+    """Add a batch's sums, leaf by leaf, to the stack of a request.
 
     Args:
         stack: changed in place.
@@ -352,7 +352,7 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
     whole = [value for value in given if not value.is_floating_point()]
     tokens = kwargs.get("input_ids", whole[0] if whole else None)
     if tokens is None:
-        raise LayersimError("The trace runs the model without token ids, so that `probe.read()` knows no positions.")
+        raise LayersimError("The trace runs the model without token ids, so `probe.read()` cannot tell its positions.")
     mask, pos = kwargs.get(mask_name), tokens.shape[1]
     caches = [value for value in kwargs.values() if hasattr(value, "get_seq_length")]
     continued = any(int(cache.get_seq_length()) > 0 for cache in caches)

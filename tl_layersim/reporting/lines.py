@@ -44,8 +44,6 @@ MOST_APART = 0.12
 MOST_STRONG, LETTERS = 25, 14
 # A line at 0, for quantities of both signs.
 ZERO_LINE = {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "#888888"}
-
-
 # Opacities of a band and of its outline, which shows the interval of a point without neighbours.
 FILL, OUTLINE = 0.16, 0.22
 
@@ -184,7 +182,10 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
     """
     shown = known_columns(np.stack([one.values for one in series])) if axis in LAYER_AXES else slice(None)
     names = names[shown]
-    series = [one._replace(values=one.values[shown], ends=one.ends and one.ends.at(shown)) for one in series]
+    series = [
+        one._replace(values=one.values[shown], ends=one.ends and one.ends.at(shown), names=one.names and one.names[shown])
+        for one in series
+    ]
     fig = go.Figure()
     numbers = is_numeric_axis(names, axis)
     x = list(names) if numbers else list(range(len(names)))

@@ -407,7 +407,8 @@ def stitch_lines(
         ends = Ends(low, high).at(pair)
         # Ends that equal the values are those of a field without intervals.
         known = ends if bool((ends.low < ends.high).any()) else None
-        series.append(Series(html.escape(" into ".join(names[n] for n in pair)), values[pair], known, **look))
+        label = html.escape(" into ".join(names[n] for n in pair))
+        series.append(Series(label, values[pair], known, **look, names=seams))
     joined = any("," in seam for seam in seams)
     places = tuple(", ".join(short_names(tuple(map(str.strip, seam.split(","))))) for seam in seams) if joined else seams
     fig = lines(places, series, *titles, "seam" if joined else "site").update_yaxes(ZERO_LINE)

@@ -82,8 +82,6 @@ STACK_TITLES = {
 }
 STREAM = ("hook_resid_pre", "hook_resid_post")
 FINAL_NORM = "ln_final.hook_normalized"
-# Sites that are listed one by one.
-MOST_LISTED = 2
 _SITE = re.compile(
     r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
 )
@@ -292,7 +290,7 @@ def is_stream(names: tuple[str, ...]) -> bool:
 
 
 def listed_sites(names: tuple[str, ...]) -> str:
-    """The number of sites and their names; of those that differ in their numbers alone, the first and the last.
+    """The number of sites and their names; names that differ in numbers alone are shortened to the first and the last.
 
     Examples:
         >>> listed_sites(("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(32))))

@@ -85,8 +85,8 @@ def other_logits(model: Model, given: str) -> LayersimError:
     """The error for a lens that does not reproduce the model's logits."""
     return LayersimError(
         f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Name the final norm "
-        "and the head as unembed=['path.of.norm', 'path.of.head']; hooks on the head and blocks left out of layers= change "
-        "logits too."
+        "and the head as unembed=['path.of.norm', 'path.of.head']. Logits also change if the head has hooks, or layers= leaves "
+        "out blocks."
     )
 
 

@@ -425,7 +425,7 @@ class HookedSource(CanReadSites):
             self.call(batch)
 
     def call(self, batch: Batch, **more: Any) -> Any:
-        """Run one forward pass over all inputs of the batch, with `more` keyword arguments."""
+        """Run one forward pass over all inputs of the batch; `more` holds further keyword arguments."""
         device = device_of(self.module)
         if self.embed is not None:
             device = next(self.embed.parameters(), torch.empty(0, device=device)).device

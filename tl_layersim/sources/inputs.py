@@ -108,9 +108,9 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
         hidden = int((batch.inputs[mask] == 0).sum())
         raise LayersimError(
-            f"`{mask}` {tuple(batch.inputs[mask].shape)} hides positions of the stack that is read: it has {hidden} zeros, "
-            f"and positions of {model.layers[0]} are masked only inside a forward pass. Give images without padding, or "
-            "measure with lsim.attach."
+            f"`{mask}` {tuple(batch.inputs[mask].shape)} has {hidden} zeros. The model applies it inside a forward pass only, "
+            f"so masked positions of {model.layers[0]} would be measured too. Give images without padding, or measure with "
+            "lsim.attach."
         )
 
 

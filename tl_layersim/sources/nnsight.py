@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +31,7 @@ from .identity import edits_of
 from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .model import describe, processor_of, settled
 from .out_of_memory import is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
-from .source import CanReadSites, SitesRead, Source
+from .source import CanReadSites, SitesRead
 
 
 @dataclass
@@ -58,7 +57,7 @@ class TraceStep:
 
 @dataclass
 class TraceReader:
-    """What the traces of one model read.
+    """The sites that the traces of one model read, and its logit lens.
 
     Attributes:
         model: the nnsight model, with its edits.
@@ -88,7 +87,7 @@ def block_events(paths: list[str]) -> tuple[HookPoint, ...]:
 
 
 def residual_order(blocks: int) -> tuple[int, ...]:
-    """Firing order of the residual layers and, with the indices after them, of the inputs and outputs of all blocks."""
+    """Firing order of hook points: indices into a list of all residual layers, then the input and output of each block."""
     order = [0]
     for block in range(blocks):
         start = blocks + 1 + 2 * block
@@ -146,8 +145,6 @@ class NNsightSource(CanReadSites):
         self._remote, self._in_this_process = remote, remote in (False, "local")
         # Until a forward pass runs out of memory and its rows are run in parts.
         self._kernels_in_trace = True
-        # The models of a source that `beside` made.
-        self._together: tuple[NNsightSource, ...] = ()
         if not getattr(model, "dispatched", True) and self._in_this_process:
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
@@ -222,21 +219,9 @@ class NNsightSource(CanReadSites):
                 steps[-1].sites.append((number, point))
         return steps
 
-    def beside(self, others: Sequence[Source]) -> NNsightSource | None:
-        models = [one for one in (self, *others) if isinstance(one, NNsightSource) and self._shares_model(one)]
-        if self._in_this_process or len(models) <= len(others):
-            return None
-        joined = copy(self)
-        joined._together = tuple(models)
-        return joined
-
-    def _shares_model(self, other: NNsightSource) -> bool:
-        """Whether another source is of the same model at the same place, apart from edits."""
-        return other.module is self.module and other._remote == self._remote
-
-    def readers(self) -> list[TraceReader]:
-        """What the traces of each model read: of this model, or of those that `beside` joined."""
-        return [TraceReader(one.envoy, one.sites, one.steps(), one.lens) for one in self._together or (self,)]
+    def reader(self) -> TraceReader:
+        """The sites that each trace of the model reads, and its logit lens."""
+        return TraceReader(self.envoy, self.sites, self.steps(), self.lens)
 
     def _arguments(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Arguments of a trace: the forward's arguments, and nnsight's arguments for the right process."""
@@ -271,7 +256,7 @@ class NNsightSource(CanReadSites):
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """Run kernels in a trace of one forward pass."""
-        return _trace(self.readers()[0], batch, self._arguments(batch), shippable(kernels), self.calling)
+        return _trace(self.reader(), batch, self._arguments(batch), shippable(kernels), self.calling)
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self.lens is not None

@@ -30,7 +30,7 @@ ACCEPTED_MODELS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OpenedModel:
-    """A model with the options of `open_model`, which all functions accept in place of a model.
+    """A model with the options of `open_model`; all functions that take a model accept it.
 
     Attributes:
         model: the model.

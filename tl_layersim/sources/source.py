@@ -90,7 +90,7 @@ class Source(ABC):
         return ()
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-        """Run one batch and return the sums of its leaves.
+        """Run one batch and return its sums, one for each leaf (a group of rows).
 
         Args:
             batch: a batch of one or more forward passes.
@@ -106,7 +106,7 @@ class Source(ABC):
         say: Callable[[str], None],
         first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        """Run batches in order and return their sums in groups of leaves.
+        """Run batches in order and return their sums, in groups of consecutive rows.
 
         Args:
             batches: each with at least one counted token.

@@ -161,12 +161,12 @@ class SplitModel(ABC):
         return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
-        """Mean cross-entropy with `x` in place of the residual at a layer, and its gradient with respect to `x`."""
+        """Mean cross-entropy if `x` replaces the residual at a layer, and its gradient with respect to `x`."""
         found = self.upper(batch, targets, layer, x, gradient=True)
         return float(found["loss"]), found["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Sums over attended tokens of the front's residual and this model's residual, computed in the process of this model.
+        """Apply `moments_of` to the front's and this model's residuals at attended tokens, in the process of this model.
 
         Args:
             batch: the tokens.
@@ -188,7 +188,7 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Raise an error if the model's own residual changes the loss, or another residual does not.
+        """Check that the model's own residual leaves the loss unchanged, and that another residual changes it.
 
         Raises:
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
@@ -206,9 +206,9 @@ class SplitModel(ABC):
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: from its own residual the loss is "
-                f"{ours:.6g}, in the whole model {theirs:.6g}, and from another residual {wrong:.6g}. layers=[...] must name "
-                "blocks that run one after the other."
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the loss is {theirs:.6g} in the "
+                f"whole model, {ours:.6g} from its own residual, and {wrong:.6g} from another residual. layers=[...] must "
+                "name blocks that run one after the other."
             )
 
 

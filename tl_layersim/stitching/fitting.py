@@ -316,14 +316,8 @@ class StitchDescent(Descent):
         key: str,
     ) -> None:
         assert start.weight is not None
-        self.start, self.explained, self.acts, self.back, self.layer, self.targets = (
-            start,
-            explained,
-            acts,
-            back,
-            layer,
-            targets,
-        )
+        self.start, self.explained, self.acts = start, explained, acts
+        self.back, self.layer, self.targets = back, layer, targets
         self.training, self.progress, self.key, self.dtype = training, progress, key, start.weight.dtype
         self.fixed = [part.to(back.device) for part in (start.weight, start.bias) if part is not None]
         # Units of the learnt weight and bias, measured on the first batch.

@@ -445,9 +445,9 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
 
 
 def _additions(model: Any) -> list[nn.Parameter]:
-    """Trainable parameters of a TransformerBridge that the wrapped model does not have and that are 0.
+    """Trainable parameters of a TransformerBridge that are 0 and that the wrapped model lacks, such as a bias of the head.
 
-    Such as a zero bias of the unembedding. They are frozen, so that a bridge learns what the model inside would learn.
+    They are frozen, so that a bridge learns what the model inside would learn.
     """
     inner = getattr(model, "original_model", None)
     if inner is not None and hasattr(inner, "save_pretrained"):

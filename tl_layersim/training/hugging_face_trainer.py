@@ -23,7 +23,7 @@ from .settings import AlignedTraining
 
 
 class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """`transformers.Trainer` with the losses of `AlignedTraining` in place of the model's own.
+    """A `transformers.Trainer` that trains with the losses of `AlignedTraining`.
 
     The schedule follows `state.global_step`, which counts optimiser steps. Labels have the form of Hugging Face's collators:
     the token at each position, -100 for no target. Whether labels are shifted is tested with the model's own loss on a row.

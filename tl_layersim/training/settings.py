@@ -41,8 +41,8 @@ def _refuse(path: Path, identity: Any, found: Any) -> None:
     ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
     if ours == theirs and identity["model"] != found["model"]:
         raise LayersimError(
-            f"`model` is {identity['model'][0]}, but its weights are not the initial weights of the run in {path}. Load the "
-            "model again, or pass another checkpoint path."
+            f"`model` has other weights or settings than the model with which the run in {path} began. Load the model again, "
+            "or pass another path as `checkpoint`."
         )
     refuse_other_run(path, identity, found)
 

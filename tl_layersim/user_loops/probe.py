@@ -326,8 +326,9 @@ class LoopProbe(Probe):
             joined = _by_row(views) if isinstance(kernel, PoolKernel) else _joined(views)
             not_finite, out = reduce({name: kernel}, joined)
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
-            own = sums_of((name,), out, sums_so_far(self._tree))
-            if self._intervals:
+            known = sums_so_far(self._tree)
+            own = sums_of((name,), out, known)
+            if self._intervals and name not in known:
                 check_memory(own, TYPICAL_LEAVES, True)
             return own[name]
         except Exception as error:
@@ -409,10 +410,9 @@ class TraceProbe(Probe):
 
     def _reader(self) -> PassReader:
         known = self._source.model
-        [reader] = self._source.readers()
         edges = {*known.starts, *known.ends}
         return PassReader(
-            reader,
+            self._source.reader(),
             self._kernels,
             self._rule,
             known.mask_input,
@@ -423,7 +423,7 @@ class TraceProbe(Probe):
 
     @property
     def mask(self) -> Tensor | None:
-        """None: the mask of a trace is that with which nnsight calls the model."""
+        """None, because nnsight passes the mask of a trace to the model itself."""
         return None
 
     @mask.setter
@@ -474,8 +474,9 @@ class TraceProbe(Probe):
             return
         [part] = partial_sums([(1, read["sums"])])
         refuse_not_finite(part.not_finite, [self._source.sites], f"forward pass {self._forwards}")
-        own = sums_of(tuple(self._kernels), part.out, sums_so_far(self._tree))
-        if self._intervals:
+        known = sums_so_far(self._tree)
+        own = sums_of(tuple(self._kernels), part.out, known)
+        if self._intervals and not known:
             check_memory(own, TYPICAL_LEAVES, True)
         self._sequences += read["rows"]
         self._tokens += read["tokens"]

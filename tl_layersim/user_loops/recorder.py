@@ -1,4 +1,4 @@
-"""Recorder: hooks on the model of a user's loop, which collect a view of each complete forward pass at its counted positions.
+"""Recorder: hooks on the model of a user's loop, which collect the activations of each complete forward pass.
 
 Forward passes may be nested, fail half way, generate with a cache, or be run again by gradient checkpointing.
 """
@@ -111,7 +111,7 @@ class Call:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the positions are those of tokens, as tokens or a mask show."""
+        """Whether the positions are tokens: the call has token ids or a mask."""
         return self.tokens is not None or self.attention is not None
 
 
@@ -286,7 +286,7 @@ class Frame:
 
 
 def stack_side(source: HookedSource) -> str:
-    """Which stack of an encoder-decoder has its residual stream read.
+    """The stack of an encoder-decoder whose residual stream is read.
 
     Returns:
         "encoder" or "decoder"; "" for a model of one stack, "both" if blocks of both or of none are read.
@@ -575,8 +575,8 @@ class Recorder:
         if read is not None:
             if read.dim() != 2 or read.shape[1] != shape[1] or read.shape[0] not in (1, shape[0]):
                 raise LayersimError(
-                    f"The input tokens have shape {tuple(read.shape)}, and {shape[0]} x {shape[1]} positions run "
-                    "through the blocks. Call model(inputs_embeds=...), or name blocks of the part of the model that reads "
+                    f"The input tokens have shape {tuple(read.shape)}, but the blocks receive {shape[0]} x {shape[1]} "
+                    "positions. Call model(inputs_embeds=...), or name blocks of the part of the model that reads "
                     "the tokens."
                 )
             tokens = read.expand(shape)

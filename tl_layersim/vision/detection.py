@@ -25,7 +25,7 @@ from ..core.sums import Sums
 from ..core.wording import amount, brief
 from ..data.batches import Batch, Batches
 from ..data.data import Data
-from ..data.inputs import is_image
+from ..data.inputs import PIXELS, is_image
 from ..data.labels import LABELS
 from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import run_analysis
@@ -122,8 +122,16 @@ class AnnotatedImages:
     def _note(self, item: Any) -> None:
         """Keep the annotations of one item of the data: a row or a batch."""
         found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
-        if found:
-            self._add(found[:1] if isinstance(found[0], Mapping) else found[0])
+        if not found:
+            return
+        before = len(self.objects)
+        self._add(found[:1] if isinstance(found[0], Mapping) else found[0])
+        images, added = item.get(PIXELS), len(self.objects) - before
+        # In a later batch, too few annotations would make up for too many in this one.
+        if isinstance(images, Tensor | np.ndarray) and images.ndim == 4 and len(images) != added:
+            raise LayersimError(
+                f"`labels` holds {added} annotations for {len(images)} images; an image without objects has an empty one."
+            )
 
     def _add(self, annotations: Any) -> None:
         if isinstance(annotations, Mapping | str) or not isinstance(annotations, Iterable):
@@ -154,8 +162,8 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
         numbers, boxes = (x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x)) for x in given)
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError):
         raise LayersimError(f"{of} is {brief(annotation)}; it must be {SHAPE}.") from None
-    if not numbers.numel():
-        numbers, boxes = numbers.long(), boxes.reshape(-1, 4)
+    if not numbers.numel() and not boxes.numel():
+        numbers, boxes = numbers.long(), boxes.reshape(0, 4)
     whole = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
     if not whole or boxes.shape != (len(numbers), 4):
         raise LayersimError(
@@ -485,8 +493,9 @@ class _Detection(Analyzer):
             gap = float((own[-1] - theirs).norm() / theirs.norm().clamp(min=1e-3))
             if not gap <= allowed:
                 raise LayersimError(
-                    f"The heads at the last decoder layer do not give the model's own {name}: they are off by {gap:.2g} of "
-                    f"their size, and rounding is {allowed:.1g}. Remove hooks that change the outputs of the heads."
+                    f"The heads at the last decoder layer do not give the model's own {name}: the relative "
+                    f"difference is {gap:.2g}, and rounding explains {allowed:.1g}. "
+                    "Remove hooks that change the outputs of the heads."
                 )
 
     def check_batch(self, batch: Batch, model: Model) -> None:

@@ -97,7 +97,7 @@ class ExitRule(ABC):
 
     @abstractmethod
     def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
-        """Which tokens exit at this check.
+        """Mask of the tokens that exit at this check.
 
         Args:
             tokens: the tokens at the check.
