@@ -31,7 +31,7 @@ from tl_layersim.core import Sums
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
 from tl_layersim.lens.statistics import read_lens, saturation_layers
-from tl_layersim.remote.open import open_source
+from tl_layersim.remote.open_model import open_source
 
 MEMORY_MB = 128
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batch, Batches
-from tl_layersim.remote.open import open_split_model
+from tl_layersim.remote.open_model import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
 from tl_layersim.stitching.adapters import ADAPTER_KINDS
 from tl_layersim.stitching.fitting import Progress, StitchDescent, least_squares, start_of

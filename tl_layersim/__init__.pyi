@@ -40,20 +40,20 @@ from .early_exit.early_exit import EarlyExit as EarlyExit
 from .early_exit.truncate import truncate as truncate
 from .engine.analyze_and_compare import analyze as analyze
 from .engine.analyze_and_compare import compare as compare
-from .engine.linear_and_logistic_probes import LogisticProbe as LogisticProbe
-from .engine.linear_and_logistic_probes import linear_probe as linear_probe
+from .engine.probes import LogisticProbe as LogisticProbe
+from .engine.probes import linear_probe as linear_probe
 from .engine.shards import merge as merge
 from .engine.submitted_runs import load_run as load_run
 from .many.compare_grid import compare_grid as compare_grid
 from .many.differences import difference as difference
 from .many.plot import plot as plot
 from .many.sweep import sweep as sweep
-from .remote.open import open_model as open_model
-from .sources.open import sites as sites
+from .remote.open_model import open_model as open_model
+from .sources.open_local import sites as sites
 from .stitching.stitch import stitch as stitch
 from .stitching.stitch import stitch_grid as stitch_grid
 from .training.finetune import finetune_aligned as finetune_aligned
-from .training.layer_evaluation import evaluate_layers as evaluate_layers
+from .training.layer_comparison import evaluate_layers as evaluate_layers
 from .training.settings import AlignedTraining as AlignedTraining
 from .user_loops.attach import attach as attach
 

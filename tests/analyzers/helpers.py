@@ -18,7 +18,7 @@ from ..views import layer_run, view
 
 
 def _described() -> Model:
-    from tl_layersim.remote.open import open_source
+    from tl_layersim.remote.open_model import open_source
 
     return open_source(tiny_llama()).model
 

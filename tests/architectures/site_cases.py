@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from tl_layersim.architectures.blocks import find_stacks
-from tl_layersim.architectures.chosen_hook_points import site_map
 from tl_layersim.architectures.points import HookPoint, at_point
+from tl_layersim.architectures.site_selection import site_map
 
 HEADS, KEY_HEADS, D_HEAD = 4, 2, 8
 TEXT = {

@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim import LayersimError
 from tl_layersim.architectures import HookPoint, Part, find_points, find_stacks, stream_sums
 from tl_layersim.architectures.blocks import find_blocks
-from tl_layersim.architectures.chosen_hook_points import block_numbers, items_of
+from tl_layersim.architectures.site_selection import block_numbers, items_of
 
 from ..tiny_models import random_tokens, tiny_llama
 from .site_cases import model_of

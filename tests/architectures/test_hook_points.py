@@ -7,8 +7,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.architectures.blocks import find_stacks
-from tl_layersim.architectures.chosen_hook_points import find_points, stream_sums
 from tl_layersim.architectures.points import SITE_NAMES
+from tl_layersim.architectures.site_selection import find_points, stream_sums
 
 from ..tiny_models import random_tokens, tiny_llama
 from .site_cases import MODELS, inputs_of, model_of, read, sites_of, values_of

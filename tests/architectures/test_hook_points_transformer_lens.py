@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim import LayersimError
-from tl_layersim.architectures.chosen_hook_points import find_points, site_map, stream_sums
+from tl_layersim.architectures.site_selection import find_points, site_map, stream_sums
 
 from ..sources.tiny_transformer_lens import bridge_of, has_hooked_transformer, hooked_transformer_of
 from .site_cases import inputs_of, model_of, read, sites_of, values_of

@@ -240,7 +240,7 @@ SOURCES_HERE = {"Hugging Face": lambda make: (make(), {})} | {
 @pytest.mark.parametrize("source", SOURCES_HERE)
 @pytest.mark.parametrize("wrong", ["attn_out", "resid_mid", "mlp_out"])
 def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data, monkeypatch):
-    from tl_layersim.architectures import chosen_hook_points as resolve
+    from tl_layersim.architectures import site_selection as resolve
 
     plain = resolve.site_map
 

@@ -76,7 +76,7 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
         "engine.run.PassState.add",
         "stitching.stitch.StitchExperiment._evaluate",
         "training.finetune.FineTuning.loss_and_gradients",
-        "training.adapters.AdapterSteps.apply",
+        "training.adapter_training.AdapterSteps.apply",
     ):
         monkeypatch.setattr(f"tl_layersim.{name}", interrupted)
     with pytest.raises(KeyboardInterrupt):

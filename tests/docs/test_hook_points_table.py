@@ -13,9 +13,9 @@ import transformers
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.architectures.blocks import find_stacks
-from tl_layersim.architectures.chosen_hook_points import site_map
 from tl_layersim.architectures.layouts import LAYOUTS
 from tl_layersim.architectures.points import SITE_NAMES, SiteMap
+from tl_layersim.architectures.site_selection import site_map
 
 from ..architectures.site_cases import GROUPED, MODELS, TEXT, VISION
 from .helpers import ROOT

@@ -12,7 +12,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.remote import client as ndif
-from tl_layersim.remote.open import open_source
+from tl_layersim.remote.open_model import open_source
 
 from ..ndif.client import equal, furthest, rows
 from ..tiny_models import tiny_llama, tiny_tokenizer

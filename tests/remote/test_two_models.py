@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
 from tl_layersim.engine.run import exchanges
-from tl_layersim.remote.open import open_source
+from tl_layersim.remote.open_model import open_source
 
 from ..ndif.client import rows
 from ..options import called

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.reporting.heat_map import (
-    ColourScale,
-    about_zero,
-    cell_numbers,
-    end_above,
-    narrow_scale,
-    scale_within,
-)
+from tl_layersim.reporting.heat_map import ColourScale, about_zero, cell_numbers, end_above, narrow_scale, scale_within
 
 from ..tiny_models import random_tokens, tiny_llama
 

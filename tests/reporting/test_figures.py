@@ -29,7 +29,7 @@ from ..views import provenance
 def result_classes() -> list[type[lsim.Result]]:
     """Every class of results of this package."""
     public_names()
-    importlib.import_module("tl_layersim.training.layer_evaluation")
+    importlib.import_module("tl_layersim.training.layer_comparison")
     found, waiting = [], [lsim.Result]
     while waiting:
         cls = waiting.pop()

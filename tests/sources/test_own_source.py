@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.remote.open import open_source
+from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources import Source
 
 from ..tiny_models import random_tokens, tiny_llama

@@ -66,7 +66,7 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 def lsim_batches(tokens: torch.Tensor, size: int = 4):
     from tl_layersim.data.batches import Batches
-    from tl_layersim.remote.open import open_source
+    from tl_layersim.remote.open_model import open_source
 
     return list(Batches(lsim.Data(tokens, batch_size=size), open_source(tiny_llama()).model))
 

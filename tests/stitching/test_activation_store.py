@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.remote.open import open_split_model
+from tl_layersim.remote.open_model import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
 
 from ..tiny_models import tiny_llama

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_layersim as lsim
-from tl_layersim.remote.open import open_split_model
+from tl_layersim.remote.open_model import open_split_model
 from tl_layersim.stitching.stitch_results import over_batches
 
 from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer

@@ -18,7 +18,7 @@ class TestRefusals:
     @staticmethod
     def losses(monkeypatch, values):
         """Let the back return these losses, with its true gradients."""
-        from tl_layersim.sources.split_model import LocalSplitModel
+        from tl_layersim.sources.partial_forward import LocalSplitModel
 
         plain, losses = LocalSplitModel.loss_and_gradient, iter(values)
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))
@@ -247,7 +247,7 @@ class TestRefusals:
             )
 
     def test_a_source_of_ones_own(self):
-        from tl_layersim.remote.open import open_source
+        from tl_layersim.remote.open_model import open_source
 
         class Own(Source):
             model = open_source(tiny_llama()).model

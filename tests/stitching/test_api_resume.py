@@ -20,7 +20,7 @@ class TestInterrupts:
 
     @pytest.mark.parametrize("after", [1, 11, 29])
     def test_the_same_call_goes_on_with_the_same_numbers(self, tmp_path, monkeypatch, after):
-        from tl_layersim.sources.split_model import LocalSplitModel
+        from tl_layersim.sources.partial_forward import LocalSplitModel
 
         front, back = tiny_llama(), tiny_llama(seed=1)
         whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
@@ -128,14 +128,14 @@ class TestInterrupts:
             patch.setattr(StitchExperiment, "_evaluate", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
-        from tl_layersim.sources.split_model import LocalSplitModel
+        from tl_layersim.sources.partial_forward import LocalSplitModel
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         monkeypatch.setattr("tl_layersim.stitching.stitch.least_squares", interrupted)
         assert lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
 
     def test_unusable_held_out_data_is_refused_before_the_work(self, tmp_path, monkeypatch):
-        from tl_layersim.sources.split_model import LocalSplitModel
+        from tl_layersim.sources.partial_forward import LocalSplitModel
 
         calls = []
         plain = LocalSplitModel.loss_and_gradient
@@ -152,7 +152,7 @@ class TestInterrupts:
         assert not (tmp_path / "f").exists()
 
     def test_a_grid_goes_on_where_it_was(self, tmp_path, monkeypatch):
-        from tl_layersim.sources.split_model import LocalSplitModel
+        from tl_layersim.sources.partial_forward import LocalSplitModel
 
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
         options = {"layers": [0, 2], "fit": "sgd", "training": lsim.stitching.StitchTraining(steps=4, warmup=1)}

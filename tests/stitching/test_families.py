@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.remote.open import open_split_model
+from tl_layersim.remote.open_model import open_split_model
 
 from ..tiny_models import FAMILIES, family
 from .helpers import rows

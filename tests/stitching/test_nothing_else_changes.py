@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.remote.open import open_split_model
+from tl_layersim.remote.open_model import open_split_model
 
 from ..tiny_models import tiny_llama
 from .helpers import QUICK, lsim_batches, rows
@@ -61,7 +61,7 @@ class TestNothingElseChanges:
         assert runs == {0: 0, 1: 0, 2: 0, 3: 1}
 
     def test_the_front_runs_once_a_batch(self, monkeypatch):
-        from tl_layersim.sources.split_model import LocalSplitModel
+        from tl_layersim.sources.partial_forward import LocalSplitModel
 
         calls = []
         plain = LocalSplitModel.hidden

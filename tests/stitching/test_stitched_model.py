@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.remote.open import open_split_model
+from tl_layersim.remote.open_model import open_split_model
 
 from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import gpt2_of_kind, lsim_batches, next_token_loss, rows
@@ -86,7 +86,7 @@ class TestStitchedModel:
             torch.testing.assert_close(probe.results()["logit_lens"].cross_entropy, one["logit_lens"].cross_entropy)
 
     def test_its_first_layer_is_what_the_adapter_gives(self):
-        from tl_layersim.remote.open import open_source
+        from tl_layersim.remote.open_model import open_source
         from tl_layersim.stitching.stitch import point_number
 
         front, back = tiny_llama(), tiny_llama(seed=1)

@@ -10,7 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.remote.low_rank_adapters import RemoteDescent
 from tl_layersim.training import train_adapters
-from tl_layersim.training.adapters import AlignedAdapters
+from tl_layersim.training.adapter_training import AlignedAdapters
 
 from ..ndif.client import rows
 from ..options import called

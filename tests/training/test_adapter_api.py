@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
     losses = naive_losses(module, data, at, down, up)
     expected = torch.autograd.grad(losses @ linear(), [down, up])
     monkeypatch.setattr(far_training, "cross_entropy_slopes", lambda x, *a: calls.append(len(x)) or plain(x, *a))
-    from tl_layersim.remote.open import open_source
+    from tl_layersim.remote.open_model import open_source
 
     source = open_source(traced(module))
     mask = data["attention_mask"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.training.adapters import AlignedAdapters
+from tl_layersim.training.adapter_training import AlignedAdapters
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import equal, hooked, traced, train

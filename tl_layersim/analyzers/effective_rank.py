@@ -14,7 +14,8 @@ from torch import Tensor
 from ..activations.view import Kernel, View
 from ..core import Result, Sums, axes, typed, warn
 from ..core.arguments import Limit, PositiveInt
-from ..core.findings import site_in_words, with_margin
+from ..core.intervals import with_margin
+from ..core.site_names import site_in_words
 from ..core.wording import number_text
 from ..sources.model import Model
 from ._moments import samples_differ

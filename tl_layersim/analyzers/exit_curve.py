@@ -16,7 +16,7 @@ from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Picture, Result, Sums, axes, typed
 from ..core.arguments import Probability
-from ..core.findings import with_margin
+from ..core.intervals import with_margin
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions

@@ -16,7 +16,8 @@ from ..activations.view import Kernel, View
 from ..core import LayersimError, Result, Sums, axes, typed, warn
 from ..core.arguments import PositiveFloat
 from ..core.cross_entropy import on_float64_device
-from ..core.findings import site_in_words, with_margin
+from ..core.intervals import with_margin
+from ..core.site_names import site_in_words
 from ..lens.statistics import compare_lenses, first_final
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model

@@ -17,7 +17,8 @@ from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, axes, typed
 from ..core.arguments import PositiveFloat, Probability
-from ..core.findings import site_in_words, with_margin
+from ..core.intervals import with_margin
+from ..core.site_names import site_in_words
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
 from ..lens.exit_heads import ExitHeads, as_heads

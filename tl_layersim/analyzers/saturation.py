@@ -15,7 +15,7 @@ from ..activations.norms import beyond_rounding
 from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
 from ..core import Result, Sums, axes, typed, warn
-from ..core.findings import with_margin
+from ..core.intervals import with_margin
 from ..lens.statistics import read_vectors, saturation_layers
 from .analyzer import Run, SiteNeed, omitted_at
 from .cosine import mean_kernel

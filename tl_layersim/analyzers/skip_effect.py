@@ -17,7 +17,7 @@ from ..activations.norms import norms
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Result, Sums, axes, typed, warn
 from ..core.arguments import NonNegativeInt, PositiveFloat
-from ..core.findings import with_margin
+from ..core.intervals import with_margin
 from ..jacobians.products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions

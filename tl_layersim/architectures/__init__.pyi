@@ -2,10 +2,10 @@
 
 from .blocks import find_stacks as find_stacks
 from .blocks import layer_names as layer_names
-from .chosen_hook_points import find_points as find_points
-from .chosen_hook_points import stream_sums as stream_sums
 from .points import HookPoint as HookPoint
 from .points import Part as Part
 from .points import StreamSum as StreamSum
+from .site_selection import find_points as find_points
+from .site_selection import stream_sums as stream_sums
 from .unembed import Head as Head
 from .unembed import Unembed as Unembed

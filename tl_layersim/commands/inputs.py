@@ -15,7 +15,7 @@ from .run_file import options_of
 
 if TYPE_CHECKING:
     from ..data.data import Data
-    from ..sources.open import OpenedModel
+    from ..sources.open_local import OpenedModel
 
 # Models that ship with the package, by the names that commands take.
 DEMO, ALIGNED = "demo", "demo-aligned"

@@ -569,3 +569,17 @@ def refuse_no_blocks(result: Any) -> None:
             f"{type(result).__name__} has no intervals: its run kept the sums of all data only. Pass `intervals=True` to "
             "`analyze`."
         )
+
+
+def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
+    """A number of a result as text, with half the width of its 95 % interval if the result has intervals.
+
+    Args:
+        result: a result with or without intervals.
+        what: takes the result and returns the number.
+        percent: whether to write the number as a percentage.
+    """
+    margin = math.nan
+    if result.has_intervals and (found := function_interval(result, what, 0.95)) is not None:
+        margin = float(found.high - found.low) / 2
+    return margin_text(float(what(result)), margin, percent)

@@ -32,12 +32,12 @@ from ..data.inputs import ROW_AXES
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from ..engine.plan import DEFAULT, AtArgument, SitePlan, plan_sites
 from ..engine.submitted_runs import TOKENS_PER_REQUEST
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..remote.requests import MOST_BATCHES, packed_request, packed_result
 from ..sources.hooks import kernels_alone
 from ..sources.inputs import position_counter, shape_of_row
 from ..sources.named_model import model_without_weights
-from ..sources.open import OpenedModel, is_nnsight
+from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.source import CanReadSites, Source, running
 from ..sources.without_weights import CPU_ATTENTION, WeightlessSource, has_no_weights, without_values
 

@@ -10,9 +10,9 @@ from typing import Any
 from ..analyzers import find_analyzers
 from ..core.arguments import typed
 from ..core.errors import LayersimError
-from ..remote.open import on_server, open_source
+from ..remote.open_model import on_server, open_source
 from ..remote.server_status import ServerStatus
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 
 
 @dataclass(frozen=True)

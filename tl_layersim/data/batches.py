@@ -17,7 +17,7 @@ from .data import MOST_KEPT, Data, KeptRows, Notes
 from .inputs import TOKEN_IDS, collated, cut_to_longest
 from .labels import NO_LABEL
 from .positions import Positions
-from .readers import Reader, refuse_path
+from .reader import Reader, refuse_path
 from .rows import ModelInputs, Row
 from .texts import Chat, Text, TextRows
 

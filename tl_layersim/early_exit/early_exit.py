@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.chosen_hook_points import block_numbers
+from ..architectures.site_selection import block_numbers
 from ..core.arguments import Fraction, PositiveFloat, PositiveInt, Seed, typed
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
@@ -24,7 +24,7 @@ from ..data.padding import as_mask
 from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..sources.inputs import no_cache, refusing_failed_forward
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from .exit_checks import ExitCheck, ExitLens, shortlist_ids
 from .exit_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
 from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures.unembed import LayerHeads, Unembed
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from ..sources.split_model import LocalSplitModel
+from ..sources.partial_forward import LocalSplitModel
 from .rules import CheckedTokens, ExitRule
 
 

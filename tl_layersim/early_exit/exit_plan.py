@@ -14,7 +14,7 @@ from ..analyzers.exit_curve import ExitCurveResult
 from ..architectures.unembed import Unembed
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError
-from ..sources.split_model import LocalSplitModel
+from ..sources.partial_forward import LocalSplitModel
 from .exit_checks import ExitCheck, ExitLens, shortlist_ids
 from .rules import EXIT_RULES, ExitRule
 from .segments import Decoding

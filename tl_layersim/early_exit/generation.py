@@ -14,7 +14,7 @@ from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
 from ..data.padding import RunsAtEnds, as_mask, mask_of, masked_warning
 from ..sources.model import Model
-from ..sources.split_model import LocalSplitModel
+from ..sources.partial_forward import LocalSplitModel
 from .exit_checks import ExitCheck
 from .segments import Decoding
 

@@ -25,7 +25,7 @@ from ..activations.block_call import first_tensor
 from ..core.errors import LayersimError
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
 from ..sources.inputs import no_cache
-from ..sources.split_model import LocalSplitModel
+from ..sources.partial_forward import LocalSplitModel
 from .cache import ColumnCache, Columns
 from .exit_checks import ExitCheck
 

@@ -18,12 +18,12 @@ from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.checks import need_stream
 from ..sources.hooked import HookedSource
 from ..sources.inputs import no_cache
-from ..sources.open import OpenedModel, is_nnsight
-from ..sources.split_model import LocalSplitModel, logits_of
+from ..sources.open_local import OpenedModel, is_nnsight
+from ..sources.partial_forward import LocalSplitModel, logits_of
 from .exit_checks import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
 

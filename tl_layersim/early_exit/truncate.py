@@ -16,8 +16,8 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.storage import replacing_model
 from ..sources.identity import refuse_quantised
-from ..sources.open import OpenedModel
-from ..sources.split_model import logits_of
+from ..sources.open_local import OpenedModel
+from ..sources.partial_forward import logits_of
 from .exit_checks import ExitCheck, ExitLens
 from .segments import FullSequence
 from .supported_models import not_hugging_face, open_for_early_exit, positions_read, relative_gap, synthetic_inputs

@@ -22,9 +22,9 @@ from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.inputs import position_counter
-from ..sources.open import OpenedModel, records_of
+from ..sources.open_local import OpenedModel, records_of
 from ..sources.source import HasModule
 from ..sources.untrained import refuse_changed, untrained
 from .analysis import Analysis, DataPart

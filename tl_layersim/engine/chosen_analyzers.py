@@ -20,7 +20,7 @@ from ..data.data import DATA_OPTIONS
 from ..data.inputs import PIXELS
 from ..lens.exit_heads import ExitHeads
 from ..sources.model import Model
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000

@@ -12,8 +12,8 @@ from ..activations.norms import activation_sizes
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import at_sites
 from ..analyzers.analyzer import Analyzer
-from ..architectures.chosen_hook_points import items_of
 from ..architectures.points import HookPoint
+from ..architectures.site_selection import items_of
 from ..core.errors import LayersimError
 from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief

@@ -25,7 +25,7 @@ from ..core.sums import Tally
 from ..core.wording import brief, with_article
 from ..data import data as data_module
 from ..data.data import Data
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from .analysis import FIRST, MAIN, Analysis, DataCounts, FirstStage
 from .analyze_and_compare import opened_analysis
 from .chosen_analyzers import AnalyzersArgument, choose_analyzers

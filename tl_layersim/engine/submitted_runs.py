@@ -25,12 +25,12 @@ from ..core.sums import Sums, SumTree, Tally
 from ..data.batches import Batch
 from ..remote import client
 from ..remote.client import JobTooLong, NdifClient, TransientFailure, quiet
-from ..remote.open import on_server, open_source
+from ..remote.open_model import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
 from ..sources.checks import refuse_not_finite
 from ..sources.model import Model
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from ..sources.source import PartialSums, running
 from .analysis import FIRST
 from .chosen_analyzers import AnalyzersArgument

@@ -46,10 +46,10 @@ from ..engine.chosen_analyzers import (
 )
 from ..engine.plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from ..engine.report_assembly import record_of_models
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.inputs import position_counter
 from ..sources.model import Model
-from ..sources.open import OpenedModel, records_of
+from ..sources.open_local import OpenedModel, records_of
 
 # Class attributes that are those of the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}

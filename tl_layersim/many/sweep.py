@@ -30,7 +30,7 @@ from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from ..engine.plan import DEFAULT, AtArgument
-from ..sources.open import is_nnsight
+from ..sources.open_local import is_nnsight
 from ..sources.out_of_memory import release_memory
 
 # Rows of the data that identify it, with its length: all of a large data set would have to be read.

@@ -19,7 +19,7 @@ from ..core.results import Result, axes
 from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.checks import refuse_bad_logits
 from ..sources.model import Model
 from .run import run_on_prompt

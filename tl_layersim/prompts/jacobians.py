@@ -15,14 +15,14 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..architectures.chosen_hook_points import block_numbers
+from ..architectures.site_selection import block_numbers
 from ..core.arguments import PositiveFloat, Seed, TwoOrMore, typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
 from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.model import Model
 from .run import run_on_prompt
 

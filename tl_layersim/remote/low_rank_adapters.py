@@ -21,9 +21,9 @@ from ..core.errors import LayersimError
 from ..sources.hooks import frozen_weights
 from ..sources.inputs import fewest_logits
 from ..sources.nnsight import NNsightSource
-from ..sources.open import OpenedModel, is_nnsight
+from ..sources.open_local import OpenedModel, is_nnsight
 from .client import JobTooLong, quiet
-from .open import open_source
+from .open_model import open_source
 from .requests import RequestSchedule, ShippedSource
 from .source import RemoteSource
 from .traces import remote_lens

@@ -20,16 +20,16 @@ from ..activations.block_call import first_tensor
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
-from ..architectures.chosen_hook_points import site_map
 from ..architectures.points import HookPoint
+from ..architectures.site_selection import site_map
 from ..core.errors import LOG, LayersimError, shown
 from ..data.batches import Batch
 from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
 from ..sources.inputs import call_on, device_of, fewest_logits, forward_arguments, no_cache, smallest_arguments
 from ..sources.nnsight import NNsightSource, kept_of, shippable
+from ..sources.partial_forward import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
 from ..sources.source import OnServer, PartialSums, Source
-from ..sources.split_model import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus

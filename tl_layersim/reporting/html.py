@@ -11,8 +11,7 @@ from typing import Any
 from jinja2 import Environment
 
 from ..core.fields import Provenance
-from ..core.findings import with_margin
-from ..core.intervals import headline_texts
+from ..core.intervals import headline_texts, with_margin
 from ..core.report_tables import COLUMNS, field_table
 from ..core.results import UNTRAINED, Report, Result
 from ..core.storage import replacing

@@ -2,7 +2,7 @@
 
 from .hooks import eval_mode as eval_mode
 from .model import Model as Model
-from .open import sites as sites
+from .open_local import sites as sites
 from .source import CanCountPositions as CanCountPositions
 from .source import CanReadSites as CanReadSites
 from .source import CanReplay as CanReplay

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
 from ..architectures.blocks import encoder_and_decoder, find_stacks, lists_by_stage
-from ..architectures.chosen_hook_points import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.points import HookPoint, StreamSum, channels_at, has_convolution
+from ..architectures.site_selection import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError

@@ -12,7 +12,7 @@ from ..core.arguments import Seed, typed
 from ..core.errors import LayersimError
 from ..core.wording import with_article
 from .identity import edits_of, hooks_on
-from .open import OpenedModel, is_nnsight
+from .open_local import OpenedModel, is_nnsight
 
 
 @typed

@@ -18,7 +18,7 @@ from ..data.batches import Batch, Batches, row_bytes
 from ..data.labels import NO_LABEL
 from ..lens.targets import answers, check_batch_labels
 from ..sources.model import Model
-from ..sources.split_model import SplitModel
+from ..sources.partial_forward import SplitModel
 
 # Activations of more bytes than this are reported before they are computed.
 LARGE = 1e8

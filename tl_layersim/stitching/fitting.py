@@ -22,7 +22,7 @@ from ..core.errors import LayersimError, warn
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums
 from ..core.training_loop import Descent, Shuffle, run_steps
-from ..sources.split_model import SplitModel, attended
+from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 

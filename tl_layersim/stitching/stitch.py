@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..architectures.blocks import entering
-from ..architectures.chosen_hook_points import block_number
+from ..architectures.site_selection import block_number
 from ..core.arguments import NonNegativeFloat, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.fields import Provenance
@@ -32,12 +32,12 @@ from ..engine.chosen_analyzers import shared_tokens, with_tokenizer
 from ..engine.report_assembly import record
 from ..lens.targets import answers, usual_labels
 from ..many.compare_grid import group_labels
-from ..remote.open import open_split_model
+from ..remote.open_model import open_split_model
 from ..sources.inputs import position_counter
 from ..sources.model import Model
-from ..sources.open import OpenedModel, records_of
+from ..sources.open_local import OpenedModel, records_of
+from ..sources.partial_forward import SplitModel
 from ..sources.source import refuse_inference_weights
-from ..sources.split_model import SplitModel
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
 from .fitting import Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of

@@ -24,7 +24,7 @@ from ..sources.hooked import HookedSource
 from ..sources.identity import hooks_on
 from ..sources.inputs import no_cache
 from ..sources.model import Model
-from ..sources.split_model import LocalSplitModel
+from ..sources.partial_forward import LocalSplitModel
 from .adapters import Adapter
 
 # Arguments of generation, which depend on the cache of the model that is called.

@@ -33,7 +33,7 @@ from ..engine.chosen_analyzers import with_tokenizer
 from ..lens.exit_heads import ExitHeads
 from ..sources.hooks import eval_mode
 from ..sources.identity import refuse_quantised
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from .losses import refuse_other_labels
 from .objectives import OBJECTIVES, Objective
 from .residual_stream import open_residual_stream, refuse_float16, training_mode

@@ -16,7 +16,7 @@ from ..core.errors import LayersimError, warn
 from ..data.inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..data.labels import NO_LABEL
 from ..sources.hooks import eval_mode
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from .objectives import OBJECTIVES
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining

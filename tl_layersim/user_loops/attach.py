@@ -18,13 +18,13 @@ from ..data.batches import Batch
 from ..data.inputs import TOKEN_IDS
 from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
 from ..engine.plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.checks import check_lens, check_stream_sums
 from ..sources.hooked import HookedSource
 from ..sources.nnsight import NNsightSource
-from ..sources.open import OpenedModel, is_nnsight
+from ..sources.open_local import OpenedModel, is_nnsight
 from .probe import LoopProbe, Probe, TraceProbe
-from .recorder import stack_side
+from .probe_hooks import stack_side
 
 
 def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:

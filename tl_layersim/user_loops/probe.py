@@ -32,7 +32,7 @@ from ..sources.hooks import kernels_alone
 from ..sources.model import Model
 from ..sources.nnsight import NNsightSource, shippable
 from ..sources.source import OnServer
-from .recorder import Call, ForwardPassPositions, Recorder, continues
+from .probe_hooks import Call, ForwardPassPositions, Recorder, continues
 
 # Counted positions for one call of a kernel: cached generation gives one at a time, and few calls are faster than many.
 BUFFERED_TOKENS = 2048

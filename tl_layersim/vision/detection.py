@@ -31,7 +31,7 @@ from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import run_analysis
 from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.hooked import HookedSource
 from ..sources.model import Model
 

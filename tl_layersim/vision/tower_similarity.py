@@ -28,7 +28,7 @@ from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import run_analysis
 from ..engine.chosen_analyzers import with_tokenizer
 from ..engine.plan import plan_sites, refuse_selection
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from ..sources.tower import TowerSource, open_towers, pair_model, refuse_no_projection, text_position, unit, verify_projections
 
 OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."

@@ -25,7 +25,7 @@ from ..engine.chosen_analyzers import with_tokenizer
 from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model import processor_of
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from ..sources.tower import TowerSource, open_towers, refuse_no_projection, text_position, unit
 
 NORMALISE, CLASSIFIER = "normalise", "classifier"

@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
-from tl_layersim.core.findings import with_margin
+from tl_layersim.core.intervals import with_margin
 from tl_layersim.core.wording import number_text
 from tl_layersim.reporting.html import finding, side_by_side
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.training.layer_evaluation import coherence, diversity
+from tl_layersim.training.layer_comparison import coherence, diversity
 
 from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import with_words

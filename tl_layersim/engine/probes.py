@@ -34,9 +34,9 @@ from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..data.labels import NO_LABEL, as_labels
-from ..remote.open import open_source
+from ..remote.open_model import open_source
 from ..sources.inputs import position_counter
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from ..sources.source import CanReadSites
 from .analyze_and_compare import analyze
 from .chosen_analyzers import with_tokenizer

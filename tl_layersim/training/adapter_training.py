@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..architectures.chosen_hook_points import block_numbers
+from ..architectures.site_selection import block_numbers
 from ..core.arguments import PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.results import Result, axes
@@ -30,7 +30,7 @@ from ..remote.low_rank_adapters import Item, Parts, Patch, RemoteDescent, open_t
 from ..sources.checks import check_lens, need_stream
 from ..sources.model import Model
 from ..sources.nnsight import NNsightSource
-from ..sources.open import OpenedModel
+from ..sources.open_local import OpenedModel
 from ..sources.source import OnServer, refuse_inference_weights
 from ..stitching.stitched_model import StitchedModel
 from .losses import Weights, layer_weights, positions_with_targets

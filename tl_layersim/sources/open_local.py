@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..architectures.blocks import find_stacks
-from ..architectures.chosen_hook_points import site_map
 from ..architectures.points import Site
+from ..architectures.site_selection import site_map
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed
 from ..core.errors import LayersimError, shown

@@ -16,9 +16,9 @@ from ..sources.checks import need_stream, verify_on_first_row
 from ..sources.hooked import HookedSource
 from ..sources.identity import refuse_edits
 from ..sources.nnsight import NNsightSource
-from ..sources.open import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
+from ..sources.open_local import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
+from ..sources.partial_forward import LocalSplitModel, SplitModel
 from ..sources.source import HasModule, Source
-from ..sources.split_model import LocalSplitModel, SplitModel
 from .source import RemoteSource, RemoteSplitModel
 
 

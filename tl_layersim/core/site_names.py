@@ -1,14 +1,11 @@
-"""Wording of findings: sites in words, and numbers with half the width of their intervals."""
+"""Names of sites: in words, and their order by depth."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from .intervals import function_interval, margin_text
 
 _SITE_NAME = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
 # Places within a block; others are in parallel.
@@ -69,17 +66,3 @@ def depth_key(site: Any) -> Any:
     """
     match = _SITE_NAME.fullmatch(site) if isinstance(site, str) else None
     return match and (match[1] or "", int(match[2]), _DEPTHS.get(match[3], 2))
-
-
-def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
-    """A number of a result as text, with half the width of its 95 % interval if the result has intervals.
-
-    Args:
-        result: a result with or without intervals.
-        what: takes the result and returns the number.
-        percent: whether to write the number as a percentage.
-    """
-    margin = math.nan
-    if result.has_intervals and (found := function_interval(result, what, 0.95)) is not None:
-        margin = float(found.high - found.low) / 2
-    return margin_text(float(what(result)), margin, percent)

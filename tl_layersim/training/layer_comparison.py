@@ -31,8 +31,8 @@ from ..early_exit.early_exit import EarlyExit
 from ..engine.analyze_and_compare import analyze
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.targets import gives_classes, usual_labels
-from ..remote.open import open_source
-from ..sources.open import OpenedModel
+from ..remote.open_model import open_source
+from ..sources.open_local import OpenedModel
 
 # Fields of `LayerChange` at its one threshold.
 AT_THRESHOLD = ("exits", "exit_accuracy", "exit_agreement", "speedup")
