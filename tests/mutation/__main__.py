@@ -82,7 +82,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "exit_curve.py",
         ),
         (
-            *("test_lens*.py", "test_logit*.py", "test_chunked_logit_lens.py", "test_findings.py", "test_token_figures.py"),
+            *("test_lens*.py", "test_logit*.py", "test_chunked_logit_lens.py", "test_token_figures.py"),
             *("test_exit_*.py", "test_saturation*.py", "test_cross_entropy*.py", "test_bounds_of_measures.py", *EVERY),
         ),
     ),
