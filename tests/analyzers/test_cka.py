@@ -225,7 +225,7 @@ def test_four_rows_are_needed_unless_tokens_are_independent():
 def test_constant_activations_have_no_cka():
     x = residuals(0)
     x[:] = 1.0
-    with pytest.raises(lsim.LayersimError, match=r"CKA.* 40 .*hook_resid_pre"):
+    with pytest.raises(lsim.LayersimError, match=r"CKA.*hook_resid_pre.* 40 "):
         from_views(lsim.CKA(), [samples(x)])
 
 

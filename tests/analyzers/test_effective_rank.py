@@ -144,7 +144,7 @@ def test_rounding_is_not_counted_as_directions():
 
 def test_equal_samples_are_refused():
     x = np.repeat(residuals(0, tokens=1), 20, axis=1)
-    with pytest.raises(lsim.LayersimError, match=r" 20 .*hook_resid_pre"):
+    with pytest.raises(lsim.LayersimError, match=r"hook_resid_pre.* 20 "):
         from_views(lsim.EffectiveRank(), [view(x)])
     found = from_views(lsim.EffectiveRank(center="none"), [view(x)])
     np.testing.assert_allclose(found.values, 1, rtol=1e-6)
