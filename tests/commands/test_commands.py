@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 
@@ -222,6 +223,12 @@ def test_an_analyzer_of_a_file(tmp_path, monkeypatch):
     # Code runs only where the command line names it.
     assert refused("report", "--config", "out/run.yaml", "--out", "again").startswith("`--analyzers`")
     done("report", "--config", "out/run.yaml", "--analyzers", "mine.py:Mine,cka", "--out", "again")
+    for part in range(2):
+        done("report", *SHORT, *options, "--shard", f"{part}/2", "--save-to", f"{part}.safetensors")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("mine").Mine(center="none")
+    merged = lsim.merge(["0.safetensors", "1.safetensors"], analyzers=[own, "cka"])
+    assert torch.allclose(merged["mine"].values, expected["cosine"].values)
     (tmp_path / "wrong.py").write_text("class Needs:\n    def __init__(self, power): ...\n")
     (tmp_path / "broken.py").write_text("class (")
     for name, says in (("wrong.py:Needs", "power"), ("wrong.py:No", "No"), ("broken.py:X", "SyntaxError")):

@@ -52,6 +52,8 @@ def test_maxima_and_places_have_no_interval():
         assert function_interval(found, lambda one, place=place: place(one.curve), 0.95) is None
         with pytest.raises(LayersimError, match="`interval`"):
             interval_of(found, lambda one, place=place: place(one.curve), 0.95)
+    # A place that is the same in all replicates.
+    assert function_interval(found, lambda one: (one.curve < 1).sum(), 0.95) is None
     assert function_interval(found, lambda one: one.curve.mean(), 0.95) is not None
     assert headline_texts(headlines(0.5, 0.4, 0.6, 0.55, name="highest accuracy, at x")) == {"highest accuracy, at x": "0.5"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -228,11 +229,18 @@ def own_analyzer(name: str) -> Any:
     Raises:
         LayersimError: the file or the class does not exist, or raises an error.
     """
-    import runpy
+    from importlib.util import module_from_spec, spec_from_file_location
 
     path, _, cls = name.rpartition(":")
     try:
-        return runpy.run_path(path)[cls]()
+        # Under the name that `import` gives the file, by which files of results and shards name the class.
+        spec = spec_from_file_location(Path(path).stem, path)
+        assert spec is not None and spec.loader is not None, "it is no Python file"
+        module = module_from_spec(spec)
+        # Dataclasses look their module up.
+        sys.modules.setdefault(spec.name, module)
+        spec.loader.exec_module(module)
+        return getattr(module, cls)()
     # Any error of the user's file.
     except Exception as error:
         raise LayersimError(f"`analyzers` is {name}, which raises {type(error).__name__}: {error}") from error

@@ -374,6 +374,9 @@ def function_interval(result: Any, function: Callable[[Any], Any], level: float)
     Returns:
         None for a number that changes in jumps from block to block: a maximum, an index or a whole number.
     """
+    # An index or a count; one that no block changes would have an interval without width.
+    if not torch.as_tensor(function(result)).is_floating_point():
+        return None
     return _number_interval(result, *with_and_without_blocks(result, function), level)
 
 

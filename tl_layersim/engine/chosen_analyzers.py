@@ -169,8 +169,8 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
         return min((v for v in (x, y) if v is not None), default=None)
 
     context = smaller(a.context, b.context)
-    # Errors about long rows name the model with the shorter context.
-    name = a.name if context == a.context else b.name
+    # Errors of data that one model does not take name both, because the inputs are those of both.
+    name = a.name if a.name == b.name else f"{a.name} with {b.name}"
     vocabulary = smaller(a.vocabulary, b.vocabulary)
     # A head that reads a row as one needs whole rows, whichever model has it.
     head = a.head if a.reads_rows else b.head

@@ -1,6 +1,6 @@
 """Aligned training: fine-tuning and adapter training with the loss of every layer, and evaluation of models by layer.
 
-Training objectives are in `objectives`, one class per file. No other package imports from here.
+Training objectives are in `objectives`, one class per file.
 """
 
 import lazy_loader
