@@ -120,8 +120,8 @@ class CKA(MinibatchAnalyzer):
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
     HSIC is the unbiased HSIC_1 of Song et al. without pairs of tokens of one row, because these depend on each other
-    (`tl_layersim.analyzers.cka.without_rows` has the formula). With one sample a row it is HSIC_1. For K = XX' and L = YY' of n samples with
-    zeroed diagonals,
+    (`tl_layersim.analyzers.cka.without_rows` has the formula). With one sample a row it is HSIC_1. For K = XX' and L = YY' of n
+    samples with zeroed diagonals,
 
     $$\mathrm{HSIC}_1 = \frac{1}{n(n-3)} \Big[ \mathrm{tr}(\tilde K \tilde L) + \frac{1'\tilde K 1\; 1'\tilde L 1}{(n-1)(n-2)}
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$

@@ -235,7 +235,8 @@ def own_analyzer(name: str) -> Any:
     try:
         # Under the name that `import` gives the file, by which files of results and shards name the class.
         spec = spec_from_file_location(Path(path).stem, path)
-        assert spec is not None and spec.loader is not None, "it is no Python file"
+        assert spec is not None, "it is no Python file"
+        assert spec.loader is not None
         module = module_from_spec(spec)
         # Dataclasses look their module up.
         sys.modules.setdefault(spec.name, module)
