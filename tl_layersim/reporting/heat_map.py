@@ -163,7 +163,7 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
     ]
     # Long numbers in narrow cells.
     size = 9 if decimals > 3 else 11
-    return {"text": texts, "texttemplate": "%{text}", "textfont": {"size": size}}
+    return {"text": texts, "texttemplate": "%{text}", "textfont": {"size": size, "shadow": "auto"}}
 
 
 def _limits(values: Any) -> tuple[float, float]:
@@ -504,7 +504,7 @@ def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
         y=list(layers),
         text=words,
         texttemplate="%{text}",
-        textfont={"size": 10},
+        textfont={"size": 10, "shadow": "auto"},
         coloraxis="coloraxis",
         xgap=1,
         ygap=1,
