@@ -172,7 +172,7 @@ class Chain(torch.nn.Module):
 @pytest.mark.parametrize("method", ["dense", "krylov", "finite-difference"])
 def test_coupling_of_a_chain_of_mlps_is_refused(method):
     paths = ["part.0", "part.1"]
-    with pytest.raises(lsim.LayersimError, match=r"does not add its input(.|\n)*part\.0"):
+    with pytest.raises(lsim.LayersimError, match=r"\bpart\.0\b"):
         lsim.analyze(lsim.open_model(Chain(), layers=paths), random_tokens(), lsim.BlockCoupling(k=2, method=method))
     found = lsim.analyze(lsim.open_model(Chain(PreNorm), layers=paths), random_tokens(), lsim.BlockCoupling(k=2, method=method))
     assert found["block_coupling"].layers == ("part.0.input", *paths)
@@ -218,7 +218,7 @@ def test_coupling_of_bert_is_refused_also_where_its_blocks_are_named():
             lsim.open_model(model, layers=["encoder.layer.0", "encoder.layer.1"]), random_tokens(), lsim.BlockCoupling(k=2)
         )
     holder = torch.nn.Sequential(model)
-    with pytest.raises(lsim.LayersimError, match="does not add its input"):
+    with pytest.raises(lsim.LayersimError, match=r"\b0\.encoder\.layer\.0\b"):
         lsim.analyze(
             lsim.open_model(holder, layers=["0.encoder.layer.0", "0.encoder.layer.1"]), random_tokens(), lsim.BlockCoupling(k=2)
         )

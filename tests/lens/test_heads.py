@@ -213,7 +213,7 @@ def test_a_head_that_pools_otherwise_is_refused():
     torch.manual_seed(0)
     config = transformers.ImageGPTConfig(vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2, num_labels=CLASSES)
     model = transformers.ImageGPTForImageClassification(config).eval()
-    with pytest.raises(lsim.LayersimError, match="does not give the model's own logits"):
+    with pytest.raises(lsim.LayersimError, match=r"score\(transformer\.ln_f.* \d.*unembed="):
         lsim.analyze(model, random_tokens(2, 9) % 20, lsim.Saturation())
 
 
