@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tl_layersim.activations.block_call import BlockCall, again, record_call
 from tl_layersim.architectures.blocks import find_blocks
 from tl_layersim.jacobians.coupling import Connections, CouplingOptions, couple, krylov, off_diagonal, top_of
-from tl_layersim.jacobians.jacobian import Jacobian
+from tl_layersim.jacobians.jacobian_operator import Jacobian
 
 MEMORY = 4096.0
 COLUMNS = (

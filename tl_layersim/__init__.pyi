@@ -40,8 +40,8 @@ from .early_exit.early_exit import EarlyExit as EarlyExit
 from .early_exit.truncate import truncate as truncate
 from .engine.analyze_and_compare import analyze as analyze
 from .engine.analyze_and_compare import compare as compare
-from .engine.probes import LogisticProbe as LogisticProbe
-from .engine.probes import linear_probe as linear_probe
+from .engine.fit_linear_probes import LogisticProbe as LogisticProbe
+from .engine.fit_linear_probes import linear_probe as linear_probe
 from .engine.shards import merge as merge
 from .engine.submitted_runs import load_run as load_run
 from .many.compare_grid import compare_grid as compare_grid

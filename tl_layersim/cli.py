@@ -12,7 +12,8 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from .commands import files, measure, training
+from .commands import files, measure
+from .commands import stitch_and_train as training
 from .commands.output import print_error
 from .commands.run_file import read_run_file
 from .core.errors import LayersimError, LayersimWarning, without_secrets

@@ -8,8 +8,8 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.core.fields import below
 from tl_layersim.core.intervals import bounds_of
+from tl_layersim.core.result_declarations import below
 
 FRACTION, COSINE, POSITIVE, AT_MOST_ONE = (0, 1), (-1, 1), (0, math.inf), (-math.inf, 1)
 # Similarities of the null are those of the measure less what it takes off, and have no lower end of their own.

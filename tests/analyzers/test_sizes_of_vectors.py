@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations.norms import activation_sizes
-from tl_layersim.jacobians.products import reproduces
+from tl_layersim.jacobians.jacobian_products import reproduces
 from tl_layersim.training.objectives.built_in import CosineRegularisedObjective
 
 from .. import oracles

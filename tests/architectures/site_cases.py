@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tl_layersim.architectures.blocks import find_stacks
-from tl_layersim.architectures.points import HookPoint, at_point
+from tl_layersim.architectures.hook_points import HookPoint, at_point
 from tl_layersim.architectures.site_selection import site_map
 
 HEADS, KEY_HEADS, D_HEAD = 4, 2, 8

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 import tl_layersim as lsim
-from tl_layersim.architectures.points import Channels, channel_axis, channels_at, positions_of, to_positions
+from tl_layersim.architectures.hook_points import Channels, channel_axis, channels_at, positions_of, to_positions
 
 from .. import oracles
 from ..options import called

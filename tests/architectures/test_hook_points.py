@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.architectures.blocks import find_stacks
-from tl_layersim.architectures.points import SITE_NAMES
+from tl_layersim.architectures.hook_points import SITE_NAMES
 from tl_layersim.architectures.site_selection import find_points, stream_sums
 
 from ..tiny_models import random_tokens, tiny_llama

@@ -6,7 +6,8 @@ import inspect
 from pathlib import Path
 from typing import get_args
 
-from tl_layersim.commands import files, measure, training
+from tl_layersim.commands import files, measure
+from tl_layersim.commands import stitch_and_train as training
 from tl_layersim.commands.options import PANELS, Command, flag
 
 PAGE = Path(__file__).parents[2] / "docs/api/cli.md"

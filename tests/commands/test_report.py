@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.commands.inputs import load_data
+from tl_layersim.commands.models_and_data import load_data
 
 from .. import html_pages
 from ..tiny_models import tiny_llama, tiny_tokenizer

@@ -75,7 +75,8 @@ def test_the_first_help_needs_no_torch():
 def test_options_have_the_defaults_of_python():
     from dataclasses import fields
 
-    from tl_layersim.commands import measure, training
+    from tl_layersim.commands import measure
+    from tl_layersim.commands import stitch_and_train as training
 
     for command, cls, own in (
         (measure.report_on_model, lsim.Data, {"pack"}),

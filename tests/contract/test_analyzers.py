@@ -20,8 +20,8 @@ import tl_layersim as lsim
 from tl_layersim.activations.view import reduce
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import Sums
-from tl_layersim.core.fields import declarations
 from tl_layersim.core.intervals import aligned, bounds_of, with_and_without_blocks
+from tl_layersim.core.result_declarations import declarations
 
 from .. import oracles
 from ..runs import measured

@@ -9,7 +9,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.core.fields import below, declarations
+from tl_layersim.core.result_declarations import below, declarations
 
 from ..views import from_views, residuals, view_for
 

@@ -10,7 +10,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.engine.probes import LogisticProbe
+from tl_layersim.engine.fit_linear_probes import LogisticProbe
 
 # Limits that may be infinite, for none.
 LIMITS = ("clip", "max_memory_gb")

@@ -14,7 +14,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer, find_analyzers
-from tl_layersim.architectures.points import HEAD_FAMILIES, SITE_NAMES
+from tl_layersim.architectures.hook_points import HEAD_FAMILIES, SITE_NAMES
 from tl_layersim.core import LayerCurve
 
 from ..options import called

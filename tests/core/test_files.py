@@ -14,7 +14,7 @@ from safetensors import safe_open
 import tl_layersim as lsim
 from tl_layersim.analyzers.cka import CKAResult
 from tl_layersim.core import storage
-from tl_layersim.core.fields import below, kind_of
+from tl_layersim.core.result_declarations import below, kind_of
 
 from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint

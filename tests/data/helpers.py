@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
-from tl_layersim.sources.model import Model
+from tl_layersim.sources.model_description import Model
 
 from ..tiny_models import tiny_tokenizer
 

@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
-from tl_layersim.sources.model import Model
+from tl_layersim.sources.model_description import Model
 
 from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 

@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches, fingerprint, new_digest
 from tl_layersim.data.data import Data
-from tl_layersim.sources.model import Model
+from tl_layersim.sources.model_description import Model
 
 INPUTS = {"token_type_ids": 0, "position_ids": None, "pixel_values": None, "inputs_embeds": None, "decoder_input_ids": None}
 

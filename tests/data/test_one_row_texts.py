@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Head
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
-from tl_layersim.sources.model import Model
+from tl_layersim.sources.model_description import Model
 
 from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer

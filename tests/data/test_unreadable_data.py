@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.commands.inputs import load_data
+from tl_layersim.commands.models_and_data import load_data
 from tl_layersim.data.data import Data
 
 from ..options import called
@@ -179,7 +179,7 @@ def test_a_model_without_a_head_is_refused(family):
 
 
 def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
-    from tl_layersim.sources import named_model
+    from tl_layersim.sources import load_by_name as named_model
 
     (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
     (tmp_path / "zeros").write_bytes(b"\0" * 64)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import xarray
 
 import tl_layersim as lsim
-from tl_layersim.reporting.lines import Ends, Series, lines
+from tl_layersim.reporting.lines_and_bars import Ends, Series, lines
 from tl_layersim.reporting.style import BLUE, DASHES, GREEN, GREY, ORANGE, PURPLE, with_subtitle
 
 from .helpers import ROOT

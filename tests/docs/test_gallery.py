@@ -17,7 +17,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.core import Result
-from tl_layersim.core.fields import declarations
+from tl_layersim.core.result_declarations import declarations
 
 from ..public_names import public_names
 from .helpers import ROOT, executed_pages

@@ -13,8 +13,8 @@ import transformers
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.architectures.blocks import find_stacks
+from tl_layersim.architectures.hook_points import SITE_NAMES, SiteMap
 from tl_layersim.architectures.layouts import LAYOUTS
-from tl_layersim.architectures.points import SITE_NAMES, SiteMap
 from tl_layersim.architectures.site_selection import site_map
 
 from ..architectures.site_cases import GROUPED, MODELS, TEXT, VISION

@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
-from tl_layersim.early_exit.exit_plan import ExitCosts, evenly_spread, exited_fractions, plan_for
+from tl_layersim.early_exit.exit_costs import ExitCosts, evenly_spread, exited_fractions, plan_for
 
 from ..tiny_models import VOCABULARY, tiny_llama
 

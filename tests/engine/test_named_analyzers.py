@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.engine.chosen_analyzers import choose_analyzers
+from tl_layersim.engine.run_arguments import choose_analyzers
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama

@@ -14,7 +14,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
-from tl_layersim.engine import analysis, shards
+from tl_layersim.engine import run_description as analysis
+from tl_layersim.engine import shards
 from tl_layersim.sources.hooked import HookedSource
 
 from ..head_models import CASES
@@ -147,7 +148,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
         return run(self, batch, kernels)
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
-    monkeypatch.setattr("tl_layersim.engine.analysis.count_data", lambda batches: counted.append(1) or count(batches))
+    monkeypatch.setattr("tl_layersim.engine.run_description.count_data", lambda batches: counted.append(1) or count(batches))
     with pytest.raises(KeyboardInterrupt) as caught:
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call)
     # Three of its batches, not those of the other shard before them.

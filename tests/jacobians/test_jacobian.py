@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.jacobians.jacobian import Jacobian
+from tl_layersim.jacobians.jacobian_operator import Jacobian
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..views import worst

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.activations.block_call import Widened
-from tl_layersim.jacobians.jacobian import Jacobian
+from tl_layersim.jacobians.jacobian_operator import Jacobian
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst

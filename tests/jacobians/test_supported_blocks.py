@@ -8,7 +8,7 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim.activations.block_call import BlockCall
-from tl_layersim.jacobians.jacobian import Jacobian
+from tl_layersim.jacobians.jacobian_operator import Jacobian
 
 from ..analyzers.helpers import _described
 from ..tiny_models import VOCABULARY, random_tokens, tiny_llama

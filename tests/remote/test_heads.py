@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.engine import chosen_analyzers as validation
+from tl_layersim.engine import run_arguments as validation
 from tl_layersim.lens import ExitHeads
 
 from ..ndif.client import furthest, rows

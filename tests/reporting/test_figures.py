@@ -13,8 +13,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
-from tl_layersim.core.fields import declarations
-from tl_layersim.reporting.lines import Ends, Series, lines, widen_axis
+from tl_layersim.core.result_declarations import declarations
+from tl_layersim.reporting.lines_and_bars import Ends, Series, lines, widen_axis
 from tl_layersim.reporting.site_labels import AXES
 from tl_layersim.reporting.style import BLUE, ORANGE, PAPER_SIZES
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import tl_layersim as lsim
 from tl_layersim.core import Result, axes
 from tl_layersim.core.intervals import headline_margins, headline_texts, with_replicates
-from tl_layersim.reporting.lines import Ends, add_band, hover_texts, interval_ends
+from tl_layersim.reporting.lines_and_bars import Ends, add_band, hover_texts, interval_ends
 from tl_layersim.reporting.style import ordered_colours
 
 from ..tiny_models import random_tokens, tiny_llama

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.reporting.lines import paths
+from tl_layersim.reporting.lines_and_bars import paths
 from tl_layersim.reporting.site_labels import visible_token
 
 SITES = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(3)))

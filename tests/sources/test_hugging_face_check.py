@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim.sources import checks as check
+from tl_layersim.sources import activation_checks as check
 
 from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from ..wrapped_models import bridge, build, hooked_transformer, nnsight

@@ -115,7 +115,7 @@ def test_training_is_refused(folder):
 
 
 def test_a_run_that_fails_unloads_the_weights(folder, monkeypatch):
-    from tl_layersim.jacobians import jacobian
+    from tl_layersim.jacobians import jacobian_operator as jacobian
 
     model = offloaded(folder, ALL)
     monkeypatch.setattr(jacobian, "lengthening", lambda _x: 1 / 0)

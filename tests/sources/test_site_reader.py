@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.architectures.points import residual_points
+from tl_layersim.architectures.hook_points import residual_points
 from tl_layersim.data.batches import Batch
 from tl_layersim.sources.hooked import SiteReader, whole_tensor
 

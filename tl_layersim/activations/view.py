@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..architectures.points import Part, at_point
+from ..architectures.hook_points import Part, at_point
 from ..architectures.unembed import Unembed
 from ..data.labels import NO_LABEL
 from .block_call import BlockCall

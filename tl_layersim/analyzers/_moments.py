@@ -22,7 +22,7 @@ from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, typed, warn
 from ..core.arguments import Limit, PermutationCount, Seed
 from ..core.wording import amount
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._permutation_null import is_one_model, null_fields
 from ._samples import draw_grid, draw_permutations, held_out, pool_key
 from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined

@@ -22,7 +22,7 @@ from ..activations.row_pools import AnyKernel, Draws, PoolKernel, Samples, pool_
 from ..core import LayerMatrix, LayersimError, Sums, typed, warn
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed
 from ..core.wording import amount
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
 from ._samples import draw_grid, draw_minibatches, draw_orders, pool_key
 from .analyzer import Exchange, Run, SampleAnalyzer, compared

@@ -12,9 +12,9 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core import LayerMatrix, axes, typed
-from ..core.fields import JOINT
 from ..core.intervals import QUANTILES
-from ..sources.model import Model
+from ..core.result_declarations import JOINT
+from ..sources.model_description import Model
 
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05

@@ -23,16 +23,17 @@ from ..architectures.layouts import NO_HEAD
 from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import Head
 from ..core import LayersimError, LayersimWarning, Provenance, Result, Sums, typed, warn
-from ..core.functions import Registry, digest_of_code
+from ..core.code_digests import digest_of_code
+from ..core.registry import Registry
 from ..core.sums import need_memory
 from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import as_labels, label_source
 from ..data.positions import PositionRule
 from ..lens.exit_heads import ExitHeads
-from ..lens.targets import check_batch_labels
-from ..sources.checks import need_equal_width, need_stream
-from ..sources.model import Model
+from ..lens.target_tokens import check_batch_labels
+from ..sources.activation_checks import need_equal_width, need_stream
+from ..sources.model_description import Model
 from ._samples import samples
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."

@@ -18,7 +18,7 @@ from ..core.wording import brief
 from ..data.batches import Batch
 from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
 from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
 

@@ -21,7 +21,7 @@ from ..activations.norms import beyond_rounding
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, View
 from ..core import LayersimError, Sums, axes, typed, warn
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
 from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations.view import Kernel, View
 from ..core import LayersimError, Result, Sums, axes, typed, warn
 from ..jacobians.supported_blocks import refuse_post_norm
-from ..sources.model import Model
+from ..sources.model_description import Model
 from .analyzer import CSORDAS, Analyzer, Run, listed, mean_and_std, need_tokens, omitted_at
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")

@@ -18,7 +18,7 @@ from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histog
 from ..core.arguments import Bins
 from ..core.intervals import QUANTILES
 from ..core.wording import brief
-from ..sources.model import Model
+from ..sources.model_description import Model
 from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, need_tokens, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
 

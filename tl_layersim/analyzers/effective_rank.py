@@ -17,7 +17,7 @@ from ..core.arguments import Limit, PositiveInt
 from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
 from ..core.wording import number_text
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._moments import samples_differ
 from ._samples import samples
 from .analyzer import Run, SampleAnalyzer, need_tokens, refuse_undefined

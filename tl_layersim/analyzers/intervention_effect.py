@@ -19,8 +19,8 @@ from ..core.cross_entropy import on_float64_device
 from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
 from ..lens.statistics import compare_lenses, first_final
-from ..sources.checks import refuse_bad_logits
-from ..sources.model import Model
+from ..sources.activation_checks import refuse_bad_logits
+from ..sources.model_description import Model
 from .analyzer import Analyzer, Run, SiteNeed, Weight, need_head, need_tokens, omitted_at
 
 LENS_SOURCE = "of the logit lens (nostalgebraist 2020), as McGrath et al. 2023 follow an ablation through later layers."

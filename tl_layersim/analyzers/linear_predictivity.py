@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core import LayersimError, Sums, axes, typed
 from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
 from ..data.batches import Batch
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, Weight, need_whole_rows

@@ -19,7 +19,7 @@ from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat,
 from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._moments import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
 from ._samples import GOLDEN, SHIFT, held_out
 from .analyzer import LabelledAnalyzer, Run, listed, need_whole_rows

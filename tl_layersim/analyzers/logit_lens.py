@@ -23,8 +23,8 @@ from ..core.wording import brief
 from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
-from ..sources.checks import refuse_bad_logits
-from ..sources.model import Model
+from ..sources.activation_checks import refuse_bad_logits
+from ..sources.model_description import Model
 from .analyzer import JIANG, LabelledAnalyzer, Run, SiteNeed, need_head, need_tokens
 from .cosine import mean_kernel
 

@@ -17,8 +17,8 @@ from ..core.arguments import Limit
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
-from ..sources.checks import need_stream
-from ..sources.model import Model
+from ..sources.activation_checks import need_stream
+from ..sources.model_description import Model
 from ._samples import samples
 from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
 

@@ -18,10 +18,10 @@ from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Result, Sums, axes, typed, warn
 from ..core.arguments import NonNegativeInt, PositiveFloat
 from ..core.intervals import with_margin
-from ..jacobians.products import reproduces
+from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
-from ..sources.model import Model
+from ..sources.model_description import Model
 from .analyzer import CSORDAS, Analyzer, Run, SiteNeed
 
 

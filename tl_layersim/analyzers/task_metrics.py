@@ -20,9 +20,9 @@ from ..core.arguments import Limit
 from ..core.sums import need_memory
 from ..data.labels import NO_LABEL, label_key, number_tensor, warn_of_unused
 from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
-from ..lens.targets import gives_classes
-from ..sources.checks import refuse_bad_logits
-from ..sources.model import Model
+from ..lens.target_tokens import gives_classes
+from ..sources.activation_checks import refuse_bad_logits
+from ..sources.model_description import Model
 from .analyzer import Run, SiteNeed, need_tokens
 from .logit_lens import LensAnalyzer
 

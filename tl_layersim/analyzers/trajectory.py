@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..activations.norms import norms, unit_vectors
 from ..activations.view import Kernel, View
-from ..architectures.points import site_name
+from ..architectures.hook_points import site_name
 from ..core import LayersimError, Result, Sums, axes, quantiles_from_histogram, typed, warn
 from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES, with_margin
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
 from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
 

@@ -2,9 +2,9 @@
 
 from .blocks import find_stacks as find_stacks
 from .blocks import layer_names as layer_names
-from .points import HookPoint as HookPoint
-from .points import Part as Part
-from .points import StreamSum as StreamSum
+from .hook_points import HookPoint as HookPoint
+from .hook_points import Part as Part
+from .hook_points import StreamSum as StreamSum
 from .site_selection import find_points as find_points
 from .site_selection import stream_sums as stream_sums
 from .unembed import Head as Head

@@ -7,8 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_blocks, module_sites, nearest_config
+from .hook_points import (
+    HEAD_FAMILIES,
+    SITE_NAMES,
+    HookPoint,
+    Part,
+    Site,
+    SiteMap,
+    StreamSum,
+    fused_parts,
+    separate_heads,
+    site_name,
+)
 from .layouts import BlockLayout, ModuleTensor, input_of, output_of
-from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, separate_heads, site_name
 
 UNKNOWN = "its blocks are of an architecture whose hook points are not in the table: name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"

@@ -15,8 +15,8 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .blocks import blocks_in, find_stacks, has_encoder_positions, lists_of_blocks, stack_of, stacks_with
+from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum
 from .hugging_face_sites import module_site_map
-from .points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
 At = str | int | Callable[[str], bool]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .inputs import ALIGNED, is_demo, named_model
+from .models_and_data import ALIGNED, is_demo, named_model
 from .options import CommandCall, command, help_of, names_of, shard_files
 from .output import prepare, print_headlines, print_run, print_table, settled_options, write_report, written
 from .run_file import shard_options
@@ -144,7 +144,7 @@ def list_analyzers(call: CommandCall) -> None:
     tl-layersim analyzers cka
     """
     from ..analyzers import find_analyzers
-    from ..engine.chosen_analyzers import choose_analyzers
+    from ..engine.run_arguments import choose_analyzers
 
     if call.options["analyzer"] is None:
         installed = sorted(find_analyzers().items())
@@ -166,7 +166,7 @@ def list_sites(call: CommandCall) -> None:
     tl-layersim sites gpt2 | grep attn_out
     """
     from .. import demo_model, sites
-    from ..sources.named_model import load_without_weights
+    from ..sources.load_by_name import load_without_weights
 
     name, trusted = call.options["model"], call.options["trust_remote_code"]
     table = sites(demo_model(aligned=name == ALIGNED) if is_demo(name) else load_without_weights(name, trusted, "model"))

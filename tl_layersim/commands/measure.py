@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .inputs import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
+from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
 from .options import CommandCall, command
 from .output import (
     analyzer_settings,
@@ -217,7 +217,7 @@ def estimate_cost(call: CommandCall) -> None:
     tl-layersim estimate gpt2 --time --device cuda
     """
     from .. import demo_model, estimate, open_model
-    from ..sources.named_model import refuse_missing_device
+    from ..sources.load_by_name import refuse_missing_device
 
     analyzers, model = chosen_analyzers(call), call.options["model"]
     if call.options["time"]:

@@ -53,7 +53,7 @@ def prepare(call: CommandCall) -> None:
     Raises:
         LayersimError: there is no such format or device, or the folder cannot be written to.
     """
-    from ..sources.named_model import refuse_missing_device
+    from ..sources.load_by_name import refuse_missing_device
 
     refuse_missing_device(call.options.get("device") or "cpu")
     for name in names_of(call.options["format"]):

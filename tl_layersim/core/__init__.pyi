@@ -4,9 +4,9 @@ from .arguments import typed as typed
 from .errors import LayersimError as LayersimError
 from .errors import LayersimWarning as LayersimWarning
 from .errors import warn as warn
-from .fields import Provenance as Provenance
-from .fields import axes as axes
 from .intervals import quantiles_from_histogram as quantiles_from_histogram
+from .result_declarations import Provenance as Provenance
+from .result_declarations import axes as axes
 from .results import LayerCurve as LayerCurve
 from .results import LayerMatrix as LayerMatrix
 from .results import Picture as Picture

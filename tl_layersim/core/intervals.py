@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .arguments import typed
 from .errors import LayersimError
-from .fields import declarations
+from .result_declarations import declarations
 from .wording import equation, number_text, p_value_text, rounded_to_margin
 
 # Words in the names of headline numbers that are extremes, or that belong to a threshold which the data choose.

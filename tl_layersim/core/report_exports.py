@@ -17,7 +17,6 @@ import torch
 
 from .arguments import typed
 from .errors import LayersimError, without_secrets
-from .fields import JOINT
 from .intervals import headline_intervals, headline_texts
 from .report_tables import (
     NUMBERS,
@@ -32,6 +31,7 @@ from .report_tables import (
     result_table,
     tables_of,
 )
+from .result_declarations import JOINT
 from .storage import REPORT_FILE, replacing
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .arguments import typed
 from .errors import LayersimError, warn
-from .fields import JOINT, declarations
 from .intervals import field_named, headline_texts, margin_text
+from .result_declarations import JOINT, declarations
 from .site_names import depth_key, in_depth_order, site_in_words
 from .wording import brief
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from .errors import LayersimError
-from .fields import Provenance, class_of, kind_of
 from .intervals import with_replicates
 from .report_exports import downloaded, is_hub_address
+from .result_declarations import Provenance, class_of, kind_of
 from .storage import by_first_name, read, reading, refuse_other_types
 
 # Results of a kind that a result holds: without each block of the data, and of untrained models.

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .arguments import OpenFraction, typed
 from .errors import LayersimError
-from .fields import JOINT, Declaration, Picture, Provenance, axes, declarations
 from .intervals import ConfidenceInterval, field_named, headline_lines, interval_of
 from .report_exports import ReportExports
 from .report_tables import BLOCK_AXES, field_table, label_table, latex, markdown, numbers_of, result_table
+from .result_declarations import JOINT, Declaration, Picture, Provenance, axes, declarations
 from .result_files import load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
 from .storage import write as write_file

@@ -28,15 +28,15 @@ from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
 from ..core.wording import duration_in_words, with_article
 from ..data.batches import Batch, Batches
 from ..data.data import Data
-from ..data.inputs import ROW_AXES
-from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
-from ..engine.plan import DEFAULT, AtArgument, SitePlan, plan_sites
+from ..data.non_token_inputs import ROW_AXES
+from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
+from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, plan_sites
 from ..engine.submitted_runs import TOKENS_PER_REQUEST
 from ..remote.open_model import open_source
 from ..remote.requests import MOST_BATCHES, packed_request, packed_result
+from ..sources.forward_arguments import position_counter, shape_of_row
 from ..sources.hooks import kernels_alone
-from ..sources.inputs import position_counter, shape_of_row
-from ..sources.named_model import model_without_weights
+from ..sources.load_by_name import model_without_weights
 from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.source import CanReadSites, Source, running
 from ..sources.without_weights import CPU_ATTENTION, WeightlessSource, has_no_weights, without_values

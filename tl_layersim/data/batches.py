@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..core.errors import LayersimError, in_words
 from .data import MOST_KEPT, Data, KeptRows, Notes
-from .inputs import TOKEN_IDS, collated, cut_to_longest
 from .labels import NO_LABEL
+from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
-from .rows import ModelInputs, Row
+from .row import ModelInputs, Row
 from .texts import Chat, Text, TextRows
 
 

@@ -12,9 +12,9 @@ import torch
 from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
-from .padding import RunsAtEnds
+from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
-from .rows import Row
+from .row import Row
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ..core.errors import LayersimError, LayersimWarning
 from ..core.wording import brief, first_line
 
 if TYPE_CHECKING:
-    from ..core.fields import Provenance
+    from ..core.result_declarations import Provenance
 
 NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
 LABELS = ("labels", "label")

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..core.code_digests import describe_function
 from ..core.errors import LayersimError
-from ..core.functions import describe_function
 from ..core.wording import brief
 from .labels import number_tensor
 

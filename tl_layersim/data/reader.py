@@ -15,7 +15,8 @@ from torch import Tensor
 from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, with_article
 from .data import Column, Data, Notes
-from .inputs import (
+from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
+from .non_token_inputs import (
     OF_TOKENS,
     PIXELS,
     ROW_AXES,
@@ -41,10 +42,9 @@ from .inputs import (
     unclear_columns,
     without_padding,
 )
-from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
-from .padding import as_mask, mask_of, masked_warning
+from .padding_masks import as_mask, mask_of, masked_warning
 from .positions import as_marks
-from .rows import NOTHING, ModelInputs, Row
+from .row import NOTHING, ModelInputs, Row
 from .texts import Chat, Text, chats_in, is_chat
 
 ACCEPTED_DATA = (

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import brief, first_line
 from .data import Data, Notes
-from .inputs import ATTACH, ROW_AXES, as_plain, decoder_alone, innermost, reads_decoder
-from .rows import ModelInputs, Row
+from .non_token_inputs import ATTACH, ROW_AXES, as_plain, decoder_alone, innermost, reads_decoder
+from .row import ModelInputs, Row
 
 SEGMENTS = "token_type_ids"
 DEFAULT_SEQ_LEN = 256

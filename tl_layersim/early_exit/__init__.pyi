@@ -2,6 +2,6 @@
 
 from .early_exit import ExitLogits as ExitLogits
 from .early_exit import frequent_tokens as frequent_tokens
-from .exit_plan import ExitCosts as ExitCosts
-from .exit_plan import ExitPlan as ExitPlan
+from .exit_costs import ExitCosts as ExitCosts
+from .exit_costs import ExitPlan as ExitPlan
 from .generation import Generated as Generated

@@ -20,13 +20,13 @@ from ..core.errors import LayersimError, warn
 from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
-from ..data.padding import as_mask
-from ..engine.chosen_analyzers import with_tokenizer
+from ..data.padding_masks import as_mask
+from ..engine.run_arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
-from ..sources.inputs import no_cache, refusing_failed_forward
+from ..sources.forward_arguments import no_cache, refusing_failed_forward
 from ..sources.open_local import OpenedModel
 from .exit_checks import ExitCheck, ExitLens, shortlist_ids
-from .exit_plan import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
+from .exit_costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
 from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows
 from .rules import EXIT_RULES
 from .rules.built_in import MaxProbRule

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core.errors import LayersimError, warn
 from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
-from ..data.padding import RunsAtEnds, as_mask, mask_of, masked_warning
-from ..sources.model import Model
+from ..data.padding_masks import RunsAtEnds, as_mask, mask_of, masked_warning
+from ..sources.model_description import Model
 from ..sources.partial_forward import LocalSplitModel
 from .exit_checks import ExitCheck
 from .segments import Decoding

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ..activations.block_call import first_tensor
 from ..core.errors import LayersimError
+from ..sources.forward_arguments import no_cache
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
-from ..sources.inputs import no_cache
 from ..sources.partial_forward import LocalSplitModel
 from .cache import ColumnCache, Columns
 from .exit_checks import ExitCheck

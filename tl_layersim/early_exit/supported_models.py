@@ -19,9 +19,9 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..remote.open_model import open_source
-from ..sources.checks import need_stream
+from ..sources.activation_checks import need_stream
+from ..sources.forward_arguments import no_cache
 from ..sources.hooked import HookedSource
-from ..sources.inputs import no_cache
 from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.partial_forward import LocalSplitModel, logits_of
 from .exit_checks import ExitCheck, ExitLens

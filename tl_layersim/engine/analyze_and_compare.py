@@ -23,12 +23,13 @@ from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..remote.open_model import open_source
-from ..sources.inputs import position_counter
+from ..sources.forward_arguments import position_counter
 from ..sources.open_local import OpenedModel, records_of
 from ..sources.source import HasModule
 from ..sources.untrained import refuse_changed, untrained
-from .analysis import Analysis, DataPart
-from .chosen_analyzers import (
+from .report_assembly import make_report
+from .run import run
+from .run_arguments import (
     AnalyzersArgument,
     choose_analyzers,
     is_several,
@@ -37,11 +38,10 @@ from .chosen_analyzers import (
     shared_tokens,
     with_tokenizer,
 )
-from .plan import DEFAULT, AtArgument, chosen_rule, plan_sites
-from .report_assembly import make_report
-from .run import run
+from .run_description import Analysis, DataPart
 from .run_files import tallies_of
 from .shards import FilesArgument, check_shard_arguments, merged_first, paths_of, run_shard
+from .site_plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from .submitted_runs import RemoteRun, start
 
 BaselineArgument: TypeAlias = Literal["untrained"] | None

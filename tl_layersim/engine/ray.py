@@ -26,13 +26,13 @@ from ..core.wording import brief, with_article
 from ..data import data as data_module
 from ..data.data import Data
 from ..sources.open_local import OpenedModel
-from .analysis import FIRST, MAIN, Analysis, DataCounts, FirstStage
 from .analyze_and_compare import opened_analysis
-from .chosen_analyzers import AnalyzersArgument, choose_analyzers
-from .plan import DEFAULT, AtArgument
 from .report_assembly import refuse_empty
 from .run import TITLES
+from .run_arguments import AnalyzersArgument, choose_analyzers
+from .run_description import FIRST, MAIN, Analysis, DataCounts, FirstStage
 from .shards import differing_entries, merge, merged_first, read_part, run_shard
+from .site_plan import DEFAULT, AtArgument
 
 # Small shards: little is lost with a worker, and all workers end at about the same time.
 SHARDS_PER_WORKER = 6

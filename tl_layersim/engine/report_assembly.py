@@ -16,13 +16,13 @@ from tqdm.auto import tqdm
 from ..activations.norms import FIRST_PLACES
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
-from ..core.fields import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.intervals import aligned, bounds_of, leave_one_out, neighbour_correlation, with_and_without_blocks, with_replicates
+from ..core.result_declarations import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.results import Report, Result
 from ..core.site_names import site_in_words
 from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
 from ..core.wording import brief
-from ..sources.model import Model
+from ..sources.model_description import Model
 
 # docs/traps.md has the measurements behind both.
 LEAST_EFFECTIVE_FRACTION = 0.2

@@ -26,13 +26,13 @@ from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import SIZES, DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
 from ..data.batches import Batch, BatchSize, batch_sizes, fingerprint, new_digest
 from ..data.data import Data
-from ..sources.checks import check_lens, check_stream_sums, refuse_not_finite
-from ..sources.model import Model
+from ..sources.activation_checks import check_lens, check_stream_sums, refuse_not_finite
+from ..sources.model_description import Model
 from ..sources.out_of_memory import reduce_batch
 from ..sources.source import CanReadSites, OnServer, PartialSums, Source
-from .analysis import FIRST, MAIN, Analysis, DataPart
-from .plan import SitePlan
 from .report_assembly import refuse_empty
+from .run_description import FIRST, MAIN, Analysis, DataPart
+from .site_plan import SitePlan
 
 # Leaves of a run whose number is not known, for the memory of its sums.
 TYPICAL_LEAVES = 1024

@@ -16,8 +16,8 @@ from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
 from ..core.storage import refuse_other_types
 from ..core.sums import DataBlock, Sums, SumTree, Tally
-from ..sources.model import Model
-from .chosen_analyzers import AnalyzersArgument, choose_analyzers
+from ..sources.model_description import Model
+from .run_arguments import AnalyzersArgument, choose_analyzers
 
 # Fields of a tally that JSON holds; the others are sums.
 PLAIN = ("batches", "sequences", "tokens", "digest", "seconds", "done")

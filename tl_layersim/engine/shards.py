@@ -23,10 +23,10 @@ from ..core.resumable_file import ResumableFile
 from ..core.storage import MALFORMED, refuse_other_types, refuse_unwritable
 from ..core.sums import Sums, SumTree, Tally
 from ..core.wording import brief
-from .analysis import FIRST, MAIN, Analysis, DataCounts, DataPart, FirstStage
-from .chosen_analyzers import AnalyzersArgument
 from .report_assembly import make_report, refuse_empty
 from .run import run
+from .run_arguments import AnalyzersArgument
+from .run_description import FIRST, MAIN, Analysis, DataCounts, DataPart, FirstStage
 from .run_files import model_of, restored_analyzers, sums_below, tallies_of
 
 SHARD_FILE = "shard"

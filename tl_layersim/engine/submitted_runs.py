@@ -28,16 +28,16 @@ from ..remote.client import JobTooLong, NdifClient, TransientFailure, quiet
 from ..remote.open_model import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
-from ..sources.checks import refuse_not_finite
-from ..sources.model import Model
+from ..sources.activation_checks import refuse_not_finite
+from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 from ..sources.source import PartialSums, running
-from .analysis import FIRST
-from .chosen_analyzers import AnalyzersArgument
-from .plan import SiteChoice, SitePlan
 from .report_assembly import make_report, refuse_empty
 from .run import DataPass, PassState, Step
+from .run_arguments import AnalyzersArgument
+from .run_description import FIRST
 from .run_files import model_notes, model_of, recipe_of, restored_analyzers, sums_below, sums_snapshot, tensors_below
+from .site_plan import SiteChoice, SitePlan
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Jacobians of blocks: products with them, their singular vectors and their coupling."""
 
-from .jacobian import Jacobian
+from .jacobian_operator import Jacobian
 
 __all__ = [
     "Jacobian",

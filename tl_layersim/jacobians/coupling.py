@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import BlockCall
-from .jacobian import Jacobian, computing_dtype
+from .jacobian_operator import Jacobian, computing_dtype
 
 # Krylov: largest error of the singular vectors relative to the largest singular value, and number of additional vectors.
 TOLERANCE, OVERSAMPLING = 1e-4, 6

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..sources.identity import EDIT, refuse_edits
-from ..sources.model import Model
+from ..sources.model_description import Model
 
 # Largest relative error of finite differences.
 TOO_COARSE = 0.1

@@ -16,7 +16,7 @@ from ..core import LayersimError, typed
 from ..core.storage import checksum, reading
 from ..core.storage import read as read_file
 from ..core.storage import write as write_file
-from ..sources.model import Model
+from ..sources.model_description import Model
 
 
 class ExitHeads:

@@ -19,13 +19,12 @@ from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
 from ..core.arguments import typed
 from ..core.errors import LayersimError, recorded_warnings, warn
-from ..core.fields import Declaration
+from ..core.result_declarations import Declaration
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief, counted
 from ..data.batches import Batches
 from ..data.data import Data
-from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import (
     BaselineArgument,
     SeveralAnalyzers,
@@ -36,7 +35,8 @@ from ..engine.analyze_and_compare import (
     twin_of,
     with_untrained,
 )
-from ..engine.chosen_analyzers import (
+from ..engine.report_assembly import record_of_models
+from ..engine.run_arguments import (
     choose_analyzers,
     is_several,
     refuse_idle_options,
@@ -44,11 +44,11 @@ from ..engine.chosen_analyzers import (
     shared_tokens,
     with_tokenizer,
 )
-from ..engine.plan import DEFAULT, AtArgument, chosen_rule, plan_sites
-from ..engine.report_assembly import record_of_models
+from ..engine.run_description import Analysis
+from ..engine.site_plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from ..remote.open_model import open_source
-from ..sources.inputs import position_counter
-from ..sources.model import Model
+from ..sources.forward_arguments import position_counter
+from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel, records_of
 
 # Class attributes that are those of the measure.

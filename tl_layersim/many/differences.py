@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError, warn
-from ..core.fields import declarations
 from ..core.intervals import (
     ROUNDING_ERROR,
     aligned,
@@ -26,6 +25,7 @@ from ..core.intervals import (
     with_and_without_blocks,
 )
 from ..core.report_tables import BLOCK_AXES, SITE_AXES, Correction, adjusted, is_symmetric
+from ..core.result_declarations import declarations
 from ..core.results import Report, Result
 from ..core.wording import with_article
 

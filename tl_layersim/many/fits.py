@@ -288,7 +288,7 @@ class Relation:
         Args:
             predictor: name of the predictor; None for the first.
         """
-        from ..reporting.comparisons import regression
+        from ..reporting.differences_and_fits import regression
 
         return regression(self, self.predictors.columns[0] if predictor is None else predictor)
 

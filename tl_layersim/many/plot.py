@@ -74,7 +74,7 @@ def plot(
     """
     import xarray
 
-    from ..reporting.comparisons import difference_figure, fit_figure
+    from ..reporting.differences_and_fits import difference_figure, fit_figure
     from ..reporting.figures import panels
     from ..reporting.many_runs import group_figure, line_plot, map_of_two, matrices
     from ..reporting.style import with_size
@@ -160,7 +160,7 @@ def plot_adjacency(
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), figure 1 c to e.
     """
-    from ..reporting.lines import interval_ends
+    from ..reporting.lines_and_bars import interval_ends
     from ..reporting.style import with_provenance, with_size
 
     if not result.normalize:
@@ -195,7 +195,7 @@ def _network(strength: Any, strongest: float, names: tuple[str, ...], title: str
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
 
-    from ..reporting.lines import hover_texts
+    from ..reporting.lines_and_bars import hover_texts
     from ..reporting.site_labels import short_names
     from ..reporting.style import DARK, colour_bar, styled, with_subtitle
 

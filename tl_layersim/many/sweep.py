@@ -19,17 +19,17 @@ from tqdm.auto import tqdm
 
 from ..analyzers.analyzer import Analyzer, code_digest
 from ..core.arguments import typed
+from ..core.code_digests import ValueNames
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, warn
-from ..core.functions import ValueNames
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
 from ..core.wording import brief
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
-from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
-from ..engine.plan import DEFAULT, AtArgument
+from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
+from ..engine.site_plan import DEFAULT, AtArgument
 from ..sources.open_local import is_nnsight
 from ..sources.out_of_memory import release_memory
 

@@ -20,9 +20,9 @@ from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open_model import open_source
-from ..sources.checks import refuse_bad_logits
-from ..sources.model import Model
-from .run import run_on_prompt
+from ..sources.activation_checks import refuse_bad_logits
+from ..sources.model_description import Model
+from .prompt_forward import run_on_prompt
 
 if TYPE_CHECKING:
     import pandas

@@ -23,8 +23,8 @@ from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open_model import open_source
-from ..sources.model import Model
-from .run import run_on_prompt
+from ..sources.model_description import Model
+from .prompt_forward import run_on_prompt
 
 # The positions at the end of a label, in digits that `int` reads.
 POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"

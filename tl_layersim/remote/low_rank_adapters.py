@@ -18,8 +18,8 @@ from ..activations.block_call import first_tensor
 from ..architectures.unembed import Unembed
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError
+from ..sources.forward_arguments import fewest_logits
 from ..sources.hooks import frozen_weights
-from ..sources.inputs import fewest_logits
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight
 from .client import JobTooLong, quiet

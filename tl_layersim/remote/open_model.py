@@ -12,14 +12,15 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
-from ..sources.checks import need_stream, verify_on_first_row
+from ..sources.activation_checks import need_stream, verify_on_first_row
 from ..sources.hooked import HookedSource
 from ..sources.identity import refuse_edits
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
 from ..sources.partial_forward import LocalSplitModel, SplitModel
 from ..sources.source import HasModule, Source
-from .source import RemoteSource, RemoteSplitModel
+from .partial_forward import RemoteSplitModel
+from .source import RemoteSource
 
 
 @typed

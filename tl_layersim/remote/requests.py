@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..activations.row_pools import AnyKernel
+from ..core.code_digests import called_by, codes_in, plain_constants
 from ..core.errors import LayersimError
-from ..core.functions import called_by, codes_in, plain_constants
 from ..core.sums import Sums, next_size, rows_in_block
 from ..data.batches import Batch
 from ..sources.nnsight import own_function, shippable

@@ -17,7 +17,7 @@ from ..core.errors import LayersimError
 from ..core.intervals import bounds_of, field_named
 from ..core.results import UNTRAINED, Result
 from .heat_map import MATRICES, fraction_heat_map, matrix_heat_map, series_heat_map, token_grid
-from .lines import (
+from .lines_and_bars import (
     ZERO_LINE,
     Ends,
     Series,

@@ -12,10 +12,10 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ..core.fields import JOINT
 from ..core.intervals import bounds_of
+from ..core.result_declarations import JOINT
 from ..core.results import Result
-from .lines import Ends, hover_texts, interval_ends, known_columns
+from .lines_and_bars import Ends, hover_texts, interval_ends, known_columns
 from .site_labels import axis_title, short_names, site_axis_title, visible_token
 from .style import (
     CELL_AXIS,

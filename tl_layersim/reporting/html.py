@@ -10,9 +10,9 @@ from typing import Any
 
 from jinja2 import Environment
 
-from ..core.fields import Provenance
 from ..core.intervals import headline_texts, with_margin
 from ..core.report_tables import COLUMNS, field_table
+from ..core.result_declarations import Provenance
 from ..core.results import UNTRAINED, Report, Result
 from ..core.storage import replacing
 from .site_labels import axis_title, is_stream, listed_sites, series_label

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from ..core.wording import equation, number_text, p_value_text
 from .heat_map import ColourScale, HeatMapAxis, about_zero, heat_map, narrow_scale, scale_within
-from .lines import ZERO_LINE, Ends, Series, add_band, lines, point_hover
+from .lines_and_bars import ZERO_LINE, Ends, Series, add_band, lines, point_hover
 from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
 from .style import (
     DARK,

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.colors import sample_colorscale
 
-from ..core.fields import JOINT, Provenance
+from ..core.result_declarations import JOINT, Provenance
 from ..core.wording import amount
 from .site_labels import heads_in_block, short_names, site_axis_title
 

@@ -18,15 +18,15 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import BlockCall, record_call
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
+from ..architectures.hook_points import HookPoint, at_point, positions_of, residual_points, to_positions
 from ..architectures.output_heads import open_head
-from ..architectures.points import HookPoint, at_point, positions_of, residual_points, to_positions
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
+from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
-from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
-from .model import describe, open_transformer_lens, settled
+from .model_description import describe, open_transformer_lens, settled
 from .out_of_memory import reduce_batch, refusing_out_of_memory
 from .source import CanReadSites, SitesRead
 

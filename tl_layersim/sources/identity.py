@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
+from ..core.code_digests import ValueNames, defined_in
 from ..core.errors import LayersimError
-from ..core.functions import ValueNames, defined_in
 from .hooks import every_module
 
 # Packed weights of GPTQ and AWQ, which are buffers.

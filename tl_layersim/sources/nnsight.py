@@ -18,18 +18,18 @@ from ..activations.block_call import first_tensor, gradients, record_call, with_
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
+from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
 from ..architectures.output_heads import lens_of, open_head
-from ..architectures.points import HookPoint, positions_of, residual_points, to_positions
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
 from ..data.batches import Batch
-from .checks import refuse_not_finite
+from .activation_checks import refuse_not_finite
+from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .hooked import StreamTest, firing_order
 from .hooks import on_tensor, temporary_hooks
 from .identity import edits_of
-from .inputs import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
-from .model import describe, processor_of, settled
+from .model_description import describe, processor_of, settled
 from .out_of_memory import is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
 from .source import CanReadSites, SitesRead
 

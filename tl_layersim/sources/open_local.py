@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..architectures.blocks import find_stacks
-from ..architectures.points import Site
+from ..architectures.hook_points import Site
 from ..architectures.site_selection import site_map
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed

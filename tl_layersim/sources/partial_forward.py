@@ -20,10 +20,10 @@ from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
-from .checks import need_stream
+from .activation_checks import need_stream
 from .hooked import HookedSource
 from .hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
-from .model import Model
+from .model_description import Model
 from .source import CanReadSites
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]

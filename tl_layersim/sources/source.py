@@ -14,13 +14,13 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
 from ..architectures.blocks import encoder_and_decoder, find_stacks, lists_by_stage
-from ..architectures.points import HookPoint, StreamSum, channels_at, has_convolution
+from ..architectures.hook_points import HookPoint, StreamSum, channels_at, has_convolution
 from ..architectures.site_selection import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from .hooks import eval_mode
-from .model import Model, stack_fields
+from .model_description import Model, stack_fields
 from .out_of_memory import RowParts
 
 if TYPE_CHECKING:

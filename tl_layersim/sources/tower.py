@@ -17,12 +17,12 @@ from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..core.wording import brief, with_article
 from ..data.batches import Batch
-from ..data.inputs import PIXELS, refuse_integers
+from ..data.non_token_inputs import PIXELS, refuse_integers
 from ..data.positions import PositionRule, Positions
 from ..data.texts import DEFAULT_SEQ_LEN
 from .hooked import HookedSource
 from .identity import StoredWeights, hooks_on
-from .model import Model, hash_config, processor_of
+from .model_description import Model, hash_config, processor_of
 
 
 class TowerSource(HookedSource):

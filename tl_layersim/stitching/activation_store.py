@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 from ..core.errors import LayersimError, in_words, warn
 from ..data.batches import Batch, Batches, row_bytes
 from ..data.labels import NO_LABEL
-from ..lens.targets import answers, check_batch_labels
-from ..sources.model import Model
+from ..lens.target_tokens import answers, check_batch_labels
+from ..sources.model_description import Model
 from ..sources.partial_forward import SplitModel
 
 # Activations of more bytes than this are reported before they are computed.

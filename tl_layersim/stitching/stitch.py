@@ -21,20 +21,20 @@ from ..architectures.blocks import entering
 from ..architectures.site_selection import block_number
 from ..core.arguments import NonNegativeFloat, typed
 from ..core.errors import LayersimError, in_words, warn
-from ..core.fields import Provenance
+from ..core.result_declarations import Provenance
 from ..core.storage import refuse_unwritable, refuse_unwritable_folder
 from ..core.sums import Tally
 from ..core.wording import brief, counted
 from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..engine.chosen_analyzers import shared_tokens, with_tokenizer
 from ..engine.report_assembly import record
-from ..lens.targets import answers, usual_labels
+from ..engine.run_arguments import shared_tokens, with_tokenizer
+from ..lens.target_tokens import answers, usual_labels
 from ..many.compare_grid import group_labels
 from ..remote.open_model import open_split_model
-from ..sources.inputs import position_counter
-from ..sources.model import Model
+from ..sources.forward_arguments import position_counter
+from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel, records_of
 from ..sources.partial_forward import SplitModel
 from ..sources.source import refuse_inference_weights

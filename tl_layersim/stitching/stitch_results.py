@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError
-from ..core.fields import JOINT, Declaration
+from ..core.result_declarations import JOINT, Declaration
 from ..core.results import Result, axes
 from .adapters import Adapter
 
@@ -227,7 +227,7 @@ class StitchResult(Result):
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
         """Plot the learning curve (`"curve"`, the default if the adapter was trained) or the penalty by batch (`"penalty"`)."""
-        from ..reporting.lines import Series, lines, with_baselines
+        from ..reporting.lines_and_bars import Series, lines, with_baselines
         from ..reporting.style import with_provenance, with_size
 
         if field != "penalty" and (field or len(self.values)):

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures.blocks import entering, refuse_paths
-from ..architectures.points import HookPoint
+from ..architectures.hook_points import HookPoint
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.data import Data
-from ..data.inputs import TOKEN_IDS
+from ..data.non_token_inputs import TOKEN_IDS
+from ..sources.forward_arguments import no_cache
 from ..sources.hooked import HookedSource
 from ..sources.identity import hooks_on
-from ..sources.inputs import no_cache
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ..sources.partial_forward import LocalSplitModel
 from .adapters import Adapter
 

@@ -25,10 +25,10 @@ from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable
 from ..core.training_loop import Shuffle, TrainingSteps, run_steps, save_state
 from ..data.data import Data
-from ..engine.chosen_analyzers import with_tokenizer
+from ..engine.run_arguments import with_tokenizer
 from ..remote.low_rank_adapters import Item, Parts, Patch, RemoteDescent, open_traced
-from ..sources.checks import check_lens, need_stream
-from ..sources.model import Model
+from ..sources.activation_checks import check_lens, need_stream
+from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel
 from ..sources.source import OnServer, refuse_inference_weights

@@ -29,7 +29,7 @@ from ..core.training_loop import Descent, Shuffle, run_steps, save_state
 from ..core.wording import brief
 from ..data.data import Data
 from ..data.labels import NO_LABEL
-from ..engine.chosen_analyzers import with_tokenizer
+from ..engine.run_arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads
 from ..sources.hooks import eval_mode
 from ..sources.identity import refuse_quantised

@@ -23,14 +23,14 @@ from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
 from ..core.arguments import Fraction, PositiveInt, Probability, Seed, typed
 from ..core.errors import LayersimError, warn
-from ..core.fields import JOINT, Provenance
+from ..core.result_declarations import JOINT, Provenance
 from ..core.results import Report, Result, axes
 from ..core.wording import amount
 from ..data.data import Data
 from ..early_exit.early_exit import EarlyExit
 from ..engine.analyze_and_compare import analyze
 from ..lens.exit_heads import ExitHeads, as_heads
-from ..lens.targets import gives_classes, usual_labels
+from ..lens.target_tokens import gives_classes, usual_labels
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
 

@@ -19,13 +19,13 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import next_tokens, refuse_other_ids
 from ..data.labels import NO_LABEL, as_labels
-from ..data.padding import as_mask
+from ..data.padding_masks import as_mask
 from ..remote.open_model import open_source
-from ..sources.checks import lens_gap, need_stream, refuse_other_logits
+from ..sources.activation_checks import lens_gap, need_stream, refuse_other_logits
+from ..sources.forward_arguments import device_of, no_cache
 from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode, every_module, on_tensor, temporary_hooks
-from ..sources.inputs import device_of, no_cache
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 from ..sources.partial_forward import logits_of, read_residuals
 from ..sources.source import refuse_inference_weights

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.fields import Provenance
+from ..core.result_declarations import Provenance
 from ..core.sums import Tally
 from ..core.wording import amount
 from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
-from ..data.inputs import EMBEDDINGS
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..data.rows import Row
+from ..data.non_token_inputs import EMBEDDINGS
+from ..data.row import Row
 from ..engine.report_assembly import record
-from ..lens.targets import answers, check_batch_labels, usual_labels
-from ..sources.inputs import forward_arguments
-from ..sources.model import Model
+from ..lens.target_tokens import answers, check_batch_labels, usual_labels
+from ..sources.forward_arguments import forward_arguments
+from ..sources.model_description import Model
 from .residual_stream import TrainingBatch
 
 HELD_OUT = 10

@@ -15,11 +15,11 @@ from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import Batch
-from ..data.inputs import TOKEN_IDS
-from ..engine.chosen_analyzers import AnalyzersArgument, choose_analyzers
-from ..engine.plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
+from ..data.non_token_inputs import TOKEN_IDS
+from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
+from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
 from ..remote.open_model import open_source
-from ..sources.checks import check_lens, check_stream_sums
+from ..sources.activation_checks import check_lens, check_stream_sums
 from ..sources.hooked import HookedSource
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight

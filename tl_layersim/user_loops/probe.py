@@ -20,16 +20,17 @@ from ..core.results import Report
 from ..core.sums import DataBlock, Sums, SumTree, Tally
 from ..core.wording import first_line
 from ..data.batches import new_digest
-from ..data.padding import as_mask
+from ..data.padding_masks import as_mask
 from ..data.positions import Positions
-from ..engine.plan import SitePlan
 from ..engine.report_assembly import make_report
 from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
-from ..remote.traces import PROBES, PassReader, ShippedProbe, partial_sums
-from ..sources.checks import refuse_not_finite, refuse_other_logits
+from ..engine.site_plan import SitePlan
+from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
+from ..remote.traces import partial_sums
+from ..sources.activation_checks import refuse_not_finite, refuse_other_logits
 from ..sources.hooked import HookedSource
 from ..sources.hooks import kernels_alone
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource, shippable
 from ..sources.source import OnServer
 from .probe_hooks import Call, ForwardPassPositions, Recorder, continues

@@ -20,15 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import CACHES, first_tensor
 from ..activations.view import SiteBuffer, View
 from ..architectures.blocks import encoder_and_decoder, stack_of
+from ..architectures.hook_points import to_positions
 from ..architectures.output_heads import open_head
-from ..architectures.points import to_positions
 from ..architectures.transformer_lens import is_transformer_lens, right_padding
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, warn
 from ..data.batches import next_tokens
 from ..data.data import Notes
 from ..data.labels import NO_LABEL
-from ..data.padding import mask_of, masked_warning
+from ..data.padding_masks import mask_of, masked_warning
 from ..data.positions import Positions
 from ..sources.hooked import HookedSource, not_once, whole_tensor
 from ..sources.hooks import StopForward, is_unrecorded, on_enter, on_leave, temporary_hooks

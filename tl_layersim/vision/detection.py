@@ -25,15 +25,15 @@ from ..core.sums import Sums
 from ..core.wording import amount, brief
 from ..data.batches import Batch, Batches
 from ..data.data import Data
-from ..data.inputs import PIXELS, is_image
 from ..data.labels import LABELS
-from ..engine.analysis import Analysis
+from ..data.non_token_inputs import PIXELS, is_image
 from ..engine.analyze_and_compare import run_analysis
-from ..engine.chosen_analyzers import with_tokenizer
-from ..engine.plan import plan_sites, refuse_selection
+from ..engine.run_arguments import with_tokenizer
+from ..engine.run_description import Analysis
+from ..engine.site_plan import plan_sites, refuse_selection
 from ..remote.open_model import open_source
 from ..sources.hooked import HookedSource
-from ..sources.model import Model
+from ..sources.model_description import Model
 
 # Settings of a DETR's matching cost and loss in its configuration, by the name under which a result records them.
 WEIGHTS = {

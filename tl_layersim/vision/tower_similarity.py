@@ -24,10 +24,10 @@ from ..core.sums import Sums
 from ..core.wording import amount
 from ..data.batches import Batches
 from ..data.data import Data
-from ..engine.analysis import Analysis
 from ..engine.analyze_and_compare import run_analysis
-from ..engine.chosen_analyzers import with_tokenizer
-from ..engine.plan import plan_sites, refuse_selection
+from ..engine.run_arguments import with_tokenizer
+from ..engine.run_description import Analysis
+from ..engine.site_plan import plan_sites, refuse_selection
 from ..sources.open_local import OpenedModel
 from ..sources.tower import TowerSource, open_towers, pair_model, refuse_no_projection, text_position, unit, verify_projections
 

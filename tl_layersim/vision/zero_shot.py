@@ -21,10 +21,10 @@ from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..engine.analyze_and_compare import analyze
-from ..engine.chosen_analyzers import with_tokenizer
+from ..engine.run_arguments import with_tokenizer
 from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode
-from ..sources.model import processor_of
+from ..sources.model_description import processor_of
 from ..sources.open_local import OpenedModel
 from ..sources.tower import TowerSource, open_towers, refuse_no_projection, text_position, unit
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ...core.errors import LayersimError
-from ...core.functions import Registry
+from ...core.registry import Registry
 
 # Per-token tensors by name, each with one entry for every token that passes through the layers.
 RuleState = dict[str, Tensor]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...core.arguments import typed
 from ...core.errors import LayersimError
-from ...core.functions import Registry
+from ...core.registry import Registry
 
 
 class AdapterKind(ABC):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.cross_entropy import cross_entropy
-from ...core.functions import Registry
+from ...core.registry import Registry
 from ...lens.exit_heads import ExitHeads
 from ...sources.identity import hash_weights
 from ..losses import chunks, layer_weights, logits_at, rows_at_once

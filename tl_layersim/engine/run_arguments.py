@@ -17,9 +17,9 @@ from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, in_words, shown, warn
 from ..core.wording import brief
 from ..data.data import DATA_OPTIONS
-from ..data.inputs import PIXELS
+from ..data.non_token_inputs import PIXELS
 from ..lens.exit_heads import ExitHeads
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.

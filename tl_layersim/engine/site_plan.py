@@ -12,15 +12,15 @@ from ..activations.norms import activation_sizes
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import at_sites
 from ..analyzers.analyzer import Analyzer
-from ..architectures.points import HookPoint
+from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import items_of
 from ..core.errors import LayersimError
 from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief
 from ..data.data import Data
 from ..data.positions import PositionRule, Positions
-from ..sources.checks import distinct_points
-from ..sources.model import Model
+from ..sources.activation_checks import distinct_points
+from ..sources.model_description import Model
 from ..sources.source import CanReadSites, Source
 
 # For type checkers: a block, a family, a name or a pattern, several of these, or a function of names.

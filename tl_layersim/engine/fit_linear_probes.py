@@ -35,12 +35,12 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..data.labels import NO_LABEL, as_labels
 from ..remote.open_model import open_source
-from ..sources.inputs import position_counter
+from ..sources.forward_arguments import position_counter
 from ..sources.open_local import OpenedModel
 from ..sources.source import CanReadSites
 from .analyze_and_compare import analyze
-from .chosen_analyzers import with_tokenizer
-from .plan import DEFAULT, AtArgument
+from .run_arguments import with_tokenizer
+from .site_plan import DEFAULT, AtArgument
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from .labels import number_tensor
-from .rows import ModelInputs
+from .row import ModelInputs
 
 # Rows after which tables are refused before the end of the data, and the share of them with a run of one id at an end.
 EARLY_ROWS, EARLY_SHARE = 64, 0.75

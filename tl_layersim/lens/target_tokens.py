@@ -12,9 +12,9 @@ from ..activations.view import targets, tokens_alone
 from ..architectures.output_heads import is_detr
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from ..data.inputs import labelled_without_tokens
 from ..data.labels import NO_LABEL, as_labels
-from ..sources.model import Model
+from ..data.non_token_inputs import labelled_without_tokens
+from ..sources.model_description import Model
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .labels import LABELS, is_missing, number_tensor, whole_numbers
-from .padding import as_mask, mask_of
-from .rows import NOTHING, ModelInputs, Row
+from .padding_masks import as_mask, mask_of
+from .row import NOTHING, ModelInputs, Row
 
 TOKEN_IDS = "input_ids"
 EMBEDDINGS = "inputs_embeds"

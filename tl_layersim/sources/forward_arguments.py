@@ -14,8 +14,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import first_line
 from ..data.batches import Batch
-from ..data.inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
-from .model import Model
+from ..data.non_token_inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
+from .model_description import Model
 from .out_of_memory import is_out_of_memory
 from .source import CanCountPositions, Source
 

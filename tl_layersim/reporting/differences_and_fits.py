@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from ..core.errors import LayersimError
 from ..core.wording import equation, p_value_text
 from .heat_map import MATRICES, HeatMapAxis, about_zero, heat_map
-from .lines import ZERO_LINE, Ends, Series, add_band, lines
+from .lines_and_bars import ZERO_LINE, Ends, Series, add_band, lines
 from .site_labels import axis_title, inside_title, quantity_with_unit, series_label, short_names
 from .style import (
     BLUE,

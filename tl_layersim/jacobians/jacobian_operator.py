@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import BlockCall, FewTokens, Widened, plain_attention
-from .products import GraphProducts, RowProducts, TokenProducts, TokenReplayMismatch, is_remote, lengthening, reproduces
+from .jacobian_products import (
+    GraphProducts,
+    RowProducts,
+    TokenProducts,
+    TokenReplayMismatch,
+    is_remote,
+    lengthening,
+    reproduces,
+)
 
 
 def computing_dtype(call: BlockCall) -> torch.dtype:

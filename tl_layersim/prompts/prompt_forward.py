@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ..activations.view import Kernel
 from ..core.errors import LayersimError
-from ..core.fields import Provenance
+from ..core.result_declarations import Provenance
 from ..core.sums import Tally
 from ..data.batches import Batches, fingerprint, new_digest
 from ..data.data import Data
-from ..engine.chosen_analyzers import with_tokenizer
-from ..engine.plan import refuse_selection
 from ..engine.report_assembly import record
-from ..sources.checks import check_lens, need_stream, refuse_not_finite
-from ..sources.model import Model
+from ..engine.run_arguments import with_tokenizer
+from ..engine.site_plan import refuse_selection
+from ..sources.activation_checks import check_lens, need_stream, refuse_not_finite
+from ..sources.model_description import Model
 from ..sources.source import CanReadSites, Source, running
 
 CALLER = "A figure of one prompt"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..activations.view import View
-from ..architectures.points import HookPoint
+from ..architectures.hook_points import HookPoint
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
 from ..architectures.unembed import rounding, tensor_of
 from ..core.errors import LayersimError
@@ -24,7 +24,7 @@ from ..data.batches import Batch
 from ..data.positions import Positions
 from .hooked import HookedSource
 from .hooks import on_tensor, temporary_hooks
-from .model import Model
+from .model_description import Model
 from .out_of_memory import is_out_of_memory
 from .source import CanCountPositions, CanReadSites, CanUnembed, Source
 

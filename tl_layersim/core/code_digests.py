@@ -1,24 +1,17 @@
-"""Digests of function code, to compare two runs, and the registry of the classes that a package defines."""
+"""Digests of the code and the values of functions, by which two runs are compared."""
 
 from __future__ import annotations
 
 import dis
 import functools
 import hashlib
-import importlib
-import inspect
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-
-from .errors import LayersimError
-from .wording import brief
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
@@ -68,7 +61,7 @@ def describe_function(function: Callable[..., Any]) -> str:
 
     Examples:
         >>> describe_function(describe_function).split(" ")[0]
-        'tl_layersim.core.functions.describe_function'
+        'tl_layersim.core.code_digests.describe_function'
     """
     return ValueNames().function(function)
 
@@ -199,61 +192,3 @@ def _globals(function: FunctionType) -> dict[str, Any]:
         for name, value in found.items()
         if not (isinstance(value, FunctionType) and value.__module__ == function.__module__)
     }
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Registry(Generic[T]):
-    """The extensions of one kind: the concrete subclasses of a class that the modules of a package define.
-
-    A new module in the package, or in a folder that is added to its `__path__`, needs no other edit.
-
-    Args:
-        package: dotted name of the package.
-        base: abstract class of the extensions, which have a class attribute `name`.
-        argument: name of the argument by which users select an extension.
-    """
-
-    package: str
-    base: Callable[..., T]
-    argument: str
-
-    def all(self) -> dict[str, type[T]]:
-        """The extensions by name.
-
-        Raises:
-            TypeError: a class has no name, or two classes have the same.
-        """
-        return dict(_discovered(self.package, tuple(importlib.import_module(self.package).__path__), self.base))
-
-    def named(self, name: object, argument: str | None = None) -> type[T]:
-        """The extension called `name`.
-
-        Args:
-            name: the value of the argument.
-            argument: name of the argument in the error message; None for `self.argument`.
-
-        Raises:
-            LayersimError: no extension has this name.
-        """
-        known = self.all()
-        if isinstance(name, str) and name in known:
-            return known[name]
-        raise LayersimError(f"`{argument or self.argument}` is {brief(name)}; it must be one of {', '.join(sorted(known))}.")
-
-
-@functools.cache
-def _discovered(package: str, path: tuple[str, ...], base: Any) -> dict[str, type[Any]]:
-    classes: dict[str, type[Any]] = {}
-    for info in pkgutil.iter_modules(path):
-        module = importlib.import_module(f"{package}.{info.name}")
-        for _, cls in inspect.getmembers(module, inspect.isclass):
-            if issubclass(cls, base) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
-                name = getattr(cls, "name", None)
-                if not isinstance(name, str) or name in classes:
-                    needs = "needs a class attribute `name` of its own"
-                    raise TypeError(f"{cls.__qualname__} of {module.__name__} {needs}, not {name!r}.")
-                classes[name] = cls
-    return classes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .inputs import evaluation_data, named_data, named_model, opened, read_data, read_held_out
+from .models_and_data import evaluation_data, named_data, named_model, opened, read_data, read_held_out
 from .options import CommandCall, command, stitch_point
 from .output import make_folder, prepare, print_run, settled_options, write_report, written
 from .run_file import run_file

@@ -45,7 +45,7 @@ def named_model(
         LayersimError: the model cannot be loaded, or an option has no effect on a server.
     """
     from ..demo import demo_model
-    from ..sources.named_model import load_for_server, load_model
+    from ..sources.load_by_name import load_for_server, load_model
 
     if remote or server:
         if device or (dtype and server != "local"):
@@ -210,7 +210,7 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
         LayersimError: there is no such analyzer or option.
     """
     from ..analyzers.text_options import with_options
-    from ..engine.chosen_analyzers import choose_analyzers
+    from ..engine.run_arguments import choose_analyzers
 
     chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])
     in_file = options_of(call).get("option", [])

@@ -22,11 +22,11 @@ from ..core.storage import checksum
 from ..core.sums import MOST_BLOCKS, Sums, Tally
 from ..core.wording import duration_in_words
 from ..data.batches import Batches, fingerprint, new_digest
-from ..sources.model import Model
+from ..sources.model_description import Model
 from ..sources.source import OnServer, Source, running
-from .chosen_analyzers import refuse_large_heads
-from .plan import SitePlan
+from .run_arguments import refuse_large_heads
 from .run_files import model_notes, recipe_of, sums_snapshot, tallies_snapshot
+from .site_plan import SitePlan
 
 # Names of the passes over the data, as files hold them.
 FIRST, MAIN = "first", "main"

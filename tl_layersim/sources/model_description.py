@@ -34,8 +34,8 @@ from ..architectures.output_heads import find_head, norms_between_layers, text_c
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
 from ..core.errors import LayersimError, without_secrets
-from ..data.inputs import PIXELS
-from ..data.rows import ModelInputs
+from ..data.non_token_inputs import PIXELS
+from ..data.row import ModelInputs
 from .identity import StoredWeights, hooks_on, refuse_unknown
 
 

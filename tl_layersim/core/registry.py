@@ -1,0 +1,71 @@
+"""Registry of the extensions of one kind: all classes with a common base that the modules of a package define."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from .errors import LayersimError
+from .wording import brief
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The extensions of one kind: the concrete subclasses of a class that the modules of a package define.
+
+    A new module in the package, or in a folder that is added to its `__path__`, needs no other edit.
+
+    Args:
+        package: dotted name of the package.
+        base: abstract class of the extensions, which have a class attribute `name`.
+        argument: name of the argument by which users select an extension.
+    """
+
+    package: str
+    base: Callable[..., T]
+    argument: str
+
+    def all(self) -> dict[str, type[T]]:
+        """The extensions by name.
+
+        Raises:
+            TypeError: a class has no name, or two classes have the same.
+        """
+        return dict(_discovered(self.package, tuple(importlib.import_module(self.package).__path__), self.base))
+
+    def named(self, name: object, argument: str | None = None) -> type[T]:
+        """The extension called `name`.
+
+        Args:
+            name: the value of the argument.
+            argument: name of the argument in the error message; None for `self.argument`.
+
+        Raises:
+            LayersimError: no extension has this name.
+        """
+        known = self.all()
+        if isinstance(name, str) and name in known:
+            return known[name]
+        raise LayersimError(f"`{argument or self.argument}` is {brief(name)}; it must be one of {', '.join(sorted(known))}.")
+
+
+@functools.cache
+def _discovered(package: str, path: tuple[str, ...], base: Any) -> dict[str, type[Any]]:
+    classes: dict[str, type[Any]] = {}
+    for info in pkgutil.iter_modules(path):
+        module = importlib.import_module(f"{package}.{info.name}")
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if issubclass(cls, base) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
+                name = getattr(cls, "name", None)
+                if not isinstance(name, str) or name in classes:
+                    needs = "needs a class attribute `name` of its own"
+                    raise TypeError(f"{cls.__qualname__} of {module.__name__} {needs}, not {name!r}.")
+                classes[name] = cls
+    return classes

@@ -1,0 +1,104 @@
+"""`RemoteSplitModel`: the lower or the upper part of a model on an NDIF server, in one request each."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations.block_call import first_tensor
+from ..data.batches import Batch
+from ..sources.forward_arguments import forward_arguments
+from ..sources.nnsight import NNsightSource
+from ..sources.partial_forward import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
+
+
+class RemoteSplitModel(SplitModel):
+    """A split model that runs inside nnsight's traces, on a server or in nnsight's simulation of one.
+
+    Each method call is one request. The bodies of traces are shipped as source: they refer to local names and to functions that
+    need torch and the standard library alone.
+
+    Args:
+        source: source that runs the model.
+    """
+
+    source: NNsightSource
+
+    def __init__(self, source: NNsightSource) -> None:
+        self.source, self.model, self.module = source, source.model, source.module
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return self.source.evaluating()
+
+    def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
+        return self.source.request(lambda at: _lower(*self._inputs(batch, at), layer, read))
+
+    def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
+        narrow = None if x is None else self._narrowed(x)
+        return self.source.request(lambda at: _upper(*self._inputs(batch, at), targets, layer, narrow, gradient))
+
+    def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
+        return super().moments(batch, layer, moments_of, h.cpu())
+
+    def _narrowed(self, x: Tensor) -> Tensor:
+        """The residual in the dtype of the remote model, for a smaller request."""
+        dtype = getattr(torch, self.model.dtype.removeprefix("torch."), None)
+        return x.detach().cpu().to(dtype if isinstance(dtype, torch.dtype) else x.dtype)
+
+    def _inputs(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], tuple[Tensor, ...], dict[str, Any]]:
+        args, options = forward_arguments(self.module, self.padded(batch), self.model)
+        return self.source.envoy, self.source.blocks, args, options | at
+
+
+def _lower(
+    model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any], layer: int, read: Reading
+) -> dict[str, Tensor]:
+    import nnsight
+
+    with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
+        found = read(residual_at(blocks, layer).detach())
+        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
+    return saved
+
+
+def _upper(
+    model: Any,
+    blocks: list[Any],
+    args: tuple[Tensor, ...],
+    options: dict[str, Any],
+    targets: Tensor,
+    layer: int,
+    x: Tensor | None,
+    gradient: bool,
+) -> dict[str, Tensor]:
+    import nnsight
+
+    with torch.set_grad_enabled(gradient), model.trace(*args, **options), torch.set_grad_enabled(gradient):
+        if x is not None:
+            x = x.requires_grad_(gradient)
+            enter(blocks, layer, x)
+        logits = logits_of(model.output)
+        found = score_of(logits, targets) if x is None or not gradient else loss_and_gradient_of(logits, targets, x)
+        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
+    return saved
+
+
+def residual_at(blocks: list[Any], layer: int) -> Tensor:
+    """The residual at a layer, inside a trace."""
+    residual: Tensor = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
+    return residual
+
+
+def enter(blocks: list[Any], layer: int, x: Tensor) -> None:
+    """Replace the residual at a layer by `x`, inside a trace."""
+    if layer < len(blocks):
+        own = blocks[layer].input
+        blocks[layer].input = x.to(device=own.device, dtype=own.dtype)
+        return
+    output = blocks[-1].output
+    own = first_tensor(output)
+    x = x.to(device=own.device, dtype=own.dtype)
+    blocks[-1].output = (x, *output[1:]) if isinstance(output, tuple) else x

@@ -1,0 +1,215 @@
+"""The reading of a probe in a user's own trace.
+
+nnsight ships `PassReader` and `ShippedProbe`. They refer to local names and to functions that need torch and the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..activations.block_call import first_tensor
+from ..activations.row_pools import AnyKernel, mixed, plan_batch
+from ..activations.view import SiteBuffer, View, reduce
+from ..core.errors import LayersimError
+from ..core.sums import fold
+from ..data.batches import FIRST_ROWS, next_tokens
+from ..data.labels import NO_LABEL
+from ..data.positions import Positions
+from ..sources.nnsight import TraceReader, read_step
+from .traces import add_batch_sums, add_leaves, remote_lens
+
+# Rows whose sums are added within one call of a kernel, as in `analyze`.
+LEAF = 16
+
+
+@dataclass
+class PassReader:
+    """Reads one forward pass inside a trace, and returns sums over it.
+
+    Attributes:
+        reader: the sites, the modules that are read and the lens.
+        kernels: kernels by name.
+        rule: the rule that selects the counted positions.
+        mask_name: name of the attention mask among the arguments of the model's forward.
+        whole_rows: whether an analyzer takes rows as samples.
+        pads: padding ids that are no other special tokens.
+        first: number of rows that were read before this trace.
+    """
+
+    reader: TraceReader
+    kernels: dict[str, AnyKernel]
+    rule: Positions
+    mask_name: str
+    whole_rows: bool
+    pads: tuple[int, ...]
+    first: int
+
+    def read(self, on_server: bool) -> dict[str, Any]:
+        """The sums over the current forward pass.
+
+        Args:
+            on_server: whether the model is on a server, where the lens takes its dtype and device from the activations.
+
+        Returns:
+            The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
+            counts, its sums.
+        """
+        # Without torch.no_grad: it would hold for the model, which goes on while a module's output is awaited.
+        args, kwargs = self.reader.model.inputs
+        if on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
+            self._refuse_sandbox()
+        tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
+        self._refuse(tokens, continued)
+        counted = attended
+        if self.rule.rule != "all":
+            rows = zip(tokens, attended, strict=True)
+            counted = torch.stack([self.rule.select(row, own) for row, own in rows])
+        keep, width = counted.reshape(-1).nonzero()[:, 0], tokens.shape[1]
+        ends = tokens[:, [0, -1]]
+        padding = torch.isin(ends, torch.tensor(self.pads, dtype=ends.dtype)) & attended[:, [0, -1]]
+        known: dict[str, Any] = {
+            "rows": 0 if continued else int(counted.any(1).sum()),
+            "tokens": len(keep),
+            "padded": int(padding.any(1).sum()) if width > 1 else 0,
+            "hash": mixed(tokens[counted] * 8191 + torch.arange(len(keep))).sum(),
+        }
+        if not len(keep):
+            return known
+        buffer = SiteBuffer(self.reader.names, keep, (len(tokens), width), self.rule.pooled)
+        following = torch.full_like(tokens, NO_LABEL) if self.rule.pooled else next_tokens(tokens, attended)
+        row = buffer.samples // width + self.first
+        ids, labels = (values.reshape(-1)[buffer.samples] for values in (tokens, following))
+        lens, last = self.reader.unembed, None
+        for step in self.reader.steps:
+            read_step(step, buffer, {}, None)
+            last = step.envoy.output if step.is_block and not step.incoming else last
+        if on_server and lens is not None:
+            lens = None if last is None else remote_lens(lens, first_tensor(last))
+        device = buffer.activations.device
+        here: dict[str, Any] = {"tokens": ids.to(device), "next_token": labels.to(device), "row": row.to(device)}
+        view = View(**buffer.fields(), **here, unembed=lens)
+        number = buffer.samples // width
+        few = counted[:FIRST_ROWS]
+        density = float(few.sum()) / len(few)
+        drawn = View(torch.empty(0, len(number), 0), ids, number, number, row=row)
+        plan = plan_batch(drawn, (0, len(tokens)), LEAF, density, self.kernels)
+        stack: list[Any] = []
+        add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
+        return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
+
+    def _refuse_sandbox(self) -> None:
+        """Raise an error if a sandbox would read a cache: the model in the other process would continue with a copy."""
+        if next(iter(self.reader.model._module.parameters())).device.type == "meta":
+            raise LayersimError(
+                "`probe.read()` cannot read a generation on a sandboxed server, whose later steps it would change. Trace the "
+                "finished rows, or pass use_cache=False."
+            )
+
+    def _refuse(self, tokens: Tensor, continued: bool) -> None:
+        """Raise an error for a step of cached generation if whole rows are needed."""
+        if continued and self.rule.rule not in ("all", "last"):
+            raise LayersimError(
+                f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache. "
+                "Use positions='all' or 'last'."
+            )
+        if self.whole_rows and (continued or tokens.shape[1] == 1):
+            raise LayersimError(
+                "The attached analyzer needs whole rows, but this forward pass has a single position, as in cached "
+                'generation. Trace the finished rows, or use CKA(level="token").'
+            )
+
+
+def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Tensor, bool]:
+    """The tokens and the attended positions of a forward pass, on the CPU.
+
+    Args:
+        args: positional arguments of the model's forward.
+        kwargs: keyword arguments of the model's forward.
+        mask_name: see `PassReader`.
+
+    Returns:
+        The tokens and the mask, `batch pos`; and whether rows continue from a cache.
+
+    Raises:
+        LayersimError: the model was called without token ids, or with a mask of another shape.
+    """
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2]
+    whole = [value for value in given if not value.is_floating_point()]
+    tokens = kwargs.get("input_ids", whole[0] if whole else None)
+    if tokens is None:
+        raise LayersimError("The trace runs the model without token ids, so `probe.read()` cannot tell its positions.")
+    mask, pos = kwargs.get(mask_name), tokens.shape[1]
+    caches = [value for value in kwargs.values() if hasattr(value, "get_seq_length")]
+    continued = any(int(cache.get_seq_length()) > 0 for cache in caches)
+    if mask is None:
+        return tokens.cpu().long(), torch.ones(tokens.shape, dtype=torch.bool), continued
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < pos:
+        shape = tuple(getattr(mask, "shape", ()))
+        raise LayersimError(f"`{mask_name}` has shape {shape}; `probe.read()` needs one of shape {tuple(tokens.shape)}.")
+    return tokens.cpu().long(), mask[:, -pos:].bool().cpu(), continued or mask.shape[1] > pos
+
+
+class ReceivingFunction:
+    """Placeholder for `receive` in the result of a request. It holds the name of the function, which the server lacks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pkgutil.resolve_name, ("tl_layersim.remote.probe_in_trace:receive",)
+
+
+class ShippedProbe:
+    """Placeholder for a probe on a server. Saved as a result, it becomes that probe in the user's process, with the sums.
+
+    Args:
+        key: key of the probe.
+        ticket: ticket of the request.
+        reader: the reader of forward passes.
+    """
+
+    def __init__(self, key: str, ticket: str, reader: PassReader) -> None:
+        self.key, self.ticket, self.reader = key, ticket, reader
+        self.passes: list[dict[str, Any]] = []
+
+    def read(self) -> ShippedProbe:
+        """Read the current forward pass, see `PassReader.read`."""
+        import nnsight
+
+        self.passes.append(self.reader.read(True))
+        # Steps of generation and further invokes read again.
+        self.reader.first += self.passes[-1]["rows"]
+        saved: ShippedProbe = nnsight.save(self)
+        return saved
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.call, (ReceivingFunction(), self.key, self.ticket, self.passes)
+
+
+# Probes by key. `sent` of a probe holds the tickets of the requests whose results have not arrived; `add` takes the output of
+# `PassReader.read`.
+PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def receive(key: str, ticket: str, passes: list[dict[str, Any]]) -> Any:
+    """Add the sums of a request to their probe, and return the probe. nnsight calls it when it loads a result.
+
+    Args:
+        key: key of the probe.
+        ticket: ticket of the request; a result that is loaded twice counts once.
+        passes: outputs of `PassReader.read`.
+    """
+    probe = PROBES.get(key)
+    if probe is None:
+        # The process that sent the request has ended, or the probe was deleted.
+        return passes
+    if ticket in probe.sent:
+        probe.sent.discard(ticket)
+        for one in passes:
+            probe.add(one)
+    return probe
