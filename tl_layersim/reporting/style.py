@@ -411,13 +411,13 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
 
 
 def log_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis. Its labels are plain decimals if it spans fewer than three decades, else powers of 10.
+    """A logarithmic axis. Its labels are 1, 2, 5, 10 and so on if it spans fewer than three decades, else powers of 10.
 
     Args:
         low: smallest value on the axis, above 0.
         high: largest value.
     """
-    return {"type": "log"} | ({"tickformat": "~g"} if high < 1000 * low else {})
+    return {"type": "log"} | ({"tickformat": "~g", "dtick": "D2"} if high < 1000 * low else {})
 
 
 def colour_bar(title: str) -> dict[str, Any]:
