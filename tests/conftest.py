@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +23,11 @@ if os.environ.get("CI"):
 
 # A program of its own, which hides this package from itself.
 collect_ignore = ["remote/small_ndif.py"]
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of each later garbage collection: it is most of all objects, and none of it is garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
