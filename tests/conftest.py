@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tensors of tests are small, and threads of several processes only wait for each other; read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -22,6 +25,11 @@ if os.environ.get("CI"):
 
 # A program of its own, which hides this package from itself.
 collect_ignore = ["remote/small_ndif.py"]
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of each later garbage collection: it is most of all objects, and none of it is garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

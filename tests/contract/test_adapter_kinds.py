@@ -199,23 +199,26 @@ def test_widths_that_differ_are_refused_or_work(name):
     assert np.isfinite(result.penalty)
 
 
-@each_kind
-def test_its_moments_are_computed_where_this_package_is_not_installed(name, tmp_path):
-    kind, hidden, target = ADAPTER_KINDS.named(name)(), residuals(20, 6), residuals(20, 6, seed=2)
+def test_moments_are_computed_where_this_package_is_not_installed(tmp_path):
+    hidden, target = residuals(20, 6), residuals(20, 6, seed=2)
     nnsight.register("tl_layersim")
-    blob = tmp_path / "blob"
-    blob.write_bytes(dumps((partial(cross_moments, kind.features, kind.adds_residual), hidden, target)))
+    kinds = {name: ADAPTER_KINDS.named(name)() for name in KINDS}
+    functions = {name: partial(cross_moments, kind.features, kind.adds_residual) for name, kind in kinds.items()}
+    for name, function in functions.items():
+        (tmp_path / name).write_bytes(dumps((function, hidden, target)))
     script = (
-        "import sys\n"
+        "import sys, pathlib\n"
         "for name in ('tl_layersim', 'jaxtyping', 'beartype'): sys.modules[name] = None\n"
         "from nnsight.intervention.serialization import loads\n"
-        "moments_of, hidden, target = loads(open(sys.argv[1], 'rb').read())\n"
-        "print({key: float(value.sum()) for key, value in moments_of(hidden, target).items()})\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
+        "    moments_of, hidden, target = loads(path.read_bytes())\n"
+        "    print(path.name, {key: float(value.sum()) for key, value in moments_of(hidden, target).items()})\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(blob)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    expected = cross_moments(kind.features, kind.adds_residual, hidden, target)
-    assert done.stdout.strip() == str({key: float(value.sum()) for key, value in expected.items()})
+    assert done.stdout.splitlines() == [
+        f"{name} { {key: float(value.sum()) for key, value in functions[name](hidden, target).items()} }" for name in KINDS
+    ]
 
 
 @pytest.mark.parametrize("name", ["twisted", "Affine", ""])

@@ -19,7 +19,7 @@ def test_alignment_of_a_real_model(tmp_path, wikitext):
     models, shares = {}, {}
     for name, how in {"standard": {"objective": "standard"}, "aligned": {"save_to": tmp_path / "aligned"}}.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        training = lsim.AlignedTraining(steps=60, lr=1e-3, warmup=6, **how)
+        training = lsim.AlignedTraining(steps=40, lr=1e-3, warmup=4, **how)
         lsim.finetune_aligned(
             model, lsim.Data(wikitext[:45], tokenizer=tokenizer, batch_size=4, seq_len=128, pack=True), training
         )
