@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations.block_call import first_tensor
 from ..architectures.unembed import Unembed
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
-from .traces import remote_lens
+from ..sources.nnsight import remote_lens
 
 # Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`, and of each the moments "mean" and
 # "square" of Adam.
