@@ -8,9 +8,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
-from tl_layersim.remote.low_rank_adapters import RemoteDescent
 from tl_layersim.training import train_adapters
-from tl_layersim.training.adapter_training import AlignedAdapters
+from tl_layersim.training.adapter_training import AdapterSteps, AlignedAdapters
 
 from ..ndif.client import rows
 from ..options import called
@@ -153,7 +152,7 @@ class Stop(Exception):
 
 def cut_after(count, monkeypatch, then=lambda: None):
     """Ends a training after so many steps."""
-    plain = RemoteDescent.run
+    plain = AdapterSteps.requests
 
     def run(self, total, item_of, parts, *rest, **more):
         for done, found in enumerate(plain(self, total, item_of, parts, *rest, **more)):
@@ -162,7 +161,7 @@ def cut_after(count, monkeypatch, then=lambda: None):
                 raise Stop
             yield found
 
-    monkeypatch.setattr(RemoteDescent, "run", run)
+    monkeypatch.setattr(AdapterSteps, "requests", run)
 
 
 SHORT = lsim.AlignedTraining(steps=6, lr=1e-2, warmup=2, schedule="always")

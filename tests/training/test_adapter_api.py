@@ -10,8 +10,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.remote import low_rank_adapters as far_training
-from tl_layersim.remote.low_rank_adapters import RemoteDescent
 from tl_layersim.training import train_adapters
+from tl_layersim.training.adapter_training import AdapterSteps
 
 from ..ndif.client import rows
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
@@ -116,15 +116,15 @@ def test_steps_are_those_of_a_plain_adamw(at):
 
 
 def test_each_step_takes_other_rows_and_each_row_its_turn(monkeypatch):
-    seen, plain = [], RemoteDescent.item
+    seen, plain = [], AdapterSteps._item
 
-    def item(self, tokens, *rest, **more):
-        made = plain(self, tokens, *rest, **more)
+    def item(self, *given):
+        made = plain(self, *given)
         if made["rate"] is not None:
-            seen.append((made["step"], made["rate"], tokens))
+            seen.append((made["step"], made["rate"], made["tokens"]))
         return made
 
-    monkeypatch.setattr(RemoteDescent, "item", item)
+    monkeypatch.setattr(AdapterSteps, "_item", item)
     data = random_tokens(10, 8)
     train(traced(), data, steps=5, batch_size=4, lr=1.0e-3, eval_data=random_tokens(3, 8, seed=4))
     steps = {step: (rate, tokens) for step, rate, tokens in seen}

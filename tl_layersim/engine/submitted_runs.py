@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -352,7 +352,8 @@ def start(data_pass: DataPass) -> RemoteRun:
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
     reading = iter(tqdm(data_pass.read(), desc="sending", unit="batch", disable=None))
-    for group in source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, data_pass.first_block):
+    batches = source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, data_pass.first_block, deque())
+    while group := next(batches):
         jobs.append(Job(source.send(group, kernels), group, state.take(sum(batch.leaf_rows for batch in group))))
     if not jobs:
         state.add_unmeasured()

@@ -5,10 +5,7 @@ Functions that run beside the model are shipped as source: they refer to local n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +14,7 @@ from torch import Tensor
 from ..activations.block_call import first_tensor
 from ..architectures.unembed import Unembed
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
-from ..core.errors import LayersimError
-from ..sources.forward_arguments import fewest_logits
-from ..sources.hooks import frozen_weights
-from ..sources.nnsight import NNsightSource
-from ..sources.open_local import OpenedModel, is_nnsight
-from .client import JobTooLong, quiet
-from .open_model import open_source
-from .requests import RequestSchedule, ShippedSource
-from .source import RemoteSource
-from .traces import remote_lens
+from ..sources.nnsight import remote_lens
 
 # Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`, and of each the moments "mean" and
 # "square" of Adam.
@@ -101,7 +89,7 @@ def loss_and_gradient(
         unembed: final norm and head.
         is_remote: whether only the server knows the dtype of the weights.
         at: indices of the blocks with an adapter.
-        item: see `RemoteDescent.item`.
+        item: see `Item`.
         down: the matrices A, `adapter direction d_model`.
         up: the matrices B, `adapter d_model direction`.
         weights: weights of the layers in the aligned loss.
@@ -139,7 +127,7 @@ def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
     Args:
         unembed: final norm and head.
         x: `batch pos d_model`.
-        item: see `RemoteDescent.item`.
+        item: see `Item`.
     """
     index = item["index"].long().to(x.device)
     if unembed.pool is None:
@@ -199,7 +187,7 @@ def step_or_evaluate(
         return sums, adamw_step(state, slopes, item["step"], item["rate"]) if learning else state
 
 
-def _local_trace(
+def run_here(
     model: Any,
     blocks: list[Any],
     unembed: Unembed,
@@ -217,7 +205,7 @@ def _local_trace(
     return found
 
 
-def _session(
+def run_on_server(
     model: Any,
     blocks: list[Any],
     unembed: Unembed,
@@ -242,119 +230,3 @@ def _session(
         found = nnsight.save((sums, held))
     answer: tuple[list[Tensor], Parts] = found
     return answer
-
-
-def open_traced(opened: OpenedModel) -> NNsightSource | None:
-    """Open the source of an nnsight model; None for any other model.
-
-    Args:
-        opened: the model, or an `OpenedModel`.
-
-    Raises:
-        LayersimError: see `open_source`.
-    """
-    traced = isinstance(opened.model, NNsightSource) or is_nnsight(opened.model)
-    source = open_source(opened) if traced else None
-    assert source is None or isinstance(source, NNsightSource)
-    return source
-
-
-class RemoteDescent:
-    """Trains and evaluates the adapters of one model, in the process that holds the model.
-
-    Args:
-        source: the source of the model.
-        at: indices of the blocks with an adapter.
-        weights: weights of the layers in the aligned loss.
-    """
-
-    def __init__(self, source: NNsightSource, at: list[int], weights: list[float]) -> None:
-        self.source, self.at, self.weights = source, at, weights
-        assert source.lens is not None
-        self._unembed = source.lens
-        self._schedule = RequestSchedule(None)
-        self._frozen = ShippedSource()
-
-    @property
-    def server(self) -> str | None:
-        """Address of the server that runs the steps; None if they run in this process."""
-        return self.source.offer.server if isinstance(self.source, RemoteSource) else None
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A context without dropout and without gradients of the weights; the model's state is restored at the end."""
-        with frozen_weights(self.source.module), self.source.evaluating():
-            yield
-
-    def item(
-        self,
-        tokens: Tensor,
-        options: Mapping[str, Any],
-        index: Tensor,
-        targets: Tensor,
-        step: int = 0,
-        rate: float | None = None,
-    ) -> Item:
-        """The inputs of a step, or of an evaluation if no rate is given.
-
-        Args:
-            tokens: token ids `batch pos`.
-            options: further arguments of the model's forward pass.
-            index: flat indices of the positions `batch pos` with a target.
-            targets: targets at these positions.
-            step: optimiser step, counted from 1.
-            rate: learning rate of the step.
-        """
-        ids = {name: each.to(torch.int32) for name, each in (("tokens", tokens), ("index", index), ("targets", targets))}
-        return ids | {"options": {**options, **fewest_logits(self.source.module)}, "step": step, "rate": rate}
-
-    def run(
-        self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
-    ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run items in order, as many in a request as time allows. The grouping does not change the results.
-
-        Args:
-            count: number of items.
-            item_of: function from an item's index to the item.
-            state: initial adapters and moments.
-            start: number of completed items.
-            say: receives the messages of a server.
-
-        Yields:
-            Summed losses and number of targets of each item of a request, and the state after it.
-        """
-        source = self.source
-        if not isinstance(source, RemoteSource):
-            for number in range(start, count):
-                item = item_of(number)
-                here = (source.envoy, source.blocks, self._unembed, self.at, item, state, self.weights, source.where)
-                sums, state = _local_trace(*here)
-                yield [(sums, len(item["targets"]))], state
-            return
-        source.ndif.say = say
-        try:
-            while start < count:
-                most = self._schedule.affordable(source.offer.job_limit)
-                work = [item_of(number) for number in range(start, min(count, start + most))]
-                try:
-                    what = (self._unembed, self.at, work, state, self.weights)
-                    with self._frozen.in_place({"training": step_or_evaluate}):
-                        losses, state = source.ndif.request(partial(_session, source.envoy, source.blocks, *what))
-                except JobTooLong as error:
-                    if len(work) == 1:
-                        raise _too_long(work[0], source, error) from None
-                    self._schedule.lower(len(work) // 2)
-                    continue
-                self._schedule.measure(source.ndif.seconds, len(work))
-                start += len(work)
-                yield [(sums, len(item["targets"])) for sums, item in zip(losses, work, strict=True)], state
-        finally:
-            source.ndif.say = quiet
-
-
-def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:
-    rows, width = item["tokens"].shape
-    return LayersimError(
-        f"`batch_size` is too large: one training step with {rows} rows of {width} tokens exceeds the server's time limit "
-        f"for a job ({source.offer.server} says: {error}). Use batch_size={max(1, rows // 2)}, or a smaller seq_len=."
-    )

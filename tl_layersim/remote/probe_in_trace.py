@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ..activations.block_call import first_tensor
 from ..activations.row_pools import AnyKernel, mixed, plan_batch
 from ..activations.view import SiteBuffer, View, reduce
 from ..core.errors import LayersimError
@@ -23,8 +22,8 @@ from ..core.sums import fold
 from ..data.batches import FIRST_ROWS, next_tokens
 from ..data.labels import NO_LABEL
 from ..data.positions import Positions
-from ..sources.nnsight import TraceReader, read_step
-from .traces import add_batch_sums, add_leaves, remote_lens
+from ..sources.nnsight import TraceReader
+from .traces import add_batch_sums, add_leaves
 
 # Rows whose sums are added within one call of a kernel, as in `analyze`.
 LEAF = 16
@@ -52,11 +51,8 @@ class PassReader:
     pads: tuple[int, ...]
     first: int
 
-    def read(self, on_server: bool) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """The sums over the current forward pass.
-
-        Args:
-            on_server: whether the model is on a server, where the lens takes its dtype and device from the activations.
 
         Returns:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
@@ -64,7 +60,7 @@ class PassReader:
         """
         # Without torch.no_grad: it would hold for the model, which goes on while a module's output is awaited.
         args, kwargs = self.reader.model.inputs
-        if on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
+        if self.reader.on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
             self._refuse_sandbox()
         tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
         self._refuse(tokens, continued)
@@ -87,15 +83,7 @@ class PassReader:
         following = torch.full_like(tokens, NO_LABEL) if self.rule.pooled else next_tokens(tokens, attended)
         row = buffer.samples // width + self.first
         ids, labels = (values.reshape(-1)[buffer.samples] for values in (tokens, following))
-        lens, last = self.reader.unembed, None
-        for step in self.reader.steps:
-            read_step(step, buffer, {}, None)
-            last = step.envoy.output if step.is_block and not step.incoming else last
-        if on_server and lens is not None:
-            lens = None if last is None else remote_lens(lens, first_tensor(last))
-        device = buffer.activations.device
-        here: dict[str, Any] = {"tokens": ids.to(device), "next_token": labels.to(device), "row": row.to(device)}
-        view = View(**buffer.fields(), **here, unembed=lens)
+        view = self.reader.read(buffer, {"tokens": ids, "next_token": labels, "row": row}, False)
         number = buffer.samples // width
         few = counted[:FIRST_ROWS]
         density = float(few.sum()) / len(few)
@@ -181,7 +169,7 @@ class ShippedProbe:
         """Read the current forward pass, see `PassReader.read`."""
         import nnsight
 
-        self.passes.append(self.reader.read(True))
+        self.passes.append(self.reader.read())
         # Steps of generation and further invokes read again.
         self.reader.first += self.passes[-1]["rows"]
         saved: ShippedProbe = nnsight.save(self)

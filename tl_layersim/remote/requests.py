@@ -60,9 +60,10 @@ class RequestSchedule:
         start: int,
         most_tokens: int | None,
         affordable: Callable[[], int],
-        first_block: int | None = None,
+        first_block: int | None,
+        returned: deque[Batch],
     ) -> Iterator[list[Batch]]:
-        """Group batches into requests: each takes all remaining batches, or 2^k of them.
+        """Group batches into requests: each takes all remaining batches, or 2^k of them. Empty if no batches are left.
 
         Args:
             batches: the batches, in order.
@@ -71,19 +72,21 @@ class RequestSchedule:
             affordable: function that returns the maximum number of batches by time.
             first_block: number of rows in the first block of the data; None if the run keeps no blocks. A request holds at most
                 one block, or a single batch.
+            returned: batches of the last groups that are grouped again, before all others.
         """
         ahead: deque[Batch] = deque(itertools.islice(batches, 1))
         rows = max(1, ahead[0].capacity) if ahead else 1
         index = start // rows
         while True:
+            index -= len(returned)
+            ahead.extendleft(reversed(returned))
+            returned.clear()
             most = affordable()
             if first_block is not None:
                 most = max(1, min(most, rows_in_block(index * rows, first_block) // rows))
             size = next_size(index, most)
             while len(ahead) < size and (batch := next(batches, None)) is not None:
                 ahead.append(batch)
-            if not ahead:
-                return
             for batch in ahead:
                 self.refuse_larger(*batch.pass_size)
             taken, total = 0, 0

@@ -30,7 +30,7 @@ from ..sources.source import OnServer, PartialSums, Source
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus
-from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
+from .traces import narrowed, partial_sums, probe, submit
 
 T = TypeVar("T")
 # The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
@@ -154,12 +154,6 @@ class RemoteSource(NNsightSource, OnServer):
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
         return self.ndif.request(lambda backend: run({"backend": backend}))
 
-    def unembed_gap(self, batch: Batch) -> Tensor:
-        assert self.lens is not None
-        row, head = batch.first_row, self.lens
-        arguments, attended = forward_arguments(self.module, row, self._model), row.attention[0]
-        return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, arguments, attended, backend))
-
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         super().read_at(points)
         if self._reading.order is None:
@@ -177,9 +171,9 @@ class RemoteSource(NNsightSource, OnServer):
         say: Callable[[str], None],
         first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        schedule, waiting = self.schedule, deque[list[Batch]]()
+        schedule, returned = self.schedule, deque[Batch]()
         groups = schedule.groups(
-            batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit), first_block
+            batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit), first_block, returned
         )
         failed: Exception | None = None
 
@@ -187,17 +181,10 @@ class RemoteSource(NNsightSource, OnServer):
             """Read and serialise the next request. A failure is raised after the results of earlier requests."""
             nonlocal failed
             try:
-                if waiting:
-                    group: list[Batch] | None = waiting.popleft()
-                else:
-                    group = None if failed else next(groups, None)
-                while group is not None and len(group) > schedule.most_batches:
-                    group, rest = self._halved(group, None)
-                    waiting.appendleft(rest)
-                return None if group is None else (group, self._request_for(self.ndif.prepare, group, kernels, True))
+                group = None if failed else next(groups)
+                return (group, self._request_for(self.ndif.prepare, group, kernels, True)) if group else None
             except Exception as error:
                 failed = error
-                waiting.clear()
                 return None
 
         self.ndif.say = say
@@ -211,10 +198,8 @@ class RemoteSource(NNsightSource, OnServer):
                     try:
                         found = result()
                     except JobTooLong as error:
-                        halves = self._halved(group, error)
-                        if request is not None:
-                            waiting.appendleft(request[0])
-                        waiting.extendleft(reversed(halves))
+                        self._lower(group, error)
+                        returned.extend(group if request is None else group + request[0])
                         request = next_request()
                         continue
                 schedule.measure(self.ndif.seconds, len(group))
@@ -225,26 +210,20 @@ class RemoteSource(NNsightSource, OnServer):
             # The progress bar that it wrote to has ended.
             self.ndif.say = quiet
 
-    def _halved(self, group: list[Batch], error: JobTooLong | None) -> tuple[list[Batch], list[Batch]]:
-        """Split a group of batches for two requests. The first part has 2^k batches.
-
-        Args:
-            group: batches of a job that took too long, or more batches than a request may hold.
-            error: error of the job; None if no job was sent.
+    def _lower(self, group: list[Batch], error: JobTooLong) -> None:
+        """Limit requests to fewer batches than those of a job that took too long, to 2^k.
 
         Raises:
             LayersimError: the job held one batch.
         """
-        first = 1 << ((len(group) - 1).bit_length() - 1) if len(group) > 1 else 0
-        if error is not None:
-            if not first:
-                raise self._too_long(group[0], error) from None
-            self.schedule.lower(first)
-            if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
-                # Some servers report their limit only in this message.
-                self.offer = replace(self.offer, job_limit=float(limit[1]))
-            LOG.warning("%s ended a job at its time limit; requests now hold at most %d batches", self.offer.server, first)
-        return group[:first], group[first:]
+        if len(group) == 1:
+            raise self._too_long(group[0], error) from None
+        most = 1 << ((len(group) - 1).bit_length() - 1)
+        self.schedule.lower(most)
+        if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
+            # Some servers report their limit only in this message.
+            self.offer = replace(self.offer, job_limit=float(limit[1]))
+        LOG.warning("%s ended a job at its time limit; requests now hold at most %d batches", self.offer.server, most)
 
     def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> str:
         """Send a non-blocking request and return the id of its job."""

@@ -6,7 +6,6 @@ torch and the standard library alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 from ..activations.block_call import first_tensor, gradients
 from ..activations.row_pools import AnyKernel, plan_batch
 from ..activations.view import SiteBuffer, View, reduce
-from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..core.sums import push
-from ..sources.nnsight import TraceReader, read_step
+from ..sources.nnsight import TraceReader
 from ..sources.source import PartialSums
 
 
@@ -46,7 +44,7 @@ def submit(
     """
     import nnsight
 
-    differentiated = any(step.differentiated for reader in readers for step in reader.steps)
+    differentiated = any(reader.differentiated for reader in readers)
     with torch.no_grad(), readers[0].model.session(backend=backend):
         stack: list[Any] = []
         for unit in work:
@@ -61,17 +59,8 @@ def submit(
                         with gradients(differentiated):
                             keep = item["keep"].long()
                             buffer = SiteBuffer(reader.names, keep, item["shape"], item["pooled"], item["has_tokens"])
-                            noted: list[Any] = []
-                            given: dict[str, Any] = {}
-                            hidden: Any = None
-                            for step in reader.steps:
-                                read_step(step, buffer, given, noted if calling else None)
-                                hidden = step.envoy.output if step.is_block and not step.incoming else hidden
-                            device = buffer.activations.device
-                            here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
-                            unembed = reader.unembed
-                            lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
-                            views.append(View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None))
+                            kept = {name: ids.long() for name, ids in item["kept"].items()}
+                            views.append(reader.read(buffer, kept, calling))
                             if len(views) == len(readers):
                                 with torch.no_grad():
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))
@@ -112,30 +101,6 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
             stack.append((leaf, on_cpu(own)))
 
 
-def lens_gap_of(
-    model: Any,
-    block: Any,
-    unembed: Unembed,
-    arguments: tuple[tuple[Tensor, ...], dict[str, Any]],
-    attended: Tensor,
-    backend: Any,
-) -> Tensor:
-    """Run `unembed_gap` on one row in one request; `attended` is the mask of its positions."""
-    import nnsight
-
-    args, options = arguments
-    with torch.no_grad(), model.trace(*args, backend=backend, **options):
-        with torch.no_grad():
-            hidden = first_tensor(block.output)
-            lens = remote_lens(unembed, hidden)
-            logits = tensor_of(model.output)[0]
-            # Outside autocast, as kernels run: a server may have switched it on.
-            with torch.autocast(device_type=hidden.device.type, enabled=False):
-                norms = unembed_gap(lens, hidden[0], logits, attended)
-        gap: Tensor = nnsight.save(norms)
-    return gap
-
-
 def narrowed(value: Any) -> Any:
     """Integers as int32 if they fit, for a smaller request; anything else is unchanged."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64:
@@ -166,18 +131,6 @@ def probe(model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], di
         )
     facts: dict[str, Any] = saved
     return facts
-
-
-def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
-    """The lens with the dtype and the device of the model on the server.
-
-    A model without weights has the dtype of its configuration; the server may use another one.
-
-    Args:
-        unembed: the lens as it was made without weights.
-        hidden: the output of the model's last block.
-    """
-    return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype, device=hidden.device)
 
 
 def on_cpu(reduced: Any) -> Any:

@@ -1,6 +1,6 @@
 """NNsightSource: source of an nnsight model in this process or in nnsight's local simulation of a server.
 
-`read_step` is shipped to NDIF servers by value: it uses torch and the standard library alone.
+`TraceReader`, `read_step` and `remote_lens` are shipped to NDIF servers by value: they need torch and Python's library alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .hooks import on_tensor, temporary_hooks
 from .identity import edits_of
 from .model_description import describe, processor_of, settled
 from .out_of_memory import is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
-from .source import CanReadSites, SitesRead
+from .source import CanReadSites, OnServer, SitesRead
 
 
 @dataclass
@@ -64,12 +64,51 @@ class TraceReader:
         names: names of the sites.
         steps: reads of each trace, in the order of the forward pass.
         unembed: the lens; None if the model has none.
+        on_server: whether the traces run on a server, where the lens takes its dtype and device from the activations.
     """
 
     model: Any
     names: tuple[str, ...]
     steps: list[TraceStep]
     unembed: Unembed | None
+    on_server: bool
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether calls of blocks keep the autograd graph of the forward pass."""
+        return any(step.differentiated for step in self.steps)
+
+    def read(self, buffer: SiteBuffer, kept: Mapping[str, Tensor], calling: bool) -> View:
+        """The view of the current forward pass, inside a trace.
+
+        Args:
+            buffer: empty buffer of the activations.
+            kept: further fields of the view, `sample`.
+            calling: whether the view carries block calls.
+        """
+        calls: list[Any] = []
+        given: dict[str, Any] = {}
+        last: Any = None
+        for step in self.steps:
+            read_step(step, buffer, given, calls if calling else None)
+            last = step.envoy.output if step.is_block and not step.incoming else last
+        here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
+        lens = self.unembed
+        if self.on_server and lens is not None:
+            lens = None if last is None else remote_lens(lens, first_tensor(last))
+        return View(**buffer.fields(), **here, unembed=lens, calls=tuple(calls) if calling else None)
+
+
+def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
+    """The lens with the dtype and the device of the model on the server.
+
+    A model without weights has the dtype of its configuration; the server may use another one.
+
+    Args:
+        unembed: the lens as it was made without weights.
+        hidden: the output of the model's last block.
+    """
+    return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype, device=hidden.device)
 
 
 def is_edited(model: Any) -> bool:
@@ -221,12 +260,7 @@ class NNsightSource(CanReadSites):
 
     def reader(self) -> TraceReader:
         """The sites that each trace of the model reads, and its logit lens."""
-        return TraceReader(self.envoy, self.sites, self.steps(), self.lens)
-
-    def _arguments(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Arguments of a trace: the forward's arguments, and nnsight's arguments for the right process."""
-        args, options = forward_arguments(self.module, batch, self._model)
-        return args, self.where | options
+        return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer))
 
     def count_positions(self, batch: Batch) -> int:
         args, options = forward_arguments(self.module, batch, self._model)
@@ -256,13 +290,16 @@ class NNsightSource(CanReadSites):
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """Run kernels in a trace of one forward pass."""
-        return _trace(self.reader(), batch, self._arguments(batch), shippable(kernels), self.calling)
+        args, options = forward_arguments(self.module, batch, self._model)
+        return _trace(self.reader(), batch, (args, self.where | options), shippable(kernels), self.calling)
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self.lens is not None
-        row = batch.first_row
+        row, lens, attended = batch.first_row, self.lens, batch.first_row.attention[0]
+        args, options = forward_arguments(self.module, row, self._model)
+        about = (self.envoy, self.blocks[-1], lens, isinstance(self, OnServer))
         with refusing_out_of_memory(row):
-            return _trace_gap(self.envoy, self.blocks[-1], self.lens, self._arguments(row), row.attention[0])
+            return self.request(lambda at: _trace_gap(*about, args, at | options, attended))
 
     def collect(self, batch: Batch) -> View:
         if not self._in_this_process:
@@ -367,21 +404,15 @@ def _trace(
     """Run kernels on a batch in one trace. The body is shipped, so it uses only local names, torch and the stdlib."""
     import nnsight
 
-    model, names, steps, unembed = reader.model, reader.names, reader.steps, reader.unembed
+    model, names = reader.model, reader.names
     keep, kept = kept_of(batch)
     shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
     args, options = arguments
     ends_early = not is_edited(model)
-    differentiated = any(step.differentiated for step in steps)
+    differentiated = reader.differentiated
     with torch.no_grad(), model.trace(*args, **options) as tracer:
         with gradients(differentiated):
-            buffer = SiteBuffer(names, keep, shape, pooled, has_tokens)
-            calls: list[Any] = []
-            given: dict[str, Any] = {}
-            for step in steps:
-                read_step(step, buffer, given, calls if calling else None)
-            here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
-            view = View(**buffer.fields(), **here, unembed=unembed, calls=tuple(calls) if calling else None)
+            view = reader.read(SiteBuffer(names, keep, shape, pooled, has_tokens), kept, calling)
             with torch.no_grad():
                 reduced = reduce(kernels, view)
         out: Reduced = nnsight.save(reduced)
@@ -391,17 +422,25 @@ def _trace(
 
 
 def _trace_gap(
-    model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], attended: Tensor
+    model: Any,
+    block: Any,
+    unembed: Unembed,
+    on_server: bool,
+    args: tuple[Tensor, ...],
+    options: dict[str, Any],
+    attended: Tensor,
 ) -> Tensor:
     """`unembed_gap` of one row at its attended positions, from one trace of the whole model; see `_trace`."""
     import nnsight
 
-    args, options = arguments
     with torch.no_grad(), model.trace(*args, **options):
         with torch.no_grad():
-            hidden = first_tensor(block.output)[0]
+            hidden = first_tensor(block.output)
+            lens = remote_lens(unembed, hidden) if on_server else unembed
             logits = tensor_of(model.output)[0]
-            norms = unembed_gap(unembed, hidden, logits, attended)
+            # Outside autocast, as kernels run: a server may have switched it on.
+            with torch.autocast(device_type=hidden.device.type, enabled=False):
+                norms = unembed_gap(lens, hidden[0], logits, attended)
         gap: Tensor = nnsight.save(norms)
     return gap
 

@@ -6,9 +6,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -26,12 +27,18 @@ from ..core.storage import refuse_unwritable
 from ..core.training_loop import Shuffle, TrainingSteps, run_steps, save_state
 from ..data.data import Data
 from ..engine.run_arguments import with_tokenizer
-from ..remote.low_rank_adapters import Item, Parts, Patch, RemoteDescent, open_traced
+from ..remote.client import JobTooLong, quiet
+from ..remote.low_rank_adapters import Item, LossSums, Parts, Patch, run_here, run_on_server, step_or_evaluate
+from ..remote.open_model import open_source
+from ..remote.requests import RequestSchedule, ShippedSource
+from ..remote.source import RemoteSource
 from ..sources.activation_checks import check_lens, need_stream
+from ..sources.forward_arguments import fewest_logits
+from ..sources.hooks import frozen_weights
 from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource
-from ..sources.open_local import OpenedModel
-from ..sources.source import OnServer, refuse_inference_weights
+from ..sources.open_local import OpenedModel, is_nnsight
+from ..sources.source import refuse_inference_weights
 from ..stitching.stitched_model import StitchedModel
 from .losses import Weights, layer_weights, positions_with_targets
 from .residual_stream import no_known_head, refuse_float16
@@ -178,17 +185,16 @@ class AdapterSteps(TrainingSteps):
     """AdamW training of adapters, in this process or on a server, with a state that can be saved and resumed.
 
     Args:
-        descent: runs steps and evaluations, in this process or on a server.
+        source: source of the model.
         data: training rows and held-out rows.
-        model: description of the model.
-        rank: rank of each adapter.
+        at: indices of the blocks with an adapter.
+        weights: weights of the layers in the aligned loss.
+        start: initial adapters, which do not change the model, and AdamW's initial moments.
         steps: number of optimiser steps, each on one batch.
         lr: learning rate at the first step. It decreases linearly.
-        batch_size: number of rows in a step.
-        seed: seed of A and of the order of rows.
+        seed: seed of the order of rows.
 
     Attributes:
-        start: initial adapters, which do not change the model, and AdamW's initial moments.
         state: adapters, moments, and the losses `layer` of each step.
     """
 
@@ -196,22 +202,22 @@ class AdapterSteps(TrainingSteps):
 
     def __init__(
         self,
-        descent: RemoteDescent,
+        source: NNsightSource,
         data: tuple[TrainingData, TrainingData],
-        model: Model,
-        rank: int,
+        at: list[int],
+        weights: list[float],
+        start: Parts,
         steps: int,
         lr: float,
-        batch_size: int,
         seed: int,
     ) -> None:
-        assert model.head is not None
-        self.descent, self.head_reads, self.steps, self.lr, self.batch_size = descent, model.head.reads, steps, lr, batch_size
+        assert source.lens is not None
+        self.source, self.at, self.weights, self.start, self.steps, self.lr = source, at, weights, start, steps, lr
         self.training_data, self.eval_data = data
-        self.start = _start(model, len(descent.at), rank, seed)
-        self.state: tuple[Parts, list[Tensor]] = (self.start, [])
+        self.batch_size = self.training_data.batches.data.batch_size
+        self.state: tuple[Parts, list[Tensor]] = (start, [])
+        self._unembed, self._schedule, self._frozen = source.lens, RequestSchedule(None), ShippedSource()
         self._shuffle = Shuffle(len(self.training_data), seed)
-        self._weights = torch.tensor(descent.weights, dtype=torch.float64)
 
     def restore(self, file: ResumableFile) -> None:
         """Load the state of a file.
@@ -238,14 +244,15 @@ class AdapterSteps(TrainingSteps):
 
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
-        run = self.descent.run(self.steps, self._item_of_step, self.state[0], self.step, bar.set_postfix_str)
+        run = self.requests(self.steps, self._item_of_step, self.state[0], self.step, bar.set_postfix_str)
         with closing(run) as self._requests:
             yield
 
     def compute(self) -> Sequence[float]:
         sums, self._parts = next(self._requests)
         self._losses = [loss / count for loss, count in sums]
-        return [float(loss @ self._weights) for loss in self._losses]
+        weights = torch.tensor(self.weights, dtype=torch.float64)
+        return [float(loss @ weights) for loss in self._losses]
 
     def diverges(self, losses: Sequence[float]) -> bool:
         return super().diverges(losses) or not all(bool(self._parts[name].isfinite().all()) for name in ("up", "down"))
@@ -270,7 +277,7 @@ class AdapterSteps(TrainingSteps):
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         losses, targets = torch.zeros((), dtype=torch.float64), 0
         with tqdm(total=len(batches), desc="held out", unit="batch", disable=None, leave=False) as bar:
-            run = self.descent.run(
+            run = self.requests(
                 len(batches), lambda number: self._item(self.eval_data, batches[number]), parts, say=bar.set_postfix_str
             )
             for sums, _ in run:
@@ -279,15 +286,58 @@ class AdapterSteps(TrainingSteps):
                 bar.update(len(sums))
         return losses / targets
 
+    def requests(
+        self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
+    ) -> Generator[tuple[list[LossSums], Parts], None, None]:
+        """Run items in order, as many in a request as time allows. The grouping does not change the results.
+
+        Args:
+            count: number of items.
+            item_of: function from an item's index to the item.
+            state: initial adapters and moments.
+            start: number of completed items.
+            say: receives the messages of a server.
+
+        Yields:
+            Summed losses and number of targets of each item of a request, and the state after it.
+        """
+        source = self.source
+        if not isinstance(source, RemoteSource):
+            for number in range(start, count):
+                item = item_of(number)
+                here = (source.envoy, source.blocks, self._unembed, self.at, item, state, self.weights, source.where)
+                sums, state = run_here(*here)
+                yield [(sums, len(item["targets"]))], state
+            return
+        source.ndif.say = say
+        try:
+            while start < count:
+                most = self._schedule.affordable(source.offer.job_limit)
+                work = [item_of(number) for number in range(start, min(count, start + most))]
+                try:
+                    what = (self._unembed, self.at, work, state, self.weights)
+                    with self._frozen.in_place({"training": step_or_evaluate}):
+                        losses, state = source.ndif.request(partial(run_on_server, source.envoy, source.blocks, *what))
+                except JobTooLong as error:
+                    if len(work) == 1:
+                        raise _too_long(work[0], source, error) from None
+                    self._schedule.lower(len(work) // 2)
+                    continue
+                self._schedule.measure(source.ndif.seconds, len(work))
+                start += len(work)
+                yield [(sums, len(item["targets"])) for sums, item in zip(losses, work, strict=True)], state
+        finally:
+            source.ndif.say = quiet
+
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """The inputs of a step or an evaluation on these rows."""
+        """The inputs of a step on these rows, or of an evaluation if no rate is given."""
         batch = data.take(rows)
-        index, targets = positions_with_targets(self.head_reads, batch.targets, batch.attended, batch.main.shape[1])
-        item = self.descent.item(batch.main, batch.options, index, targets, step, rate)
-        if self.head_reads != "rows":
-            return item
-        attended = torch.ones_like(batch.main) if batch.attended is None else batch.attended
-        return item | {"attended": attended.to(torch.int32)}
+        ids = {"tokens": batch.main}
+        if self._unembed.reads == "rows":
+            ids["attended"] = torch.ones_like(batch.main) if batch.attended is None else batch.attended
+        reads, options = self._unembed.reads, {**batch.options, **fewest_logits(self.source.module)}
+        ids["index"], ids["targets"] = positions_with_targets(reads, batch.targets, batch.attended, batch.main.shape[1])
+        return {name: each.to(torch.int32) for name, each in ids.items()} | {"options": options, "step": step, "rate": rate}
 
     def _item_of_step(self, step: int) -> Item:
         """The inputs of a step, counted from 0."""
@@ -300,7 +350,7 @@ class AdapterSteps(TrainingSteps):
         steps, start = len(curve_of(notes, tensors)), self.start
         parts = {name: tensors[name] for name in start}
         wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
-        if wrong or tensors["curve"].shape != (steps, len(self._weights)):
+        if wrong or tensors["curve"].shape != (steps, len(self.weights)):
             raise ValueError(f"other shapes of {', '.join(wrong) or 'curve'}")
         return parts, list(tensors["curve"])
 
@@ -401,13 +451,14 @@ def train_adapters(
     """
     refuse_unwritable(checkpoint, "checkpoint")
     data, opened = Data.of(data), OpenedModel.of(model)
-    source = open_traced(opened)
-    if source is None:
+    if not isinstance(opened.model, NNsightSource) and not is_nnsight(opened.model):
         stitched = isinstance(opened.model, StitchedModel)
         instead = "the nnsight model of its back" if stitched else "nnsight.NNsight(model) or finetune_aligned"
         raise LayersimError(
             f"`model` is {type(opened.model).__name__}; adapters are trained in an nnsight model. Use {instead}."
         )
+    source = open_source(opened)
+    assert isinstance(source, NNsightSource)
     known = with_tokenizer(source.model, data.tokenizer)
     _refuse_untrainable(known)
     if known.d_model is not None and rank > known.d_model:
@@ -428,13 +479,13 @@ def train_adapters(
         "judged_on": rows[1].digest,
     }
     file, began = open_training_file(checkpoint, identity), time.perf_counter()
-    training = AdapterSteps(
-        RemoteDescent(source, blocks, weights_by_layer), rows, known, rank, steps, float(lr), data.batch_size, seed
-    )
+    start = _start(known, len(blocks), rank, seed)
+    training = AdapterSteps(source, rows, blocks, weights_by_layer, start, steps, float(lr), seed)
     training.restore(file)
-    _report_traffic(training)
-    fields = _trained(training, source, file)
-    options |= {"remote": [source.record()]} if isinstance(source, OnServer) else {}
+    if isinstance(source, RemoteSource):
+        _report_traffic(training, source.offer.server)
+    fields = _trained(training, file)
+    options |= {"remote": [source.record()]} if isinstance(source, RemoteSource) else {}
     run = record_of_training(known, rows, options, time.perf_counter() - began, seed)
     paths = tuple(source.paths[block] for block in blocks)
     adapters = AlignedAdapters(**fields, blocks=tuple(blocks), paths=paths, layers=known.layers, provenance=run)
@@ -446,9 +497,10 @@ def train_adapters(
     return adapters
 
 
-def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile) -> dict[str, Any]:
+def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
     """Evaluate, train and evaluate again. Returns the adapters, curves and held-out losses as fields of `AlignedAdapters`."""
-    with training.descent.evaluating():
+    source, weights = training.source, training.weights
+    with frozen_weights(source.module), source.evaluating():
         # On one row: the blocks share one residual stream, and the lens at the last layer gives the logits.
         row = training.eval_data.batch([0])
         source.settle(row)
@@ -461,7 +513,6 @@ def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile)
             )
         learnt, curves = training.run(file)
         after = training.evaluate(learnt)
-    weights = training.descent.weights
     return {
         "values": torch.stack([before, after]),
         "curve": curves @ torch.tensor(weights, dtype=torch.float64),
@@ -472,14 +523,20 @@ def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile)
     }
 
 
-def _report_traffic(training: AdapterSteps) -> None:
+def _report_traffic(training: AdapterSteps, server: str) -> None:
     """Print the number and size of the requests to a server, before they are sent."""
-    if training.descent.server is None:
-        return
     size = sum(part.numel() * part.element_size() for part in training.start.values())
     tqdm.write(
-        f"{training.descent.server}: {training.steps:,} steps in at most as many requests, fewer where steps are fast. Each "
+        f"{server}: {training.steps:,} steps in at most as many requests, fewer where steps are fast. Each "
         f"request carries {in_words(size)} of adapters in each direction, and the tokens of its steps. Before and after, the "
         f"loss is evaluated on {len(training.eval_data)} rows. Activations and weights stay on the server.",
         file=sys.stderr,
+    )
+
+
+def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:
+    rows, width = item["tokens"].shape
+    return LayersimError(
+        f"`batch_size` is too large: one training step with {rows} rows of {width} tokens exceeds the server's time limit "
+        f"for a job ({source.offer.server} says: {error}). Use batch_size={max(1, rows // 2)}, or a smaller seq_len=."
     )

@@ -406,14 +406,14 @@ class TraceProbe(Probe):
         self._padded = 0
 
     def read(self) -> TraceProbe:
-        self.add(self._reader().read(False))
+        self.add(self._reader(on_server=False).read())
         return self
 
-    def _reader(self) -> PassReader:
+    def _reader(self, on_server: bool) -> PassReader:
         known = self._source.model
         edges = {*known.starts, *known.ends}
         return PassReader(
-            self._source.reader(),
+            replace(self._source.reader(), on_server=on_server),
             self._kernels,
             self._rule,
             known.mask_input,
@@ -453,7 +453,7 @@ class TraceProbe(Probe):
         """A `ShippedProbe`: nnsight pickles a probe to ship it with a trace."""
         ticket = uuid.uuid4().hex
         self.sent.add(ticket)
-        return ShippedProbe, (self._key, ticket, self._reader())
+        return ShippedProbe, (self._key, ticket, self._reader(on_server=True))
 
     def add(self, read: Mapping[str, Any]) -> None:
         """Add the sums of one forward pass.
