@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn, without_nan
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import Model
 from .analyzer import CSORDAS, Analyzer, Run, listed, mean_and_std, need_tokens, omitted_at
@@ -45,7 +45,7 @@ class ContributionResult(Result):
     """
 
     file_kind: ClassVar[str] = "contribution"
-    values_name: ClassVar[str] = "relative_norm"
+    relative_norm = ValuesAlias()
     values: Float64[Tensor, " sublayer"] = axes(
         "sublayer",
         label="Output norm / stream norm",
@@ -90,24 +90,20 @@ class ContributionResult(Result):
     )
     sublayers: tuple[str, ...]
 
-    @property
-    def relative_norm(self) -> Tensor:
-        """Mean norm of each sublayer's output relative to the stream, `sublayer`; the same as `values`."""
-        return self.values
-
     def headline(self) -> dict[str, float]:
         blocks = [stack_and_block(name) for name in self.sublayers]
         first = torch.tensor([block < (1 + max(n for stack, n in blocks if stack == own)) / 2 for own, block in blocks])
-        numbers = {
-            f"{what}, {half} half of the blocks": field[chosen].nanquantile(0.5)
-            for what, field in (
-                ("relative norm", self.values),
-                ("cosine with the stream", self.cosine),
-            )
-            for half, chosen in (("first", first), ("second", ~first))
-            if bool(chosen.any())
-        }
-        return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+        return without_nan(
+            {
+                f"{what}, {half} half of the blocks": field[chosen].nanquantile(0.5)
+                for what, field in (
+                    ("relative norm", self.values),
+                    ("cosine with the stream", self.cosine),
+                )
+                for half, chosen in (("first", first), ("second", ~first))
+                if bool(chosen.any())
+            }
+        )
 
 
 @typed

@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core import Result, Sums, axes, typed, warn
+from ..core import Result, Sums, ValuesAlias, axes, typed, warn
 from ..core.arguments import Limit, PositiveInt
 from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
@@ -46,7 +46,7 @@ class EffectiveRankResult(Result):
     """
 
     file_kind: ClassVar[str] = "effective_rank"
-    values_name: ClassVar[str] = "effective_rank"
+    effective_rank = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",
         label="Effective rank",
@@ -86,11 +86,6 @@ class EffectiveRankResult(Result):
     )
     samples: int
     widths: tuple[int, ...]
-
-    @property
-    def effective_rank(self) -> Tensor:
-        """Effective rank of each site, `residual`; the same as `values`."""
-        return self.values
 
     def headline(self) -> dict[str, float]:
         known = ~self.values.isnan()

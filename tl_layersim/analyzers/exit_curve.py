@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations.row_pools import samples_of
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Picture, Result, Sums, axes, typed
+from ..core import LayersimError, Picture, Result, Sums, ValuesAlias, axes, typed, without_nan
 from ..core.arguments import Probability
 from ..core.intervals import with_margin
 from ..core.wording import brief
@@ -75,7 +75,7 @@ class ExitCurveResult(Result):
     file_kind: ClassVar[str] = "exit_curve"
     # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
     parts: ClassVar[tuple[str, str]] = ("choice", "held-out")
-    values_name: ClassVar[str] = "exits"
+    exits = ValuesAlias()
     values: Float64[Tensor, "threshold layer"] = axes(
         "threshold",
         "layer",
@@ -143,11 +143,6 @@ class ExitCurveResult(Result):
     def pictures(self) -> tuple[Picture, ...]:
         # What exits gain comes before where they are.
         return super().pictures[::-1]
-
-    @property
-    def exits(self) -> Tensor:
-        """Number of positions that exit after each block, `threshold layer`; the same as `values`."""
-        return self.values
 
     @typed
     def at(self, threshold: Probability, held_out: bool = False) -> ExitPoint:
@@ -230,14 +225,15 @@ class ExitCurveResult(Result):
         if threshold is None:
             return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         point = self.at(threshold, held_out=True)
-        numbers = {
-            "threshold with 95 % agreement": threshold,
-            "its agreement on held-out rows": point.agreement,
-            "its speed-up in blocks": point.speedup,
-            "its accuracy": point.accuracy,
-            "accuracy at the highest threshold": self.at(self.thresholds[-1], held_out=True).accuracy,
-        }
-        return {name: number for name, number in numbers.items() if not math.isnan(number)}
+        return without_nan(
+            {
+                "threshold with 95 % agreement": threshold,
+                "its agreement on held-out rows": point.agreement,
+                "its speed-up in blocks": point.speedup,
+                "its accuracy": point.accuracy,
+                "accuracy at the highest threshold": self.at(self.thresholds[-1], held_out=True).accuracy,
+            }
+        )
 
     def finding(self) -> str:
         threshold = self.lowest_threshold(0.95)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activations.norms import norms, unit_vectors
 from ..activations.view import Kernel, View
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn, without_nan
 from ..core.arguments import PositiveFloat
 from ..core.cross_entropy import on_float64_device
 from ..core.intervals import with_margin
@@ -47,7 +47,7 @@ class InterventionEffectResult(Result):
     """
 
     file_kind: ClassVar[str] = "intervention_effect"
-    values_name: ClassVar[str] = "cosine"
+    cosine = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",
         label="Cosine similarity",
@@ -87,24 +87,20 @@ class InterventionEffectResult(Result):
     positions: int
     unembedding: str
 
-    @property
-    def cosine(self) -> Tensor:
-        """Mean cosine between clean and edited activations, `residual`; the same as `values`."""
-        return self.values
-
     def headline(self) -> dict[str, float]:
         if not self.positions:
             # Heads and other sites have no last one.
             means = {"cosine of clean and edited": self.values, "relative change": self.relative_change}
             return {f"{name}, mean over sites": float(values.nanmean()) for name, values in means.items()}
-        numbers = {
-            "cosine of clean and edited at the last layer": self.values[-1],
-            "relative change at the last layer": self.relative_change[-1],
-            "KL divergence of the output (nats)": self.kl_divergence[-1],
-            "changed predictions of the output (fraction)": self.top_changed[-1],
-            "shift of the saturation layer (blocks)": self.saturation_shift,
-        }
-        return {name: float(value) for name, value in numbers.items() if not bool(value.isnan())}
+        return without_nan(
+            {
+                "cosine of clean and edited at the last layer": self.values[-1],
+                "relative change at the last layer": self.relative_change[-1],
+                "KL divergence of the output (nats)": self.kl_divergence[-1],
+                "changed predictions of the output (fraction)": self.top_changed[-1],
+                "shift of the saturation layer (blocks)": self.saturation_shift,
+            }
+        )
 
     def finding(self) -> str:
         changed = (self.relative_change > 0).nonzero()[:, 0]

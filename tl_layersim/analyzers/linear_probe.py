@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
 from ..core.wording import amount, brief
 from ..data.batches import Batch
@@ -51,7 +51,7 @@ class LinearProbeResult(Result):
     """
 
     file_kind: ClassVar[str] = "linear_probe"
-    values_name: ClassVar[str] = "accuracy"
+    accuracy = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",
         label="Accuracy on held-out samples",
@@ -94,11 +94,6 @@ class LinearProbeResult(Result):
     )
     labels: tuple[int, ...]
     method: str
-
-    @property
-    def accuracy(self) -> Tensor:
-        """Accuracy on held-out samples, `residual`; the same as `values`."""
-        return self.values
 
     @property
     def predictions(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding, unit_vectors
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Result, Sums, axes, typed
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, without_nan
 from ..core.arguments import PositiveFloat, Probability
 from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
@@ -119,7 +119,7 @@ class LogitLensResult(Result):
     """
 
     file_kind: ClassVar[str] = "logit_lens"
-    values_name: ClassVar[str] = "cross_entropy"
+    cross_entropy = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",
         label="Cross-entropy",
@@ -225,11 +225,6 @@ class LogitLensResult(Result):
     targets: int
     unembedding: str
 
-    @property
-    def cross_entropy(self) -> Tensor:
-        """Cross-entropy at each block in nats, `layer`; the same as `values`."""
-        return self.values
-
     @typed
     def effective_depth(self, eps: Probability) -> int:
         r"""Smallest number of blocks l with accuracy at least 1 - eps; L if no layer reaches it.
@@ -249,14 +244,15 @@ class LogitLensResult(Result):
     def headline(self) -> dict[str, float]:
         middle = len(self.values) // 2
         block = site_in_words(self.layers[1:][middle])
-        numbers = {
-            "accuracy of the last layer": float(self.accuracy[-1]),
-            f"accuracy after {block}": float(self.accuracy[middle]),
-            "perplexity of the last layer": float(self.perplexity[-1]),
-            f"agreement of {block} with the last": float(self.agreement[middle]),
-            "positions that rise at every block (fraction)": float(self.monotone_share),
-        }
-        return {name: number for name, number in numbers.items() if not math.isnan(number)}
+        return without_nan(
+            {
+                "accuracy of the last layer": float(self.accuracy[-1]),
+                f"accuracy after {block}": float(self.accuracy[middle]),
+                "perplexity of the last layer": float(self.perplexity[-1]),
+                f"agreement of {block} with the last": float(self.agreement[middle]),
+                "positions that rise at every block (fraction)": float(self.monotone_share),
+            }
+        )
 
     def finding(self) -> str:
         others = (self.agreement < SETTLED).nonzero()[:, 0]

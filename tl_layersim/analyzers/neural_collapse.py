@@ -12,7 +12,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View, row_ends, targets
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn
 from ..core.arguments import Limit
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -46,7 +46,7 @@ class NeuralCollapseResult(Result):
     """
 
     file_kind: ClassVar[str] = "neural_collapse"
-    values_name: ClassVar[str] = "nc1"
+    nc1 = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",
         label="NC1",
@@ -97,11 +97,6 @@ class NeuralCollapseResult(Result):
         "label", label="Samples", title="Samples of each class", within=(0, math.inf), out_of="samples"
     )
     labels: tuple[int, ...]
-
-    @property
-    def nc1(self) -> Tensor:
-        """Within-class variability (NC1) at each layer, the same as `values`. Shape `residual`."""
-        return self.values
 
 
 @typed

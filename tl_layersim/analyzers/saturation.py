@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding
 from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
-from ..core import Result, Sums, axes, typed, warn
+from ..core import Result, Sums, ValuesAlias, axes, typed, warn, without_nan
 from ..core.intervals import with_margin
 from ..lens.statistics import read_vectors, saturation_layers
 from .analyzer import Run, SiteNeed, omitted_at
@@ -42,7 +42,7 @@ class SaturationResult(Result):
     """
 
     file_kind: ClassVar[str] = "saturation"
-    values_name: ClassVar[str] = "counts"
+    counts = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",
         label="Tokens that saturate",
@@ -79,20 +79,15 @@ class SaturationResult(Result):
     correlation: Float64[Tensor, ""] = axes(within=(-1, 1))
     unembedding: str
 
-    @property
-    def counts(self) -> Tensor:
-        """Number of tokens that saturate at each block, `layer`; the same as `values`."""
-        return self.values
-
     def headline(self) -> dict[str, float]:
         blocks = torch.arange(len(self.values), dtype=torch.float64)
-        numbers = {
-            "saturated before the last block (fraction)": float(self.early_share),
-            "mean saturation block": float((self.values * blocks).sum() / self.values.sum()),
-        }
-        if not math.isnan(self.correlation):
-            numbers["correlation with the cosine to the last layer"] = float(self.correlation)
-        return numbers
+        return without_nan(
+            {
+                "saturated before the last block (fraction)": self.early_share,
+                "mean saturation block": (self.values * blocks).sum() / self.values.sum(),
+                "correlation with the cosine to the last layer": self.correlation,
+            }
+        )
 
     def finding(self) -> str:
         early = with_margin(self, lambda result: result.early_share, percent=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations.block_call import again
 from ..activations.norms import norms
 from ..activations.view import Kernel, View, row_ends
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, axes, typed, warn, without_nan
 from ..core.arguments import NonNegativeInt, PositiveFloat
 from ..core.intervals import with_margin
 from ..jacobians.jacobian_products import reproduces
@@ -108,14 +108,15 @@ class SkipEffectResult(Result):
 
     def headline(self) -> dict[str, float]:
         half = len(self.values) // 2
-        numbers = {
-            "relative change, mean over pairs": self.values.nanmean(),
-            "relative change, first half skipped": self.values[:half].nanmean(),
-            "relative change, second half skipped": self.values[half:].nanmean(),
-            "relative change at later positions": self.later.nanmean(),
-            "change of the probabilities, mean": self.probability_change.nanmean(),
-        }
-        return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+        return without_nan(
+            {
+                "relative change, mean over pairs": self.values.nanmean(),
+                "relative change, first half skipped": self.values[:half].nanmean(),
+                "relative change, second half skipped": self.values[half:].nanmean(),
+                "relative change at later positions": self.later.nanmean(),
+                "change of the probabilities, mean": self.probability_change.nanmean(),
+            }
+        )
 
     def finding(self) -> str:
         half = len(self.values) // 2

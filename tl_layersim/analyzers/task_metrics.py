@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn, without_nan
 from ..core.arguments import Limit
 from ..core.sums import need_memory
 from ..data.labels import NO_LABEL, label_key, number_tensor, warn_of_unused
@@ -45,7 +45,7 @@ class TaskMetricsResult(Result):
     """
 
     file_kind: ClassVar[str] = "task_metrics"
-    values_name: ClassVar[str] = "f1"
+    f1 = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",
         label="Macro F1 (0 to 1)",
@@ -81,24 +81,20 @@ class TaskMetricsResult(Result):
     labels: tuple[int, ...]
 
     @property
-    def f1(self) -> Tensor:
-        """Macro F1 at each block, `layer`; the same as `values`."""
-        return self.values
-
-    @property
     def predictions(self) -> tuple[int, ...]:
         """The predicted classes, the same as `labels`."""
         return self.labels
 
     def headline(self) -> dict[str, float]:
         binary = {"F1 of class 1 at the last layer": float(self.f1_by_class[1, -1])} if len(self.labels) == 2 else {}
-        numbers = {
-            "macro F1 of the last layer": float(self.values[-1]),
-            **binary,
-            "Matthews correlation of the last layer": float(self.mcc[-1]),
-            "accuracy of the last layer": float(self.accuracy[-1]),
-        }
-        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+        return without_nan(
+            {
+                "macro F1 of the last layer": float(self.values[-1]),
+                **binary,
+                "Matthews correlation of the last layer": float(self.mcc[-1]),
+                "accuracy of the last layer": float(self.accuracy[-1]),
+            }
+        )
 
 
 @typed
@@ -114,7 +110,7 @@ class RegressionMetricsResult(Result):
     """
 
     file_kind: ClassVar[str] = "regression_metrics"
-    values_name: ClassVar[str] = "spearman"
+    spearman = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",
         label="Spearman correlation",
@@ -131,17 +127,13 @@ class RegressionMetricsResult(Result):
     )
     rows: int
 
-    @property
-    def spearman(self) -> Tensor:
-        """Rank correlation at each block, `layer`; the same as `values`."""
-        return self.values
-
     def headline(self) -> dict[str, float]:
-        numbers = {
-            "Spearman correlation of the last layer": float(self.values[-1]),
-            "Pearson correlation of the last layer": float(self.pearson[-1]),
-        }
-        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+        return without_nan(
+            {
+                "Spearman correlation of the last layer": float(self.values[-1]),
+                "Pearson correlation of the last layer": float(self.pearson[-1]),
+            }
+        )
 
 
 @typed

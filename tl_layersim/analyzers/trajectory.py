@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations.norms import norms, unit_vectors
 from ..activations.view import Kernel, View
 from ..architectures.hook_points import site_name
-from ..core import LayersimError, Result, Sums, axes, quantiles_from_histogram, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, quantiles_from_histogram, typed, warn
 from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES, with_margin
 from ..sources.model_description import Model
@@ -91,7 +91,7 @@ class TrajectoryResult(Result):
     """
 
     file_kind: ClassVar[str] = "trajectory"
-    values_name: ClassVar[str] = "norm"
+    norm = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual", label="Norm of the residual", title="Norm of the residual stream at each layer", within=(0, math.inf)
     )
@@ -210,11 +210,6 @@ class TrajectoryResult(Result):
     window: int
     final_norm: bool = False
     quantiles: tuple[float, ...] = QUANTILES
-
-    @property
-    def norm(self) -> Tensor:
-        """Mean norm of the residual at each layer, `residual`; the same as `values`."""
-        return self.values
 
     @property
     def lss(self) -> Spread:

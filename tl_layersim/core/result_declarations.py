@@ -10,6 +10,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
+from torch import Tensor
+
 from .arguments import typed
 from .errors import without_secrets
 
@@ -122,6 +124,21 @@ def _of_class(cls: Any) -> Mapping[str, Declaration]:
         )
         for name, own in found.items()
     }
+
+
+class ValuesAlias:
+    """Another name of `values`, as in `norm = ValuesAlias()`: an attribute of the result, and its name in tables."""
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        owner.values_name = name
+
+    def __get__(self, result: Any, owner: Any = None) -> Tensor:
+        return self if result is None else result.values  # type: ignore[no-any-return]  # of a class, the alias itself
+
+
+def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a headline as floats, without those that are NaN."""
+    return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
 @dataclass(frozen=True)

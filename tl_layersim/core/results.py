@@ -18,7 +18,7 @@ from .errors import LayersimError
 from .intervals import ConfidenceInterval, field_named, headline_lines, interval_of
 from .report_exports import ReportExports
 from .report_tables import BLOCK_AXES, field_table, label_table, latex, markdown, numbers_of, result_table
-from .result_declarations import JOINT, Declaration, Picture, Provenance, axes, declarations
+from .result_declarations import JOINT, Declaration, Picture, Provenance, axes, declarations, without_nan
 from .result_files import load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
 from .storage import write as write_file
@@ -329,8 +329,7 @@ class Result(ABC):
             numbers = {f"{label}, mean": own.nanmean()}
         else:
             numbers = {}
-        numbers |= {one.label: getattr(self, name) for name, one in declared.items() if not one.axes}
-        return {name: float(value) for name, value in numbers.items() if not bool(value.isnan())}
+        return without_nan(numbers | {one.label: getattr(self, name) for name, one in declared.items() if not one.axes})
 
     def finding(self) -> str:
         """One sentence with the main numbers, for the top of a report; if it is empty, the report writes a default sentence."""
@@ -385,8 +384,9 @@ class LayerMatrix(Result):
             return self.sites_headline(label) or super().headline()
         if len(self.layers) < 2:
             return super().headline()
-        ends = {f"{label}({self.first_layer()}, last)": self.values[0, -1], f"{label}(last but one, last)": self.values[-2, -1]}
-        return {name: float(value) for name, value in ends.items() if not bool(value.isnan())}
+        return without_nan(
+            {f"{label}({self.first_layer()}, last)": self.values[0, -1], f"{label}(last but one, last)": self.values[-2, -1]}
+        )
 
     def sites_headline(self, measure: str) -> dict[str, float]:
         """The headline for sites without an order by depth: the mean over pairs of different sites of one model.

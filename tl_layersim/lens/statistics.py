@@ -5,6 +5,9 @@ These are plain functions of torch, which are shipped with the kernels that call
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,9 +17,13 @@ from ..core.cross_entropy import LEAST, block_size, need_classes, on_float64_dev
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
 
-# Neighbouring logits whose maximum is taken first, so that the largest logits are searched in a few groups only.
+# Neighbouring logits whose maximum is taken first, so that few rows are searched for ids above the target.
 GROUP_SIZE = 256
 RANKED = 10
+# Groups whose logits are compared with the target's at once.
+GROUPS_AT_ONCE = 2**14
+# A model's logit lens, its residuals, and a function from residuals and spare memory to logits.
+Side = tuple[Unembed, Tensor, Callable[..., Tensor]]
 
 
 def read_positions(view: View) -> Tensor | None:
@@ -116,17 +123,12 @@ def read_lens(
     names = ("best_prob", "target_log_prob", "entropy", "kl")
     out = {name: torch.zeros(layers, tokens, dtype=torch.float64, device=x.device) for name in names}
     out |= {name: torch.zeros(layers, tokens, dtype=torch.int64, device=x.device) for name in ("best", "before")}
-    start, step, spare = 0, 1, None
-    while start < tokens:
-        span = slice(start, start + step)
-        # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
-        z = logits_of_layers(view.unembed, x[:, span], needs_norm, normed, heads, spare)
-        need_classes(z.shape[-1])
+    # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
+    read = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=normed, heads=heads)
+    for span, [z] in _chunks([(view.unembed, x, read)], memory_mb):
         z_here = on_float64_device(z)
         for name, value in _read_chunk(z_here, target[span].to(z_here.device), ranked).items():
             out[name][:, span] = value.T.to(x.device)
-        start += step
-        step, spare = _room(view.unembed, z, memory_mb, tokens - start) if spare is None else (step, spare)
     view.memo[key] = {"ranked": ranked, "lens": out}
     return out
 
@@ -175,7 +177,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
         groups, total, expected, cross = _moments(z)
     top, log_total = groups.amax(-1).double(), total.log()
     return {
-        "best": top_id(z, groups),
+        "best": _top_id(z, groups),
         "best_prob": 1 / total,
         # Rounding may give a probability above 1.
         "target_log_prob": (target_logit - top - log_total).clamp(max=0),
@@ -238,69 +240,32 @@ def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _members(groups: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Ids in some groups, and whether each is below the vocabulary size; both `... (group member)`."""
-    ids = (groups[..., None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=groups.device)).flatten(-2)
-    return ids.clamp(max=vocabulary - 1), ids < vocabulary
+def _members(groups: Tensor, vocabulary: int) -> Tensor:
+    """Ids in some groups, `... member`; in the last group they may exceed the vocabulary."""
+    return groups[..., None] * GROUP_SIZE + torch.arange(min(GROUP_SIZE, vocabulary), device=groups.device)
 
 
-def top_id(z: Tensor, groups: Tensor) -> Tensor:
+def _top_id(z: Tensor, groups: Tensor) -> Tensor:
     """The id with the largest logit; the lowest id if several are equal, because argmax takes the first."""
-    vocabulary, rows = z.shape[-1], groups.flatten(0, -2)
-    flat, best = z.reshape(-1, vocabulary), rows.argmax(-1)
-    whole = vocabulary // GROUP_SIZE
-    # Groups are neighbours in memory, so that they are copied as wholes and not id by id.
-    chosen = (
-        flat[:, : whole * GROUP_SIZE].reshape(-1, whole, GROUP_SIZE)[
-            torch.arange(len(flat), device=z.device), best.clamp(max=max(whole - 1, 0))
-        ]
-        if whole
-        else flat
-    )
-    first = chosen.argmax(-1)
-    if whole * GROUP_SIZE < vocabulary and len(rest := (best == whole).nonzero()[:, 0]):
-        first[rest] = flat[rest, whole * GROUP_SIZE :].argmax(-1)
-    return (best * GROUP_SIZE + first).view(groups.shape[:-1])
+    ids = _members(groups.argmax(-1), z.shape[-1]).clamp_(max=z.shape[-1] - 1)
+    return ids.gather(-1, z.gather(-1, ids).argmax(-1, keepdim=True))[..., 0]
 
 
 def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
     """Number of ids ranked above the target, at most `ranked`. Among equal logits the lower id ranks first."""
-    if groups.shape[-1] <= ranked:
-        # Nearly all groups would be searched.
-        count = _all_before(z.flatten(0, 1), target_id.flatten(), target_logit.flatten())
-        return count.view(target_logit.shape).clamp(max=ranked)
-    before = torch.full(target_logit.shape, ranked, device=z.device)
-    # Ids of a higher rank are in groups whose maximum is at least the target's logit; `ranked` larger groups already suffice.
-    near = (groups > target_logit[..., None]).sum(-1) < ranked
-    z, at = z.flatten(0, 1), near.flatten().nonzero()[:, 0]
-    groups, target_id, target_logit = groups[near], target_id[near], target_logit[near]
-    ids, exist = _members(groups.topk(ranked, -1).indices, z.shape[-1])
-    values = z[at[:, None], ids].to(target_logit.dtype)
-    ahead = (values > target_logit[:, None]) | ((values == target_logit[:, None]) & (ids < target_id[:, None]))
-    count = (ahead & exist).sum(-1)
-    # More groups than were searched have such a maximum: there are ties, and the whole row is counted.
-    for i in ((groups >= target_logit[:, None]).sum(-1) > ranked).nonzero()[:, 0].tolist():
-        row = z[at[i]].to(target_logit.dtype)
-        count[i] = (row > target_logit[i]).sum() + (row[: int(target_id[i])] == target_logit[i]).sum()
-    before[near] = count.clamp(max=ranked)
-    return before
-
-
-def _all_before(z: Tensor, target_id: Tensor, target_logit: Tensor) -> Tensor:
-    """Number of ids ranked above the target in each row of z, by reading whole rows."""
-    count = torch.empty_like(target_id)
     # The target's logit is one of z, so that the comparison in its dtype is exact.
-    target_logit = target_logit.to(z.dtype)[:, None]
-    size = max(1, block_size(z) // z.shape[-1])
-    for start in range(0, len(z), size):
-        rows = slice(start, start + size)
-        count[rows] = (z[rows] > target_logit[rows]).count_nonzero(-1)
-        equal = (z[rows] == target_logit[rows]).count_nonzero(-1)
-        # Half precision has many equal logits.
-        tied = start + (equal > 1).nonzero()[:, 0]
-        lower = torch.arange(z.shape[-1], device=z.device) < target_id[tied, None]
-        count[tied] += lower.logical_and_(z[tied] == target_logit[tied]).count_nonzero(-1)
-    return count
+    logit, vocabulary = target_logit.to(z.dtype)[..., None], z.shape[-1]
+    # `ranked` groups with a larger maximum already suffice. Of the others, the groups with ids above the target are read.
+    near = (groups > logit).sum(-1) < ranked
+    before = torch.full(near.shape, ranked, device=z.device).masked_fill(near, 0)
+    for some in ((groups >= logit) & near[..., None]).nonzero().split(GROUPS_AT_ONCE):
+        token, layer, group = some.T
+        ids = _members(group, vocabulary)
+        lower, exists = ids < target_id[token, layer, None], ids < vocabulary
+        values, own = z[token[:, None], layer[:, None], ids.clamp_(max=vocabulary - 1)], logit[token, layer]
+        ahead = ((values > own) | ((values == own) & lower)) & exists
+        before.index_put_((token, layer), ahead.sum(1), accumulate=True)
+    return before.clamp(max=ranked)
 
 
 def bad_logits(lens: dict[str, Tensor]) -> Tensor:
@@ -368,31 +333,23 @@ def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Ten
     Raises:
         LayersimError: the head has one output.
     """
-    sides = [(view.unembed, *head_input(view, view.activations[1:], True)) for view in (first, second)]
+    sides = []
+    for view in (first, second):
+        assert view.unembed is not None
+        x, needs_norm = head_input(view, view.activations[1:], True)
+        sides.append((view.unembed, x, partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=True)))
     layers, tokens = sides[0][1].shape[:2]
     device = on_float64_device(sides[0][1]).device
     best = torch.zeros(2, layers, tokens, dtype=torch.int64, device=device)
     kl = torch.zeros(layers, tokens, dtype=torch.float64, device=device)
     bad = torch.zeros(layers, dtype=torch.int64, device=device)
-    start, step = 0, 1
-    spares: list[Tensor | None] = [None, None]
-    while start < tokens:
-        span = slice(start, start + step)
-        logits = []
-        for number, (unembed, x, needs_norm) in enumerate(sides):
-            assert unembed is not None
-            z = logits_of_layers(unembed, x[:, span], needs_norm, True, None, spares[number])
-            need_classes(z.shape[-1])
-            if start == 0:
-                room, spares[number] = _room(unembed, z, memory_mb / 2, tokens - 1)
-                step = room if number == 0 else min(step, room)
-            flat = on_float64_device(z.flatten(0, 1)).to(device)
-            groups = torch.empty(len(flat), -(-z.shape[-1] // GROUP_SIZE), dtype=z.dtype, device=device)
-            best[number, :, span] = top_id(flat, _group_maxima(flat, groups)).view(z.shape[:2]).T
-            bad += (~groups.amax(-1).isfinite()).view(z.shape[:2]).sum(0)
-            logits.append(flat)
+    for span, both in _chunks(sides, memory_mb):
+        logits = [on_float64_device(z.flatten(0, 1)).to(device) for z in both]
+        for number, z in enumerate(logits):
+            top, ids = z.max(-1)
+            best[number, :, span] = ids.view(-1, layers).T
+            bad += (~top.isfinite()).view(-1, layers).sum(0)
         kl[:, span] = kl_divergence(*logits).view(-1, layers).T
-        start = span.stop
     return {"best": best, "kl": kl, "bad": bad}
 
 
@@ -418,23 +375,40 @@ def _top_ids(
     view: View, x: Tensor, normed: bool, memory_mb: float, heads: LayerHeads | None = None, layer: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The top-1 prediction for each row of x, and the number of rows whose largest logit is not finite."""
-    assert view.unembed is not None
+    unembed = view.unembed
+    assert unembed is not None
+
+    def read(some: Tensor, spare: Tensor | None) -> Tensor:
+        return unembed(some, normed, spare) if heads is None else heads.logits(unembed, some, layer, normed)
+
     out, bad = torch.empty(len(x), dtype=torch.int64, device=x.device), torch.tensor(0, device=x.device)
-    start, step, spare = 0, 1, None
-    while start < len(x):
-        some = x[start : start + step]
-        z = view.unembed(some, normed, spare) if heads is None else heads.logits(view.unembed, some, layer, normed)
-        need_classes(z.shape[-1])
-        groups = torch.empty(len(z), -(-z.shape[-1] // GROUP_SIZE), dtype=z.dtype, device=z.device)
-        out[start : start + step] = top_id(z, _group_maxima(z, groups)).to(x.device)
-        bad += (~groups.amax(-1).isfinite()).sum().to(x.device)
-        start += step
-        step, spare = _room(view.unembed, z, memory_mb, len(x) - start) if spare is None else (step, spare)
+    for span, [z] in _chunks([(unembed, x, read)], memory_mb):
+        top, ids = z.max(-1)
+        out[span] = ids.to(x.device)
+        bad += (~top.isfinite()).sum().to(x.device)
     return out, bad
 
 
-def _room(unembed: Unembed, z: Tensor, memory_mb: float, left: int) -> tuple[int, Tensor | None]:
-    """Number of tokens per chunk that fit into `memory_mb`, and a buffer for their logits, by the size of the first chunk's."""
-    step = min(max(1, int(memory_mb * 2**20 / (z[0].numel() * z.element_size()))), max(left, 1))
-    rows = step * z[0].numel() // z.shape[-1]
-    return step, z.new_empty(rows, z.shape[-1]) if unembed.linear is not None else None
+def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yields chunks of tokens with the logits of each side. The size of the first token's logits gives that of a chunk.
+
+    Args:
+        sides: for each model its logit lens, the residuals `... token width`, and a function from residuals and spare memory to
+            logits.
+        memory_mb: memory for the logits of one chunk.
+    """
+    start, step, tokens = 0, 1, sides[0][1].shape[-2]
+    spares: list[Tensor | None] = [None] * len(sides)
+    while start < tokens:
+        span = slice(start, start + step)
+        each = [read(x[..., span, :], spare=spare) for (_, x, read), spare in zip(sides, spares, strict=True)]
+        for z in each:
+            need_classes(z.shape[-1])
+        yield span, each
+        if start == 0:
+            fits = [int(memory_mb / len(sides) * 2**20 / (z[0].numel() * z.element_size())) for z in each]
+            step = min(max(1, min(fits)), max(tokens - 1, 1))
+            for number, ((unembed, _, _), z) in enumerate(zip(sides, each, strict=True)):
+                rows = step * z[0].numel() // z.shape[-1]
+                spares[number] = z.new_empty(rows, z.shape[-1]) if unembed.linear is not None else None
+        start = span.stop

@@ -15,6 +15,7 @@ from ..activations.view import View
 from ..analyzers.analyzer import need_head
 from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
+from ..core.result_declarations import ValuesAlias
 from ..core.results import Result, axes
 from ..core.wording import brief
 from ..data.labels import NO_LABEL
@@ -47,7 +48,7 @@ class PredictionGrid(Result):
     """
 
     file_kind: ClassVar[str] = "prediction_grid"
-    values_name = "probability"
+    probability = ValuesAlias()
     values: Float64[Tensor, "token layer"] = axes(
         "token",
         "layer",
@@ -84,11 +85,6 @@ class PredictionGrid(Result):
     def ranks(self) -> tuple[int, ...]:
         """Labels of the `rank` axis, from 1."""
         return tuple(range(1, len(self.top_words[0][0]) + 1))
-
-    @property
-    def probability(self) -> Tensor:
-        """Probability of each first choice, `token layer`; the same as `values`."""
-        return self.values
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
