@@ -6,18 +6,22 @@ The classes of results and reports are arguments here, because they themselves i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from .errors import LayersimError
-from .report_exports import downloaded, is_hub_address
 from .result_declarations import Provenance, class_of, kind_of
-from .storage import by_first_name, read, reading, refuse_other_types
+from .storage import REPORT_FILE, by_first_name, read, reading, refuse_other_types
 
+SCHEME = "hf://"
+# A repository of numbers about a model, not of weights.
+REPO_TYPE = "dataset"
 # Results of the same class that a result holds: without each block of the data, and of untrained models.
 ALIKE = ("replicates", "untrained")
 
@@ -60,6 +64,34 @@ def pack_report(
     packed = {name: pack(result, likes.get(name)) for name, result in report.items()}
     tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
     return {name: header for name, (header, _) in packed.items()}, tensors
+
+
+def is_hub_address(path: Any) -> bool:
+    """Whether a path is a hub address, hf://user/name."""
+    return isinstance(path, str) and path.startswith(SCHEME)
+
+
+def downloaded(address: str) -> Path:
+    """Download a file from the hub into its cache, and return the path.
+
+    Args:
+        address: hf://user/name[@revision][/file]; the default file is `report.safetensors`.
+
+    Raises:
+        LayersimError: the address is malformed.
+        OSError: an error of `huggingface_hub`: the repository, revision or file does not exist or cannot be read, or the hub
+            cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download
+
+    match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@([^@]+?))?(?:/([^@]+))?", address)
+    if match is None:
+        raise LayersimError(
+            f"`path` is {address!r}; an address on the hub is hf://user/name, hf://user/name/file.safetensors or "
+            "hf://user/name@revision."
+        )
+    repo, revision, file = match.groups()
+    return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
 
 
 def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:
