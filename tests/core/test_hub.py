@@ -23,7 +23,8 @@ from huggingface_hub.errors import (
 from markdown_it import MarkdownIt
 
 import tl_layersim as lsim
-from tl_layersim.core.report_exports import card, is_hub_address
+from tl_layersim.core.result_files import is_hub_address
+from tl_layersim.core.results import card
 
 from ..tiny_models import random_tokens, tiny_llama
 from .small_hub import TOKEN, SmallHub

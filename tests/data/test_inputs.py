@@ -141,7 +141,7 @@ def test_labels_and_skipped_positions_of_images():
     assert bool((batch.labels == batch.labels[:, :1]).all())
     assert batch.counted.tolist() == [[False, True, True, True, True]] * 3
     assert batch.attention.all()
-    with pytest.raises(lsim.LayersimError, match=r"`labels`.*\(2, 1\).* 3\b"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.* 2 .* 3\b"):
         read({"pixel_values": PIXELS, "labels": [2, 0]}, "pixel_values", labelled=True)
     [single] = read([{"pixel_values": PIXELS[0], "label": 2}], "pixel_values", labelled=True)
     assert single.labels.tolist() == [[2] * 5]
@@ -181,7 +181,7 @@ def test_options_that_cut_tokens_are_refused_for_rows_without_them(option):
 def test_packing_and_masks_of_pixels_are_refused():
     with pytest.raises(lsim.LayersimError, match="`pack`"):
         read(PIXELS, "pixel_values", pack=True)
-    with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*\(3, 2\)"):
+    with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*\(2,\)"):
         read({"pixel_values": PIXELS, "attention_mask": torch.tensor([[1, 1], [1, 0], [1, 1]])}, "pixel_values")
     assert read({"pixel_values": PIXELS, "attention_mask": torch.ones(3, 2)}, "pixel_values")[0].attention.all()
 

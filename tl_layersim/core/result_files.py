@@ -6,65 +6,92 @@ The classes of results and reports are arguments here, because they themselves i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from .errors import LayersimError
-from .intervals import with_replicates
-from .report_exports import downloaded, is_hub_address
 from .result_declarations import Provenance, class_of, kind_of
-from .storage import by_first_name, read, reading, refuse_other_types
+from .storage import REPORT_FILE, by_first_name, read, reading, refuse_other_types
 
-# Results of a kind that a result holds: without each block of the data, and of untrained models.
+SCHEME = "hf://"
+# A repository of numbers about a model, not of weights.
+REPO_TYPE = "dataset"
+# Results of the same class that a result holds: without each block of the data, and of untrained models.
 ALIKE = ("replicates", "untrained")
-# Fields that are stored apart from the others, or that replicates share with the result itself.
-APART = ("provenance", "replicates", "untrained")
 
 
-def pack(result: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a result."""
-    header, tensors = _pack_alone(result)
-    header["provenance"] = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
-    # Names of layers and the like are those of the result itself.
-    plain = header["fields"]
-    for kind in ALIKE:
-        each = [_pack_alone(one, nested=False) for one in getattr(result, kind)]
-        for number, (_, own) in enumerate(each):
-            tensors |= {f"{kind}/{number}/{name}": tensor for name, tensor in own.items()}
-        if each:
-            header[kind] = [{name: value for name, value in own["fields"].items() if value != plain[name]} for own, _ in each]
-    return header, tensors
-
-
-def _pack_alone(result: Any, nested: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a result without provenance and replicates.
+def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a result. Tensors of the results that it holds are named "field/key/name".
 
     Args:
         result: a `Result`.
-        nested: whether to include the reports in its fields. For a replicate they are stored with these reports' own results.
+        like: the result that holds `result` in a field of `ALIKE`. Names of layers and the like are not stored again.
     """
-    values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in APART}
-    reports = {name: pack_report(value) for name, value in values.items() if isinstance(value, Mapping) and _is_report(value)}
-    tensors: dict[str, Tensor] = {name: values[name] for name in result.tensor_fields()}
-    plain = {name: value for name, value in values.items() if name not in tensors.keys() | reports.keys()}
-    header = {"class": kind_of(type(result)), "fields": plain}
-    if nested:
-        tensors |= {f"{name}/{key}": tensor for name, (_, own) in reports.items() for key, tensor in own.items()}
-    return header | ({"reports": {name: own for name, (own, _) in reports.items()}} if reports and nested else {}), tensors
+    values = {f.name: getattr(result, f.name) for f in fields(result)}
+    held = {name: value for name, value in values.items() if name not in ALIKE and hasattr(value, "to_html")}
+    packed = {name: pack_report(own, {} if like is None else getattr(like, name)) for name, own in held.items()}
+    for kind in ALIKE:
+        each = {str(number): one for number, one in enumerate(values[kind])}
+        packed[kind] = pack_report(each, dict.fromkeys(each, result))
+    plain = _plain_fields(result)
+    if like is not None:
+        known = _plain_fields(like)
+        plain = {name: value for name, value in plain.items() if value != known[name]}
+    header = {"class": kind_of(type(result)), "fields": plain, "held": {name: own for name, (own, _) in packed.items() if own}}
+    if like is None or result.provenance != like.provenance:
+        header["provenance"] = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
+    tensors = {name: values[name] for name in result.tensor_fields()}
+    return header, tensors | {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
 
 
-def _is_report(value: Mapping[str, Any]) -> bool:
-    return hasattr(value, "to_html")
+def _plain_fields(result: Any) -> dict[str, Any]:
+    """The fields of a result that are neither tensors nor provenance nor other results."""
+    apart = {"provenance", *ALIKE, *result.tensor_fields()}
+    values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in apart}
+    return {name: value for name, value in values.items() if not hasattr(value, "to_html")}
 
 
-def pack_report(report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a report."""
-    packed = {name: pack(result) for name, result in report.items()}
+def pack_report(
+    report: Mapping[str, Any], likes: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of results by name, see `pack`."""
+    packed = {name: pack(result, likes.get(name)) for name, result in report.items()}
     tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
     return {name: header for name, (header, _) in packed.items()}, tensors
+
+
+def is_hub_address(path: Any) -> bool:
+    """Whether a path is a hub address, hf://user/name."""
+    return isinstance(path, str) and path.startswith(SCHEME)
+
+
+def downloaded(address: str) -> Path:
+    """Download a file from the hub into its cache, and return the path.
+
+    Args:
+        address: hf://user/name[@revision][/file]; the default file is `report.safetensors`.
+
+    Raises:
+        LayersimError: the address is malformed.
+        OSError: an error of `huggingface_hub`: the repository, revision or file does not exist or cannot be read, or the hub
+            cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download
+
+    match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@([^@]+?))?(?:/([^@]+))?", address)
+    if match is None:
+        raise LayersimError(
+            f"`path` is {address!r}; an address on the hub is hf://user/name, hf://user/name/file.safetensors or "
+            "hf://user/name@revision."
+        )
+    repo, revision, file = match.groups()
+    return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
 
 
 def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:
@@ -87,15 +114,21 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
         if header["kind"] == "result":
             loaded = _unpack(path, header, tensors, base, report)
         else:
-            loaded = _unpack_report(path, header["results"], tensors, base, report)
+            loaded = report(_unpack_each(path, header["results"], tensors, base, report))
         # Malformed values that pass the type check fail here, while the error can still name the file.
         repr(loaded)
         return loaded
 
 
 def _unpack(
-    path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], base: type[Any], report: type[Any]
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    base: type[Any],
+    report: type[Any],
+    like: Any = None,
 ) -> Any:
+    """The result that `pack` made a header and tensors of."""
     kind = str(header["class"])
     cls = class_of(kind, base)
     if cls is None:
@@ -104,36 +137,39 @@ def _unpack(
             f"{path} holds a {kind}, a kind of result that no imported module defines. Import the module of its class first, "
             "if you trust it, then load again."
         )
-    record = {**header["provenance"], "warnings": tuple(header["provenance"].get("warnings", ()))}
-    refuse_other_types(Provenance, record)
-    provenance = Provenance(**record)
-    names = header.get("reports", {})
-    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in (*names, *ALIKE)}
-    apart = by_first_name([*names, *ALIKE], {name: tensor for name, tensor in tensors.items() if name not in own})
-    reports = {name: _unpack_report(path, own, apart[name], base, report) for name, own in names.items()}
-    plain = _plain_fields(cls, header["fields"])
-    _refuse_other_shapes(cls, {**plain, **own})
-    result = cls(**plain, **own, **reports, provenance=provenance)
-    alike = {}
-    for kind in ALIKE:
-        plains = header.get(kind, ())
-        each = by_first_name(map(str, range(len(plains))), apart[kind])
-        alike[kind] = tuple(
-            cls(
-                **_plain_fields(cls, {**header["fields"], **plain}),
-                **each[str(number)],
-                **{name: _of_number(nested, kind, number) for name, nested in reports.items()},
-                provenance=provenance,
-            )
-            for number, plain in enumerate(plains)
-        )
-    result = replace(result, untrained=alike["untrained"])
-    return with_replicates(result, alike["replicates"], result.block_tokens) if alike["replicates"] else result
+    values = {name: _as_tuple(value) for name, value in header["fields"].items()}
+    refuse_other_types(cls, values)
+    if like is None or "provenance" in header:
+        record = {**header["provenance"], "warnings": tuple(header["provenance"].get("warnings", ()))}
+        refuse_other_types(Provenance, record)
+        values["provenance"] = Provenance(**record)
+    if like is not None:
+        values = {**_plain_fields(like), "provenance": like.provenance, **values}
+    held = header.get("held", {})
+    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in held}
+    apart = by_first_name(held, {name: tensor for name, tensor in tensors.items() if name not in own})
+    for name in held.keys() - set(ALIKE):
+        likes = {} if like is None else getattr(like, name)
+        values[name] = report(_unpack_each(path, held[name], apart[name], base, report, likes))
+    _refuse_other_shapes(cls, values | own)
+    result = cls(**values, **own)
+    alike = {
+        kind: tuple(_unpack_each(path, held[kind], apart[kind], base, report, dict.fromkeys(held[kind], result)).values())
+        for kind in held.keys() & set(ALIKE)
+    }
+    return replace(result, **alike)
 
 
-def _of_number(report: Any, kind: str, number: int) -> Any:
-    """The report without one block of the data, or of one untrained model."""
-    return type(report)({name: getattr(result, kind)[number] for name, result in report.items()})
+def _unpack_each(
+    path: str | os.PathLike[str],
+    headers: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    base: type[Any],
+    report: type[Any],
+    likes: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    parts = by_first_name(headers, tensors)
+    return {name: _unpack(path, own, parts[name], base, report, likes.get(name)) for name, own in headers.items()}
 
 
 def _refuse_other_shapes(cls: type[Any], values: Mapping[str, Any]) -> None:
@@ -141,19 +177,6 @@ def _refuse_other_shapes(cls: type[Any], values: Mapping[str, Any]) -> None:
     bare = object.__new__(cls)
     vars(bare).update(values)
     bare.refuse_other_shapes()
-
-
-def _plain_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: _as_tuple(value) for name, value in values.items()}
-    refuse_other_types(cls, plain)
-    return plain
-
-
-def _unpack_report(
-    path: str | os.PathLike[str], headers: Mapping[str, Any], tensors: Mapping[str, Tensor], base: type[Any], report: type[Any]
-) -> Any:
-    parts = by_first_name(headers, tensors)
-    return report({name: _unpack(path, own, parts[name], base, report) for name, own in headers.items()})
 
 
 def _as_tuple(value: Any) -> Any:

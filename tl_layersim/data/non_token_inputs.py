@@ -8,7 +8,7 @@ them on the right with their own mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .labels import LABELS, is_missing, number_tensor, whole_numbers
+from .labels import LABELS, is_missing, number_tensor
 from .padding_masks import as_mask, mask_of
-from .row import NOTHING, ModelInputs, Row
+from .row import ModelInputs, Row
 
 TOKEN_IDS = "input_ids"
 EMBEDDINGS = "inputs_embeds"
@@ -73,8 +73,8 @@ def as_values(name: str, values: Any) -> Tensor:
         ) from error
 
 
-def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:
-    """Split the values of the main input into rows.
+def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]:
+    """Whether the values of the main input are those of a single row without an axis of rows, and the rows.
 
     Args:
         name: name of the input.
@@ -84,11 +84,9 @@ def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:
     is_list = isinstance(values, list | tuple)
     first = as_values(name, values[0] if is_list and len(values) else values)
     axes, known = first.dim() + is_list, ROW_AXES.get(name)
-    if level == "row" or (known is not None and axes <= known):
-        return [as_values(name, values)]
-    if level == "batch" or known is not None or axes > 1:
-        return [as_values(name, value) for value in values] if is_list else list(first)
-    return [as_values(name, values)]
+    if level == "row" or (known is not None and axes <= known) or (level == "either" and known is None and axes < 2):
+        return True, [as_values(name, values)]
+    return False, [as_values(name, value) for value in values] if is_list else list(first)
 
 
 def by_row(name: str, values: Any, count: int) -> list[Tensor]:
@@ -349,44 +347,6 @@ def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
     )
 
 
-def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels: Any, model: ModelInputs) -> Iterator[Row]:
-    """Rows of a mapping whose main input is not token ids.
-
-    Args:
-        data: columns by name.
-        main: the column of the main input.
-        level: see `Level`.
-        labels: labels of the rows; None if there are none.
-        model: the model that the rows are for.
-    """
-    name = main if main == EMBEDDINGS else model.main_input
-    values = main_rows(name, data[main], level)
-    refuse_integers(name, values[0])
-    count, alone = len(values), len(values) == 1
-    further = {
-        other: [as_values(other, column)] if alone and _is_row(other, column, level) else by_row(other, column, count)
-        for other, column in accepted(data, model, (main, name, MASK)).items()
-    }
-    targets = None if labels is None else _row_targets(whole_numbers(labels), count)
-    for i, value in enumerate(values):
-        inputs = {name: value} | without_padding({other: column[i] for other, column in further.items()}, model)
-        length = len(value) if name == EMBEDDINGS else 1
-        attention = torch.ones(length, dtype=torch.bool)
-        if data.get(MASK) is not None and model.mask_input == MASK:
-            attention = _row_mask(data[MASK], i, count, length)
-        target = None if targets is None else targets[i].expand(length)
-        row = Row(
-            torch.zeros(length, dtype=torch.int64),
-            attention,
-            target,
-            inputs=inputs,
-            positional=positional(inputs, None, model),
-            has_tokens=False,
-        )
-        attended = attention.nonzero()[:, 0]
-        yield row[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING
-
-
 def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
     """Whether the data's first row has labels and no tokens.
 
@@ -400,41 +360,6 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
     if not isinstance(data, Mapping) and not (hasattr(data, "columns") and hasattr(data, "to_dict")):
         return False
     return main_column(data, model) is not None and any(name in data for name in LABELS)
-
-
-def _is_row(name: str, column: Any, level: Level) -> bool:
-    """Whether a column holds the input of a single row, without an axis of rows."""
-    shape = as_values(name, column).shape
-    return level == "row" or shape[:1] != (1,)
-
-
-def _row_targets(labels: Tensor, count: int) -> Tensor:
-    """Labels of rows without tokens: `row 1` for one class per row, or `row pos`."""
-    labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
-    labels = labels[:, None] if labels.dim() == 1 else labels
-    if labels.dim() != 2 or len(labels) != count:
-        raise LayersimError(f"`labels` has shape {tuple(labels.shape)} for {count} rows; it must hold one label for each row.")
-    return labels
-
-
-def _row_mask(mask: Any, number: int, count: int, length: int) -> Tensor:
-    """The attention mask of one row. It must be all ones unless positions are known before a forward pass.
-
-    Raises:
-        LayersimError: the mask hides parts of an image or of features, or has the wrong shape.
-    """
-    table = as_mask(mask)
-    table = table[None] if table.dim() == 1 and count == 1 else table
-    if len(table) != count:
-        raise LayersimError(f"`attention_mask` has shape {tuple(table.shape)} for {count} rows.")
-    if table.shape[1:] == (length,):
-        return table[number]
-    if not bool(table.all()):
-        raise LayersimError(
-            f"`attention_mask` has {int((~table).sum())} zeros and the shape {tuple(table.shape)}, and the positions of rows "
-            "without token ids are not known. Pass rows of one length each, with `batch_size=1`, or `inputs_embeds`."
-        )
-    return torch.ones(length, dtype=torch.bool)
 
 
 def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,8 @@ from ..core.wording import brief, with_article
 from .data import Column, Data, Notes
 from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
 from .non_token_inputs import (
+    EMBEDDINGS,
+    MASK,
     OF_TOKENS,
     PIXELS,
     ROW_AXES,
@@ -34,11 +35,12 @@ from .non_token_inputs import (
     is_images,
     is_text,
     main_column,
+    main_rows,
     positional,
     processed,
     reads_decoder,
+    refuse_integers,
     rows_of,
-    rows_without_tokens,
     unclear_columns,
     without_padding,
 )
@@ -110,7 +112,7 @@ class Reader:
             # A pandas table, which iterates over the names of its columns.
             yield from self._mapping({name: data[name].tolist() for name in data.columns}, "batch")
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
-            yield from self._token_rows(data)
+            yield from self._table(data, level)
         elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.column is None and is_chat(data):
             yield Chat(data, None)
         elif isinstance(data, tuple) and len(data) != 1:
@@ -136,10 +138,9 @@ class Reader:
         """Rows of a tensor or array of token ids, or of the model's main input."""
         main, table = self.model.main_input, _tensor(values)
         images_or_features = table is not None and (table.is_floating_point() or (main in ROW_AXES and table.dim() > 2))
-        if table is not None and table.numel() and main != TOKEN_IDS and images_or_features:
-            yield from rows_without_tokens({main: table}, main, level, None, self.model)
-        else:
-            yield from self._token_rows(values)
+        of_main = table is not None and table.numel() and main != TOKEN_IDS and images_or_features
+        column = main if of_main else self.model.token_input
+        yield from self._rows({column: values}, column, column, level)
 
     def _image(self, image: Any) -> Iterator[Row]:
         """The row that the model's processor makes from an image."""
@@ -147,7 +148,7 @@ class Reader:
             raise LayersimError(
                 f"`data` holds an image ({type(image).__name__}), but {self.model.name} takes `{self.model.main_input}`."
             )
-        yield from rows_without_tokens(processed([image], self.model), PIXELS, "batch", None, self.model)
+        yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Chat | Row]:
         """Items of a batch or an example: rows of the main input, rows of tokens, chats, or texts."""
@@ -165,8 +166,8 @@ class Reader:
             main = named
         if main is not None:
             self._name_unread(data, [*read, main])
-            labels = labels_in(data) if self.labelled else None
-            yield from rows_without_tokens(data, main, level, labels, self.model)
+            name = main if main == EMBEDDINGS else self.model.main_input
+            yield from self._rows(data, main, name, level)
             return
         column = self.column if self.column is not None else find_column(data)
         if reads_decoder(self.model) and self.column is None:
@@ -175,9 +176,11 @@ class Reader:
                 raise decoder_alone(f"fields {list(data)}, without `{column}`", self.model)
         if self.column is None and column not in (*TOKENS, "text", self.model.token_input):
             column = next((name for name in data if is_chat(data[name])), column)
-        yield from self._tokens_or_texts(data, column, read)
+        yield from self._tokens_or_texts(data, column, read, level)
 
-    def _tokens_or_texts(self, data: Mapping[str, Any], column: Column | None, read: list[str]) -> Iterator[Text | Chat | Row]:
+    def _tokens_or_texts(
+        self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
+    ) -> Iterator[Text | Chat | Row]:
         """Items of a mapping: rows of tokens, or chats or texts if there are no tokens."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not set(columns) & data.keys() and is_chat(data):
@@ -203,9 +206,7 @@ class Reader:
         elif of_text:
             yield from self._texts(data, columns, inputs)
         else:
-            labels = labels_in(data) if self.labelled else None
-            marks = None if self.marks is None else data.get(self.marks)
-            yield from self._token_rows(values, data.get(self.model.mask_input), labels, marks, inputs)
+            yield from self._rows(data, columns[0], self.model.token_input, level)
 
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
         """The texts of a column, or pairs of texts of two columns."""
@@ -239,8 +240,69 @@ class Reader:
             raise LayersimError(f"`labels` has {len(classes)} entries for {count} texts.")
         return classes
 
-    def _mask(self, rows: Tensor) -> Tensor:
-        """The attention mask of tokens without one, from the padding ids."""
+    def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level) -> Iterator[Row]:
+        """Rows of token ids, or of another input such as pixels or embeddings.
+
+        Args:
+            data: columns by name.
+            column: the column of the tokens or of the other values.
+            name: name of the model's input that takes them.
+            level: see `Level`.
+        """
+        has_tokens, model = name == self.model.token_input, self.model
+        alone, values = _token_rows(data[column], model) if has_tokens else main_rows(name, data[column], level)
+        mask, labels = data.get(model.mask_input), labels_in(data) if self.labelled else None
+        masks = self._split(model.mask_input, mask, values, alone)
+        if has_tokens and mask is None:
+            masks = self._derived_masks(values)
+        marked = data.get(self.marks) if self.marks else None
+        marks, targets = self._split(self.marks, marked, values, alone), self._split("labels", labels, values, alone)
+        # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
+        skipped = (column, name, model.mask_input if has_tokens else MASK)
+        further = rows_of(accepted(data, model, skipped), None if alone else len(values))
+        for own, own_mask, label, own_marks, others in zip(values, masks, targets, marks, further, strict=True):
+            length = len(own) if has_tokens or name == EMBEDDINGS else 1
+            inputs = without_padding(others, model)
+            if not has_tokens:
+                refuse_integers(name, own)
+                inputs = {name: own} | inputs
+            attention = torch.ones(length, dtype=torch.bool)
+            if has_tokens or mask is not None:
+                attention = _row_mask(own_mask, length, name, model)
+            # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
+            # depend on the side.
+            kept = (attention | (has_tokens and self.data.positions == "padded")).nonzero()[:, 0]
+            if not len(kept):
+                # An empty row still counts as a row of the data.
+                yield NOTHING
+                continue
+            whole = Row(
+                own if has_tokens else torch.zeros(length, dtype=torch.int64),
+                attention,
+                None if labels is None else _row_labels(label, length),
+                marks=None if marked is None else as_marks(own_marks, self.marks, attention.shape),
+                inputs=inputs,
+                positional=positional(inputs, length if has_tokens else None, model),
+                has_tokens=has_tokens,
+            )
+            yield whole[int(kept[0]) : int(kept[-1]) + 1]
+
+    def _split(self, name: str | None, column: Any, rows: list[Tensor], alone: bool) -> list[Any]:
+        """A column of masks, labels or marks as one value for each row, all None without the column."""
+        if column is None:
+            return [None] * len(rows)
+        is_number = not isinstance(column, list | tuple) and not getattr(column, "ndim", 0)
+        each = [column] if alone or is_number else list(column)
+        if len(each) != len(rows):
+            raise LayersimError(f"`{name}` has {len(each)} rows, and the data has {len(rows)}.")
+        return each
+
+    def _derived_masks(self, rows: list[Tensor]) -> list[Tensor]:
+        """The attention masks of tokens without one, from the padding ids; rows of equal length are looked at together."""
+        tables = [torch.stack(rows)] if len({len(row) for row in rows}) == 1 else [row[None] for row in rows]
+        return [mask for table in tables for mask in (self._derived_mask(table) if table.numel() else table.bool())]
+
+    def _derived_mask(self, rows: Tensor) -> Tensor:
         mask = decoder_mask(rows, self.model) if reads_decoder(self.model) else mask_of(rows, self.model)
         self.notes.runs.add(rows, self.model)
         if mask is None:
@@ -249,62 +311,49 @@ class Reader:
         self.notes.once(masked_warning(rows[~mask].tolist()))
         return mask
 
-    def _token_rows(
-        self,
-        values: Any,
-        mask: Any = None,
-        labels: Any = None,
-        marks: Any = None,
-        inputs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Iterator[Row]:
-        tokens = _tensor(values)
-        if tokens is None:
-            # Rows of different lengths.
-            by_row = [[None] * len(values) if given is None else given for given in (mask, labels, marks)]
-            if mask is not None and any(each is None for each in mask):
-                raise LayersimError(f"`attention_mask` is {brief(mask)}; it must be ones and zeros of the tokens' shape.")
-            for kind, given in zip(("attention_mask", "labels", self.marks), by_row, strict=True):
-                if len(given) != len(values):
-                    raise LayersimError(f"`{kind}` has {len(given)} rows, and the tokens have {len(values)}.")
-            for row, *of_row in zip(values, *by_row, rows_of(inputs, len(values)), strict=True):
-                yield from self._token_rows(row, *of_row)
-            return
-        if tokens.numel() == 0:
-            # An empty row still counts as a row of the data.
-            yield from (NOTHING for _ in range(len(tokens) if tokens.dim() == 2 else 1))
-            return
-        _refuse_floats(tokens, self.model)
-        rows = tokens.detach().cpu().long()
-        attention = self._mask(rows if rows.dim() == 2 else rows[None]).view_as(rows) if mask is None else as_mask(mask)
-        if attention.shape != rows.shape:
-            raise LayersimError(
-                f"`attention_mask` has shape {tuple(attention.shape)}, and the tokens have {tuple(rows.shape)}."
-            )
-        targets = None
-        if labels is not None:
-            targets = whole_numbers(labels)
-            if targets.shape not in (rows.shape, rows.shape[:-1]):
-                raise LayersimError(
-                    f"`labels` has shape {tuple(targets.shape)} for tokens of {tuple(rows.shape)}; it must hold one label "
-                    "for each token or each row."
-                )
-            if targets.dim() < rows.dim():
-                targets = targets[..., None].expand_as(rows)
-        marked = None if marks is None else as_marks(marks, self.marks, rows.shape)
-        further = [without_padding(own, self.model) for own in rows_of(inputs, None if rows.dim() == 1 else len(rows))]
-        if rows.dim() == 1:
-            rows, attention = rows[None], attention[None]
-            targets = targets[None] if targets is not None else None
-            marked = marked[None] if marked is not None else None
-        for i, (row, row_mask, own) in enumerate(zip(rows, attention, further, strict=True)):
-            # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
-            # depend on the side.
-            kept = (row_mask | (self.data.positions == "padded")).nonzero()[:, 0]
-            row_labels = targets[i] if targets is not None else None
-            row_marks = marked[i] if marked is not None else None
-            along = positional(own, len(row), self.model)
-            whole = Row(row, row_mask, row_labels, marks=row_marks, inputs=own, positional=along)
-            yield whole[int(kept[0]) : int(kept[-1]) + 1] if len(kept) else NOTHING
+
+def _token_rows(values: Any, model: ModelInputs) -> tuple[bool, list[Tensor]]:
+    """Whether values are a single row of token ids, and the rows, int64. Rows may have different lengths."""
+    table = _tensor(values)
+    tables = [_tensor(row) for row in values] if table is None else [table]
+    rows: list[Tensor] = []
+    for one in tables:
+        if one is None or (table is None and one.dim() > 1):
+            raise not_ids(brief(values))
+        if one.numel():
+            _refuse_floats(one, model)
+        rows += one.long() if one.dim() > 1 else [one.long()]
+    return table is not None and table.dim() == 1, rows
+
+
+def _row_labels(label: Any, length: int) -> Tensor:
+    """The labels of a row: its own at each position, or its class at every position."""
+    labels = whole_numbers(label)
+    if labels.numel() != 1 and labels.shape != (length,):
+        raise LayersimError(
+            f"`labels` has shape {tuple(labels.shape)} for a row of {length} positions; it must hold one label for each row or "
+            "each position."
+        )
+    return labels.reshape(-1).expand(length)
+
+
+def _row_mask(mask: Any, length: int, name: str, model: ModelInputs) -> Tensor:
+    """The attention mask of one row. It must be all ones unless positions are known before a forward pass.
+
+    Raises:
+        LayersimError: the mask hides parts of an image or of features, or has the wrong shape.
+    """
+    found = as_mask(mask)
+    if found.shape == (length,):
+        return found
+    if name in (EMBEDDINGS, model.token_input):
+        raise LayersimError(f"`attention_mask` has shape {tuple(found.shape)} for a row of {length} positions.")
+    if not bool(found.all()):
+        raise LayersimError(
+            f"`attention_mask` has zeros in a row, of shape {tuple(found.shape)}, and the positions of rows without token ids "
+            "are not known. Pass rows of one length each, with `batch_size=1`, or `inputs_embeds`."
+        )
+    return torch.ones(length, dtype=torch.bool)
 
 
 def _level_of_items(data: Any) -> Level:
