@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tl_layersim as lsim
 
@@ -99,12 +100,18 @@ def test_a_malformed_model_is_refused(malform, folder):
 
 
 def test_weights_that_the_files_lack_are_told(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    call = ("report", "--model", "model", "--data", "text.txt", "--analyzers", "cosine")
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    save_file({name: value for name, value in held.items() if name != "lm_head.weight"}, path, {"format": "pt"})
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        shown = run("report", "--model", "model", "--data", "text.txt", "--analyzers", "cosine").stderr
-    assert re.search(r"9 weights.*model\.layers\.3\.", shown)
+        headless = run(*call)
+    assert headless.exit_code == 0
+    assert re.search(r"1 weight,.*lm_head", headless.stderr)
+    # Numbers of random blocks would be those of no model.
+    config(num_hidden_layers=4)(folder)
+    assert re.search(r"^`--model`.*10 weights.*lm_head\.weight, model\.layers\.3\.", str(refused(*call)))
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "dataset_info.json"])

@@ -99,7 +99,7 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
 def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
     lsim.analyze(model, data, "cka", checkpoint=path)
-    with pytest.raises(lsim.LayersimError, match=r"run.safetensors.*'minibatch': 256.*'minibatch': 8"):
+    with pytest.raises(lsim.LayersimError, match=r"run.safetensors.*minibatch: 256.*minibatch: 8"):
         lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
     with pytest.raises(lsim.LayersimError, match=r"skip_first: 0.*skip_first: 1"):
         lsim.analyze(model, lsim.Data(data, skip_first=1), "cka", checkpoint=path)

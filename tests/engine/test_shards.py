@@ -15,7 +15,6 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import storage
 from tl_layersim.engine import run_description as analysis
-from tl_layersim.engine import shards
 from tl_layersim.sources.hooked import HookedSource
 
 from ..head_models import CASES
@@ -218,7 +217,7 @@ def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
     call = {"shard": (0, 2), "save_to": tmp_path / "part"}
     with pytest.raises(lsim.LayersimError, match="`data`"):
         called(lsim.analyze, tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
-    monkeypatch.setattr(shards, "rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr("tl_layersim.engine.run_arguments.rank_and_size", lambda: (0, 2))
     with pytest.raises(lsim.LayersimError, match=r"`shard`.*\(0, 2\).* 2 "):
         called(lsim.analyze, tiny_llama(), random_tokens(4, 5), "cka", **call)
 

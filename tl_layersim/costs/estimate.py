@@ -193,8 +193,9 @@ def estimate(
     chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config)
     source, module = _opened(opened, at)
     plan = plan_sites([source], chosen, at, per_head)
-    chosen = plan.settled(chosen, source, None)
-    for name, models in plan.models_by_analyzer([source.model], [source]).items():
+    described = plan.models()
+    chosen = {name: analyzer.settled(described[name][0], None) for name, analyzer in chosen.items()}
+    for name, models in described.items():
         chosen[name].check_sites(*models)
         chosen[name].check(*models)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
@@ -223,8 +224,7 @@ def estimate(
     rows = math.ceil(share * len(batch.tokens))
     blocks = math.ceil(rows / first_block_size(rows)) if intervals else 0
     parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, run.sums))]
-    described = plan.models_by_analyzer([source.model], [source])
-    computing = sum(analyzer.compute_seconds(described[name][0]) for name, analyzer in chosen.items())
+    computing = sum(analyzer.compute_seconds(plan.models()[name][0]) for name, analyzer in chosen.items())
     return CostEstimate(
         model=source.model.name,
         tokens=tokens,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
@@ -33,14 +34,14 @@ from .run_arguments import (
     AnalyzersArgument,
     choose_analyzers,
     is_several,
-    refuse_idle_options,
+    refuse_contradictions,
     refuse_no_comparison,
     shared_tokens,
     with_tokenizer,
 )
 from .run_description import Analysis, DataPart
 from .run_files import tallies_of
-from .shards import FilesArgument, check_shard_arguments, merged_first, paths_of, run_shard
+from .shards import FilesArgument, merged_first, paths_of, run_shard
 from .site_plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from .submitted_runs import RemoteRun, start
 
@@ -49,13 +50,12 @@ BaselineArgument: TypeAlias = Literal["untrained"] | None
 SEEDS = 3
 
 
-def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None, blocking: bool = True) -> Report | RemoteRun:
+def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None) -> Report:
     """Run analyzers over all data on one model, or on several to compare.
 
     Args:
         analysis: models, data and analyzers.
         path: path of the checkpoint file; None for none.
-        blocking: False to send the main pass to a server and return without waiting.
 
     Raises:
         LayersimError: a model or the data does not suit an analyzer, or the data differs from the data of the checkpoint.
@@ -68,106 +68,58 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None,
     identity = {} if path is None else analysis.identity("checkpoint") | {"processes": size, "copies": deal.copies}
     file = ResumableFile(own, "checkpoint", identity)
     tallies = file.resume(tallies_of) or {}
-    _read_ahead(analysis)
-    done = run(analysis, DataPart(deal), file, tallies, blocking)
-    if not blocking:
-        with analysis.running():
-            return start(done)
+    analysis.read_ahead()
+    done = run(analysis, DataPart(deal), file, tallies)
     tally = done.state.tally
-    seconds = sum(one.seconds for one in tallies.values())
-    places = analysis.places
-    settings = analysis.settings | analysis.batches.row_counts() | ({"remote": places} if places else {})
     return make_report(
         analysis.analyzers,
-        analysis.models,
-        replace(tally, seconds=seconds),
+        analysis.plan.models(),
+        replace(tally, seconds=sum(one.seconds for one in tallies.values())),
         add_over_ranks(tally.sums(done.kernels), deal),
         done.first,
-        settings,
+        analysis.provenance,
         None if tally.tree.size is None else add_blocks_over_ranks(tally.tree, done.kernels, deal),
     )
 
 
-def with_untrained(found: Any, run: Callable[[int], Any]) -> Any:
-    """Add results of untrained twins to a result or a report; `plot`, `to_frame` and `print` show them beside it.
+def run_with_baseline(
+    opened: Sequence[OpenedModel],
+    data: Data,
+    prepare: Callable[[Sequence[OpenedModel]], Analysis],
+    baseline: BaselineArgument,
+    checkpoint: str | os.PathLike[str] | None,
+) -> Report:
+    """Run an analysis, and measure untrained twins of its models too; figures and tables show them beside the results.
 
     Args:
-        found: result or report of the trained models.
-        run: function of a seed that measures untrained twins on the same data, and returns a result or report like `found`.
-    """
-    twins = [run(seed) for seed in range(SEEDS)]
-    if isinstance(found, Report):
-        return Report({name: result.with_twins([twin[name] for twin in twins]) for name, result in found.items()})
-    return found.with_twins(twins)
-
-
-def twin_of(opened: OpenedModel, seed: int) -> OpenedModel:
-    """An untrained twin: the same architecture with fresh weights, opened as the trained model is.
-
-    Args:
-        opened: the trained model.
-        seed: random seed of the weights.
-    """
-    return replace(opened, model=untrained(opened.model, seed), verify=None)
-
-
-def refuse_no_twin(models: Collection[OpenedModel], data: Data, blocking: bool = True, shard: Any = None) -> None:
-    """Raise an error for a run in which no untrained model can be measured.
-
-    Args:
-        models: the trained models.
-        data: the data of the run.
-        blocking: the option `blocking` of the run.
-        shard: the option `shard`; None for all data.
+        opened: the trained models.
+        data: the data.
+        prepare: function that returns the analysis of some models, see `opened_analysis`.
+        baseline: see `analyze`.
+        checkpoint: see `analyze`.
 
     Raises:
-        LayersimError: names the argument.
+        LayersimError: no untrained model can be measured.
     """
+    if baseline is None:
+        return run_analysis(prepare(opened), checkpoint)
     if data.read_once:
         raise LayersimError(
             f'`data` is {brief(data.source)}, which can be read only once, and `baseline="untrained"` reads it for each model. '
             "Pass list(data)."
         )
-    idle = {"remote": any(one.on_server for one in models), "blocking": not blocking, "shard": shard is not None}
-    for name, wrong in idle.items():
-        if wrong:
+    for one in opened:
+        if one.on_server:
             raise LayersimError(
-                f'`baseline="untrained"` cannot be combined with `{name}`: models with fresh weights run in this process, on '
-                "all data."
+                '`baseline="untrained"` cannot be combined with `remote`: models with fresh weights run in this process.'
             )
-    for one in models:
         refuse_changed(one.model)
-
-
-def seeds_of(seed: int, models: int) -> range:
-    """Seeds for the weights of several models; different values of `seed` share none.
-
-    Args:
-        seed: seed of the twins.
-        models: number of models.
-
-    Examples:
-        >>> [list(seeds_of(seed, 2)) for seed in range(3)]
-        [[0, 1], [2, 3], [4, 5]]
-    """
-    return range(seed * models, (seed + 1) * models)
-
-
-def _read_ahead(analysis: Analysis) -> None:
-    """Read and keep the rows of an iterator, if the run needs them more than once.
-
-    Raises:
-        LayersimError: the rows are too large to be kept.
-    """
-    if not analysis.batches.one_shot:
-        return
-    for name in analysis.first_kernels:
-        analyzer = analysis.analyzers[name]
-        do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
-        return analysis.batches.read_ahead(type(analyzer).__name__, do)
-    if len(analysis.sources) > 1 and analysis.is_remote:
-        # What crosses between models is stated before it does.
-        analysis.batches.read_ahead("a comparison with a model on a server", "list(data)")
+    report, twins = run_analysis(prepare(opened), checkpoint), list[Report]()
+    for seed in range(SEEDS):
+        fresh = [untrained(one.model, seed * len(opened) + number) for number, one in enumerate(opened)]
+        models = [replace(one, model=model, verify=None) for one, model in zip(opened, fresh, strict=True)]
+        twins.append(run_analysis(replace(prepare(models), intervals=False)))
+    return Report({name: result.with_twins([twin[name] for twin in twins]) for name, result in report.items()})
 
 
 SeveralAnalyzers: TypeAlias = Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
@@ -279,20 +231,16 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
-    data = Data.of(data)
-    given = locals() | {"baseline": None}
-    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model)
-    if baseline is not None:
-        refuse_no_twin([opened], data, blocking, shard)
-        more = given | {"intervals": False, "checkpoint": None}
-        joined: Report = with_untrained(analyze(**given), lambda seed: analyze(**more | {"model": twin_of(opened, seed)}))
-        return joined
-    check_shard_arguments(shard, save_to, first, checkpoint, blocking)
-    refuse_idle_options(opened, blocking, checkpoint)
+    data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
+    how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
+    refuse_contradictions(how, blocking, opened[0].remote)
     stage = None if first is None else merged_first(paths_of(first, "first"))
-    analysis = opened_analysis(opened, data, chosen, at, per_head, intervals)
+    prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
+    if not blocking:
+        return start(prepare(opened))
     if shard is None or save_to is None:
-        return run_analysis(analysis, checkpoint, blocking)
+        return run_with_baseline(opened, data, prepare, baseline, checkpoint)
+    analysis = prepare(opened)
     path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), stage)
     if stage is None and analysis.first_needs_model:
         names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
@@ -306,12 +254,12 @@ def analyze(
 
 
 def opened_analysis(
-    opened: OpenedModel, data: Data, analyzers: dict[str, Analyzer], at: AtArgument, per_head: bool, intervals: bool
+    opened: Sequence[OpenedModel], data: Data, analyzers: dict[str, Analyzer], at: AtArgument, per_head: bool, intervals: bool
 ) -> Analysis:
-    """Open one model, and choose the sites and positions that the analyzers read.
+    """Open models, and choose the sites and positions that the analyzers read.
 
     Args:
-        opened: the model.
+        opened: the model, or the models to compare.
         data: the data with its reading options.
         analyzers: the analyzers, by name.
         at: see `analyze`.
@@ -319,16 +267,23 @@ def opened_analysis(
         intervals: see `analyze`.
 
     Raises:
-        LayersimError: the model lacks the sites, or an analyzer cannot use the sites or the positions.
+        LayersimError: a model lacks the sites, an analyzer cannot use the sites or the positions, or the models read different
+            tokens.
     """
-    source = open_source(opened, either_stack=True, at=at)
-    plan = plan_sites([source], analyzers, at, per_head)
-    chosen = plan.settled(analyzers, source, data.positions)
-    described = with_tokenizer(source.model, data.tokenizer)
+    if any(one.on_server for one in opened) and rank_and_size()[1] > 1:
+        raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
+    sources = [open_source(one, either_stack=True, at=at) for one in opened]
+    plan = plan_sites(sources, analyzers, at, per_head)
+    models = [source.model for source in sources]
+    chosen = {name: analyzers[name].settled(own[0], data.positions) for name, own in plan.models().items()}
+    # The first model with a tokenizer reads the data.
+    in_order = sorted(models, key=lambda model: model.tokenizer is None)
+    shared = reduce(partial(shared_tokens, given=data.tokenizer is not None), in_order)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
-    rule = chosen_rule(data.positions, [source.model], chosen, data.skip_first)
-    batches = Batches(data.counting(rule), described, labelled, position_counter([source]))
-    return Analysis([source], batches, chosen, plan, opened.record(), intervals)
+    rule = chosen_rule(data.positions, models, chosen, data.skip_first)
+    batches = Batches(data.counting(rule), with_tokenizer(shared, data.tokenizer), labelled, position_counter(sources))
+    record = opened[0].record() if len(opened) == 1 else records_of(opened)
+    return Analysis(plan, batches, chosen, record, intervals)
 
 
 @overload
@@ -382,27 +337,8 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
-    data = Data.of(data)
-    given = locals() | {"baseline": None}
-    chosen, pair = choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
-    if baseline is not None:
-        refuse_no_twin(pair, data)
-
-        def twins(seed: int) -> Any:
-            a, b = (twin_of(one, own) for one, own in zip(pair, seeds_of(seed, 2), strict=True))
-            return compare(**given | {"model_a": a, "model_b": b, "intervals": False, "checkpoint": None})
-
-        joined: Report | Result = with_untrained(compare(**given), twins)
-        return joined
+    data, chosen, pair = Data.of(data), choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
     refuse_no_comparison(chosen)
-    for opened in pair:
-        refuse_idle_options(opened, True, checkpoint)
-    sources = [open_source(opened, either_stack=True, at=at) for opened in pair]
-    plan = plan_sites(sources, chosen, at, per_head)
-    models = [source.model for source in sources]
-    shared = with_tokenizer(shared_tokens(models[0], models[1], given=data.tokenizer is not None), data.tokenizer)
-    rule = chosen_rule(data.positions, models, chosen, data.skip_first)
-    batches = Batches(data.counting(rule), shared, count_positions=position_counter(sources))
-    report = run_analysis(Analysis(sources, batches, chosen, plan, records_of(pair), intervals), checkpoint)
-    assert isinstance(report, Report)
+    prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
+    report = run_with_baseline(pair, data, prepare, baseline, checkpoint)
     return report if is_several(analyzers) else next(iter(report.values()))

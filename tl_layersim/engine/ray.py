@@ -21,7 +21,6 @@ from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.resumable_file import plain
 from ..core.storage import replacing
-from ..core.sums import Tally
 from ..core.wording import brief, with_article
 from ..data import data as data_module
 from ..data.data import Data
@@ -30,8 +29,8 @@ from .analyze_and_compare import opened_analysis
 from .report_assembly import refuse_empty
 from .run import TITLES
 from .run_arguments import AnalyzersArgument, choose_analyzers
-from .run_description import FIRST, MAIN, Analysis, DataCounts, FirstStage
-from .shards import differing_entries, merge, merged_first, read_part, run_shard
+from .run_description import FIRST, MAIN, Analysis, DataCounts
+from .shards import ShardPart, differing_entries, merge, merged_first, read_part, run_shard
 from .site_plan import DEFAULT, AtArgument
 
 # Small shards: little is lost with a worker, and all workers end at about the same time.
@@ -63,7 +62,7 @@ class ModelCopy:
 
         # Every shard reads the rows of all data.
         data_module.MOST_KEPT = sys.maxsize
-        return opened_analysis(_loaded(self._load_model), *ray.get(self._how[0]))
+        return opened_analysis([_loaded(self._load_model)], *ray.get(self._how[0]))
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class ModelCopy:
         analysis.check()
         return self._identity, analysis.counts, analysis.first_needs_model
 
-    def measure(self, number: int, of: int, first: FirstStage | None) -> tuple[str, int, bytes]:
+    def measure(self, number: int, of: int, first: ShardPart | None) -> tuple[str, int, bytes]:
         """Measure one shard.
 
         Args:
@@ -106,7 +105,7 @@ class Workers:
         self.identity: dict[str, Any]
         self.identity, self.counts, self.in_two_stages = self._wait()
 
-    def measure(self, stage: str, of: int, first: FirstStage | None) -> list[Path]:
+    def measure(self, stage: str, of: int, first: ShardPart | None) -> list[Path]:
         """Measure all shards, and return their files. The file of a shard comes from the first worker that returns it.
 
         Args:
@@ -230,7 +229,7 @@ def analyze_on_ray(
         actors = [kind.remote(load_model, argument, [given]) for _ in range(num_workers)]
         try:
             workers = Workers(ray, actors, folder)
-            refuse_empty(Tally(sequences=workers.counts.sequences, tokens=workers.counts.tokens))
+            refuse_empty(workers.counts.tokens, workers.counts.sequences)
             of = min(workers.counts.measured, SHARDS_PER_WORKER * num_workers)
             first = merged_first(workers.measure(FIRST, of, None)) if workers.in_two_stages else None
             return merge(workers.measure(MAIN, of, first), analyzers=chosen)

@@ -249,17 +249,21 @@ def notes_on_blocks(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> list[Note]:
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
 
 
-def refuse_empty(tally: Tally) -> None:
+def refuse_empty(tokens: int, rows: int) -> None:
     """Raise an error if the data has no token to measure.
+
+    Args:
+        tokens: number of counted positions.
+        rows: number of rows.
 
     Raises:
         LayersimError: no token was counted.
     """
-    if tally.tokens == 0:
+    if tokens == 0:
         raise LayersimError(
             "`data` is empty. A generator can be read only once: pass list(data)."
-            if tally.sequences == 0
-            else f"`data` has no token to measure: all tokens of its {tally.sequences} rows are masked, or left out by "
+            if rows == 0
+            else f"`data` has no token to measure: all tokens of its {rows} rows are masked, or left out by "
             "`skip_first` or `positions`."
         )
 
@@ -287,7 +291,7 @@ def make_report(
     Raises:
         LayersimError: no token was counted, or the sums do not suffice for an analyzer.
     """
-    refuse_empty(tally)
+    refuse_empty(tally.tokens, tally.sequences)
     own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
     notes = notes_on_blocks(own_blocks) + notes_on_sizes(analyzers, models_of, sums, data_options)
     results, said = dict[str, Result](), dict[str, list[str]]()

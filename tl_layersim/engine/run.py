@@ -151,10 +151,10 @@ class DataPass:
         whole = self.label == MAIN or self.analysis.first_needs_model
         self.sources = list(self.analysis.sources) if whole else []
         self.analyzers = {name: a for name, a in self.analysis.analyzers.items() if self.label == MAIN or name in self.kernels}
-        self.within = self.part.within if self.sources else None
+        within, counts = (self.part.within, self.part.counts) if self.sources else (None, None)
         # Blocks of known data do not depend on how it is divided.
         self.first_block = first_block_size(self.rows) if self.analysis.intervals and self.label == MAIN else None
-        start = 0 if self.within is None or self.part.counts is None else self.within.start * self.part.counts.capacity
+        self.within, start = within, 0 if within is None or counts is None else within.start * counts.capacity
         fresh = Tally(tree=SumTree(self.first_block, start))
         self.state = PassState(self.tallies.get(self.label) or fresh, tuple(self.kernels))
         self._added_at = time.monotonic()
@@ -239,7 +239,7 @@ class DataPass:
             source.settle(batch)
             check_stream_sums(source, batch)
         if unsettled:
-            self.analysis.plan.check_sites(self.analyzers, self.sources)
+            self.analysis.plan.check_sites(self.analysis.analyzers)
 
     def _check_lens(self, batch: Batch) -> None:
         """Raise an error if the lens of a model differs from its logits. A model without a head can be measured too."""
@@ -320,18 +320,17 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
     Raises:
         LayersimError: activations are not finite, or two passes read different rows.
     """
-    kernels = analysis.first_kernels if part.first is None else {}
+    kernels, first = analysis.first_kernels, dict[str, Sums]()
     # Sizes of batches of a run on servers are printed before it.
     sizes = batch_sizes(analysis.batches) if analysis.is_remote and not analysis.batches.one_shot else None
     tokens, rows = analysis.batches.data.max_tokens, None
     if sizes is not None:
-        passes = (part.stage == MAIN) + (bool(kernels) and analysis.first_needs_model)
+        passes = (part.stage == MAIN) + (analysis.first_needs_model and not tallies.get(FIRST, Tally()).done)
         _announce(analysis, passes, sizes if part.within is None else sizes[part.within.start : part.within.stop])
         tokens, rows = sum(size.tokens for size in sizes), sum(size.rows for size in sizes)
     if part.counts is not None:
         tokens, rows = part.counts.tokens, part.counts.rows
     about = (file, tallies, tokens, rows)
-    first = {} if part.first is None else dict(part.first.sums)
     with analysis.running():
         if kernels:
             last = DataPass(analysis, part, FIRST, kernels, *about)
@@ -340,7 +339,7 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
             if kernels:
                 first = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
                 if not any(first.values()):
-                    refuse_empty(tallies[FIRST])
+                    refuse_empty(tallies[FIRST].tokens, tallies[FIRST].sequences)
             last = DataPass(analysis, part, MAIN, analysis.plan.kernels(analysis.analyzers, first), *about, first)
             if blocking:
                 last.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +14,12 @@ from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, in_words, shown, warn
+from ..core.storage import refuse_unwritable
 from ..core.wording import brief
 from ..data.data import DATA_OPTIONS
 from ..data.non_token_inputs import PIXELS
 from ..lens.exit_heads import ExitHeads
 from ..sources.model_description import Model
-from ..sources.open_local import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000
@@ -192,11 +191,39 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
             raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
 
 
-def refuse_idle_options(opened: OpenedModel, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
-    """Raise an error for options that contradict each other, before a model runs."""
-    if opened.on_server and rank_and_size()[1] > 1:
-        raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
-    if not blocking and not opened.on_server:
-        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
-    if not blocking and checkpoint is not None:
-        raise LayersimError("`checkpoint` cannot be combined with `blocking=False`. Use run.save(path) to keep the run.")
+def refuse_contradictions(given: Mapping[str, Any], blocking: bool, remote: bool | str) -> None:
+    """Raise an error for arguments of `analyze` that contradict each other, before a model is opened.
+
+    Args:
+        given: `shard`, `save_to`, `first`, `checkpoint` and `baseline` as given to `analyze`.
+        blocking: see `analyze`.
+        remote: see `open_model`.
+
+    Raises:
+        LayersimError: two arguments exclude each other, one lacks another, or no file can be written at `save_to`.
+    """
+    shard = given["shard"]
+    if not blocking and shard is not None:
+        raise LayersimError("`blocking=False` cannot be combined with `shard`.")
+    if not blocking and remote in (False, "local"):
+        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(remote)}.")
+    kind, why = ("`shard`", "its file, `save_to`, is its checkpoint") if shard else ("`blocking=False`", "use run.save(path)")
+    for name in ("checkpoint", "baseline"):
+        if given[name] is not None and (shard is not None or not blocking):
+            raise LayersimError(f"`{name}` cannot be combined with {kind}" + (f": {why}." if name == "checkpoint" else "."))
+    if shard is None:
+        for name in ("save_to", "first"):
+            if given[name] is not None:
+                raise LayersimError(f"`{name}` is {brief(given[name])}; it needs `shard`, such as shard=(0, 64).")
+        return
+    if not 0 <= shard[0] < shard[1]:
+        raise LayersimError(
+            f"`shard` is {shard}; it must be the index of a shard, from 0, and the number of shards, which is larger."
+        )
+    if given["save_to"] is None:
+        raise LayersimError(f"`shard` is {shard}; it needs `save_to`, the path of a file for the sums of this shard.")
+    if (ranks := rank_and_size()[1]) > 1:
+        raise LayersimError(
+            f"`shard` is {shard}; it cannot be used in a torch.distributed group, whose {ranks} ranks divide the data already."
+        )
+    refuse_unwritable(given["save_to"], "save_to")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,18 +13,16 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..activations.view import Kernel
-from ..analyzers.analyzer import Analyzer, code_digest
+from ..analyzers.analyzer import Analyzer
 from ..core.distributed import ALONE, Deal
 from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
-from ..core.storage import checksum
-from ..core.sums import MOST_BLOCKS, Sums, Tally
+from ..core.sums import MOST_BLOCKS, Tally
 from ..core.wording import duration_in_words
 from ..data.batches import Batches, fingerprint, new_digest
-from ..sources.model_description import Model
 from ..sources.source import OnServer, Source, running
 from .run_arguments import refuse_large_heads
-from .run_files import model_notes, recipe_of, sums_snapshot, tallies_snapshot
+from .run_files import model_notes, recipe_of, tallies_snapshot
 from .site_plan import SitePlan
 
 # Names of the passes over the data, as files hold them.
@@ -70,54 +67,20 @@ class DataCounts:
 
 
 @dataclass(frozen=True)
-class FirstStage:
-    """Result of the first pass over all data, from all shards of the first stage.
-
-    Attributes:
-        sums: sums by analyzer.
-        seconds: time that all shards took together.
-        counts: counts of all data.
-        identity: identity of the run, see `Analysis.identity`.
-    """
-
-    sums: Mapping[str, Sums]
-    seconds: float
-    counts: DataCounts
-    identity: Mapping[str, Any]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the sums."""
-        whole = hashlib.sha256()
-        for name in sorted(self.sums):
-            whole.update(checksum(name, dict(self.sums[name].fields)).encode())
-        return whole.hexdigest()
-
-
-@dataclass(frozen=True)
 class DataPart:
     """The batches and the passes of one call: all of them, or those of one rank or shard.
 
     Attributes:
         deal: the batches that this rank measures.
-        number: index of the shard.
-        of: number of shards. The batches with a counted position are divided among them in order.
         counts: counts of all data; None if the data was not counted before.
+        within: range of this part among the batches with a counted position; None for all batches of this rank.
         stage: "first" to end after the first pass; else "main".
-        first: result of the first stage of all shards; None to run the first pass here.
     """
 
     deal: Deal = ALONE
-    number: int = 0
-    of: int = 1
     counts: DataCounts | None = None
+    within: range | None = None
     stage: str = MAIN
-    first: FirstStage | None = None
-
-    @property
-    def within(self) -> range | None:
-        """Range of this part among the batches with a counted position; None for all batches of this rank."""
-        return None if self.counts is None else self.counts.within(self.number, self.of)
 
 
 @dataclass(frozen=True)
@@ -125,18 +88,16 @@ class Analysis:
     """Models, data and analyzers of a run.
 
     Attributes:
-        sources: the models: one, or several to compare.
+        plan: the models, one or several to compare, and the sites that each analyzer reads.
         batches: the data; each batch holds whole pools of rows.
         analyzers: the analyzers, by name.
-        plan: the sites that each analyzer reads.
         opened_with: options with which the models were opened, for the record.
         intervals: whether to keep the sums of blocks of the data, for confidence intervals.
     """
 
-    sources: Sequence[Source]
+    plan: SitePlan
     batches: Batches
     analyzers: Mapping[str, Analyzer]
-    plan: SitePlan
     opened_with: Mapping[str, Any] = field(default_factory=dict)
     intervals: bool = False
 
@@ -145,6 +106,11 @@ class Analysis:
 
     def _pool_rows(self, density: float) -> int:
         return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The models."""
+        return self.plan.sources
 
     @property
     def is_remote(self) -> bool:
@@ -168,14 +134,10 @@ class Analysis:
         return self.batches.record() | dict(self.opened_with) | self.plan.record() | intervals
 
     @property
-    def places(self) -> list[dict[str, Any]]:
-        """The servers on which models ran."""
-        return [source.record() for source in self.sources if isinstance(source, OnServer)]
-
-    @property
-    def models(self) -> dict[str, list[Model]]:
-        """The models with the sites that each analyzer reads, by analyzer; a forward pass may complete the description."""
-        return self.plan.models_by_analyzer([source.model for source in self.sources], self.sources)
+    def provenance(self) -> dict[str, Any]:
+        """The options, counts of specially treated rows and facts about servers, for the provenance of results."""
+        places = [source.record() for source in self.sources if isinstance(source, OnServer)]
+        return self.settings | self.batches.row_counts() | ({"remote": places} if places else {})
 
     @cached_property
     def first_kernels(self) -> dict[str, Kernel]:
@@ -200,11 +162,7 @@ class Analysis:
         return {
             "models": [source.model.identity(argument) for source in self.sources],
             "sites": [list(source.sites) for source in self.sources],
-            "analyzers": {
-                name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
-                for name, analyzer in self.analyzers.items()
-            },
-            "code": {name: code_digest(analyzer) for name, analyzer in self.analyzers.items()},
+            "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
             "data": self.settings,
             "version": version("tl_layersim"),
         }
@@ -224,23 +182,28 @@ class Analysis:
         notes, tensors = tallies_snapshot(tallies)
         if part.counts is None:
             return notes, tensors
-        first = {} if part.first is None else part.first.sums
-        if part.stage == MAIN and FIRST in tallies:
-            first = tallies[FIRST].sums(self.first_kernels)
-        described = {
-            "counts": asdict(part.counts),
-            "models": {name: model_notes(own[0]) for name, own in self.models.items()},
-            "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
-            "settings": {**self.settings, **self.batches.row_counts()},
-            "places": self.places,
-            "first": list(first),
-            "first_seconds": 0.0 if part.first is None else part.first.seconds,
-        }
-        return {**described, **notes}, {**sums_snapshot("all first", first), **tensors}
+        models = {name: model_notes(own[0]) for name, own in self.plan.models().items()}
+        return {"counts": asdict(part.counts), "models": models, "provenance": self.provenance, **notes}, tensors
+
+    def read_ahead(self) -> None:
+        """Read and keep the rows of an iterator, if the run needs them more than once.
+
+        Raises:
+            LayersimError: the rows are too large to be kept.
+        """
+        if not self.batches.one_shot:
+            return
+        for name in self.first_kernels:
+            analyzer = self.analyzers[name]
+            do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
+            return self.batches.read_ahead(type(analyzer).__name__, do)
+        if len(self.sources) > 1 and self.is_remote:
+            # What crosses between models is stated before it does.
+            self.batches.read_ahead("a comparison with a model on a server", "list(data)")
 
     def check(self) -> None:
         """Raise an error if an analyzer cannot use a model or the options, and print how long a result takes after the pass."""
-        models = self.models
+        models = self.plan.models()
         for name, analyzer in self.analyzers.items():
             analyzer.check_sites(*models[name])
             analyzer.check(*models[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from importlib.metadata import version
 from itertools import islice
@@ -16,65 +16,21 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.arguments import typed
-from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
-from ..core.storage import MALFORMED, refuse_other_types, refuse_unwritable
-from ..core.sums import Sums, SumTree, Tally
+from ..core.storage import MALFORMED, checksum, refuse_other_types
+from ..core.sums import SumTree, Tally
 from ..core.wording import brief
 from .report_assembly import make_report, refuse_empty
 from .run import run
 from .run_arguments import AnalyzersArgument
-from .run_description import FIRST, MAIN, Analysis, DataCounts, DataPart, FirstStage
-from .run_files import model_of, restored_analyzers, sums_below, tallies_of
+from .run_description import FIRST, MAIN, Analysis, DataCounts, DataPart
+from .run_files import model_of, restored_analyzers, sums_snapshot, tallies_of
 
 SHARD_FILE = "shard"
 # A folder, a pattern or a path; or several paths.
 FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-def check_shard_arguments(
-    shard: tuple[int, int] | None,
-    save_to: str | os.PathLike[str] | None,
-    first: FilesArgument | None,
-    checkpoint: str | os.PathLike[str] | None,
-    blocking: bool,
-) -> None:
-    """Raise an error if the arguments `shard`, `save_to` and `first` of `analyze` do not fit one another or the others.
-
-    Args:
-        shard: index of the shard and number of shards; None for a run over all data.
-        save_to: path of the shard's file.
-        first: files of the first stage.
-        checkpoint: the option `checkpoint`, which a shard does not take.
-        blocking: the option `blocking`, which is True for a shard.
-
-    Raises:
-        LayersimError: the arguments contradict each other, or no file can be written at `save_to`.
-    """
-    if shard is None:
-        for name, value in (("save_to", save_to), ("first", first)):
-            if value is not None:
-                raise LayersimError(f"`{name}` is {brief(value)}; it needs `shard`, such as shard=(0, 64).")
-        return
-    number, of = shard
-    if not 0 <= number < of:
-        raise LayersimError(
-            f"`shard` is ({number}, {of}); it must be the index of a shard, from 0, and the number of shards, which is larger."
-        )
-    if save_to is None:
-        raise LayersimError(f"`shard` is ({number}, {of}); it needs `save_to`, the path of a file for the sums of this shard.")
-    if checkpoint is not None:
-        raise LayersimError("`checkpoint` cannot be combined with `shard`: the file of a shard, `save_to`, is its checkpoint.")
-    if not blocking:
-        raise LayersimError("`blocking=False` cannot be combined with `shard`.")
-    if rank_and_size()[1] > 1:
-        raise LayersimError(
-            f"`shard` is ({number}, {of}); it cannot be used in a torch.distributed group, whose {rank_and_size()[1]} "
-            "ranks divide the data already."
-        )
-    refuse_unwritable(save_to, "save_to")
 
 
 def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
@@ -102,8 +58,56 @@ def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class ShardPart:
+    """Contents of a shard's file; also the joined first stage of all shards.
+
+    Attributes:
+        path: path of the file.
+        number: index of the shard, from 0.
+        of: number of shards of the run.
+        stage: "first" for the sums of a first pass, which the main pass continues from; "main" for the sums of a report.
+        identity: model, analyzers, options and version as plain data; the same in all shards of a run.
+        counts: counts of all data.
+        tallies: tallies by pass. The first pass is that of all data, unless `stage` is "first".
+        notes: the header of the file, from which the report is made.
+    """
+
+    path: str
+    number: int
+    of: int
+    stage: str
+    identity: Mapping[str, Any]
+    counts: DataCounts
+    tallies: Mapping[str, Tally]
+    notes: Mapping[str, Any]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the shard was measured to its end."""
+        return self.stage in self.tallies and self.tally.done
+
+    @property
+    def tally(self) -> Tally:
+        """Tally of the pass whose sums the file holds."""
+        return self.tallies[self.stage]
+
+    def refuse_other_counts(self, given: str, counts: DataCounts) -> None:
+        """Raise an error if the shard was measured on other data.
+
+        Args:
+            given: the argument and its value, as the beginning of a sentence.
+            counts: counts of the data of this call.
+        """
+        if self.counts != counts:
+            raise LayersimError(
+                f"{given}: {self.counts.tokens} tokens in {self.counts.sequences} rows, not {counts.tokens} in "
+                f"{counts.sequences}."
+            )
+
+
 def run_shard(
-    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first: FirstStage | None
+    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first: ShardPart | None
 ) -> Path:
     """Measure one shard of the data, and write its sums to a file that is also the shard's checkpoint.
 
@@ -112,7 +116,7 @@ def run_shard(
         identity: identity of the run as plain data, see `Analysis.identity`. A forward pass may change the model's description.
         shard: index of the shard and number of shards.
         path: path of the file.
-        first: result of the first stage; None in the first stage, or if there is none.
+        first: the first stage of all shards; None in the first stage, or if there is none.
 
     Returns:
         Path of the file.
@@ -132,67 +136,25 @@ def run_shard(
             raise LayersimError("`first` is given, but no analyzer of this call has a first pass with the model.")
         if words := differing_entries(identity, first.identity):
             raise LayersimError(f"`first` holds the first stage of another run, with {words}.")
-    number, of = shard
     # A first pass without the model is a part of each shard.
     stage = FIRST if analysis.first_needs_model and first is None else MAIN
-    own = {"first": "" if first is None else first.digest, "shard": [number, of], "stage": stage}
-    file = ResumableFile(path, SHARD_FILE, {**identity, **own})
+    digest = "" if first is None else checksum("", sums_snapshot(FIRST, first.tally.tree.total().sums))
+    file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "stage": stage})
     kept = file.resume(partial(_part_of, str(path)))
     counts = analysis.counts if kept is None or kept.is_done else kept.counts
     if kept is not None and kept.is_done:
-        if counts != kept.counts:
-            raise _other_data(f"`save_to` is {path}, the shard of other data", kept.counts, counts)
+        kept.refuse_other_counts(f"`save_to` is {path}, the shard of other data", counts)
         tqdm.write(f"{path} holds this shard already, and is complete.", file=sys.stderr)
         return path
-    if first is not None and first.counts != counts:
-        raise _other_data("`first` holds the first stage of other data", first.counts, counts)
-    refuse_empty(Tally(sequences=counts.sequences, tokens=counts.tokens))
-    tallies = {} if kept is None else dict(kept.tallies)
-    part = DataPart(number=number, of=of, counts=counts, stage=stage, first=first)
+    if first is not None:
+        first.refuse_other_counts("`first` holds the first stage of other data", counts)
+    refuse_empty(counts.tokens, counts.sequences)
+    held = kept or first
+    tallies = {} if held is None else dict(held.tallies)
+    part = DataPart(counts=counts, within=counts.within(*shard), stage=stage)
     file.write(*analysis.snapshot(part, tallies))
     run(analysis, part, file, tallies)
     return path
-
-
-def _other_data(given: str, then: DataCounts, now: DataCounts) -> LayersimError:
-    return LayersimError(f"{given}: {then.tokens} tokens in {then.sequences} rows, not {now.tokens} in {now.sequences}.")
-
-
-@dataclass(frozen=True)
-class ShardPart:
-    """Contents of a shard's file.
-
-    Attributes:
-        path: path of the file.
-        number: index of the shard, from 0.
-        of: number of shards of the run.
-        stage: "first" for the sums of a first pass, which the main pass continues from; "main" for the sums of a report.
-        identity: model, analyzers, options and version as plain data; the same in all shards of a run.
-        counts: counts of all data.
-        tallies: tallies by pass: the main pass, or the first pass if `stage` is "first".
-        first: sums of the first pass over all data, by analyzer; empty if no analyzer needs one or `stage` is "first".
-        notes: description of the model, the analyzers and the settings, from which the report is made.
-    """
-
-    path: str
-    number: int
-    of: int
-    stage: str
-    identity: Mapping[str, Any]
-    counts: DataCounts
-    tallies: Mapping[str, Tally]
-    first: Mapping[str, Sums]
-    notes: Mapping[str, Any]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the shard was measured to its end."""
-        return self.stage in self.tallies and self.tally.done
-
-    @property
-    def tally(self) -> Tally:
-        """Tally of the pass whose sums the file holds."""
-        return self.tallies[self.stage]
 
 
 def read_part(path: str | os.PathLike[str]) -> ShardPart:
@@ -215,14 +177,13 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
     held = {"number": number, "of": of, "stage": identity.pop("stage")}
     refuse_other_types(ShardPart, held)
     refuse_other_types(DataCounts, notes["counts"])
-    counts = DataCounts(**{field.name: notes["counts"][field.name] for field in fields(DataCounts)})
+    counts = DataCounts(**notes["counts"])
     if not 0 <= number < of:
         raise ValueError(f"shard {number} of {of}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
     if held["stage"] in tallies and tallies[held["stage"]].tree.start != start:
         raise ValueError(f"the sums do not begin after row {start}")
-    first = sums_below("all first", notes["first"], tensors)
-    return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, first=first, notes=notes)
+    return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, notes=notes)
 
 
 @typed
@@ -272,19 +233,20 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
 
 def _report_of(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None) -> Report:
     tree, head, counts = _tree_of_shards(parts), parts[0], parts[0].counts
-    notes = head.notes
-    chosen = restored_analyzers(notes["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
-    # A first pass without a model is a part of each shard; one with a model has files of its own.
-    seconds = sum(tally.seconds for part in parts for tally in part.tallies.values()) + notes["first_seconds"]
+    chosen = restored_analyzers(head.identity["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
+    # A first pass without a model is a part of each shard; one with a model is the same in all.
+    passes = [part.tally for part in parts]
+    passes += [part.tallies[FIRST] for part in (parts[:1] if head.identity["first"] else parts) if FIRST in part.tallies]
+    seconds = sum(one.seconds for one in passes)
     tally = Tally(counts.batches, counts.sequences, counts.tokens, counts.digest, seconds, True, tree)
-    places = [place for part in parts for place in part.notes["places"]]
-    settings = notes["settings"] | ({"remote": places} if places else {})
-    models = {name: [model_of(own)] for name, own in notes["models"].items()}
-    blocks = None if tree.size is None else tree.blocks()
-    return make_report(chosen, models, tally, tree.total().sums, head.first, settings, blocks)
+    places = [place for part in parts for place in part.notes["provenance"].get("remote", [])]
+    how = head.notes["provenance"] | ({"remote": places} if places else {})
+    models = {name: [model_of(own)] for name, own in head.notes["models"].items()}
+    first = read_part(head.path).tallies.get(FIRST, Tally()).tree.total().sums
+    return make_report(chosen, models, tally, tree.total().sums, first, how, None if tree.size is None else tree.blocks())
 
 
-def merged_first(files: Iterable[Path]) -> FirstStage:
+def merged_first(files: Iterable[Path]) -> ShardPart:
     """Add the first-stage sums of all shards.
 
     Args:
@@ -294,10 +256,10 @@ def merged_first(files: Iterable[Path]) -> FirstStage:
         LayersimError: a shard is missing, given twice, not finished, or of another run.
     """
     parts = _in_order(map(_header_of, files), FIRST)
-    total = _tree_of_shards(parts).total().sums
+    total = SumTree(nodes=(_tree_of_shards(parts).total(),))
+    tally = replace(parts[-1].tally, seconds=sum(part.tally.seconds for part in parts), tree=total)
     identity = {key: value for key, value in parts[0].identity.items() if key != "first"}
-    sums = {name: total[name] for name in identity["analyzers"] if name in total}
-    return FirstStage(sums, sum(part.tally.seconds for part in parts), parts[0].counts, identity)
+    return replace(parts[0], identity=identity, tallies={FIRST: tally})
 
 
 def _header_of(path: Path) -> ShardPart:
@@ -339,7 +301,7 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
         words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
         raise LayersimError(f"Shards belong to another run than {head.path}, with {words}: {_shard_names(others)}.")
     if others := [part for part in parts if part.counts != head.counts]:
-        raise _other_data(f"Shards were measured on other data: {_shard_names(others)}", head.counts, others[0].counts)
+        others[0].refuse_other_counts(f"Shards were measured on other data: {_shard_names(others)}", head.counts)
     if unfinished := [part for part in parts if not part.is_done]:
         raise LayersimError(
             f"Shards are not finished: {_shard_names(unfinished)}. The call with shard=({unfinished[0].number}, "
@@ -366,7 +328,7 @@ def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
         now: identity of this run.
         then: identity of the other run.
     """
-    names = {"models": "model", "code": "code of the analyzers", "first": "first stage", "version": "version of tl_layersim"}
+    names = {"models": "model", "first": "first stage", "version": "version of tl_layersim"}
     words = []
     for key in sorted(now.keys() | then.keys()):
         mine, other = now.get(key), then.get(key)

@@ -48,11 +48,13 @@ class SitePlan:
     """The sites that each analyzer reads.
 
     Attributes:
+        sources: the models: one, or several to compare.
         choices: by name of the analyzer, a choice for each model.
         at: the option `at`, as the user gave it, for the record.
         per_head: whether each head is a site of its own.
     """
 
+    sources: Sequence[Source]
     choices: Mapping[str, tuple[SiteChoice, ...]]
     at: int | str | list[int | str] = DEFAULT
     per_head: bool = False
@@ -93,40 +95,26 @@ class SitePlan:
         """
         return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
 
-    def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
-        """Descriptions of the models, in which `layers` names the sites that one analyzer reads.
+    def models(self, *models: Model) -> dict[str, list[Model]]:
+        """By analyzer, the descriptions of the models, in which `layers` names the sites that the analyzer reads.
 
         Args:
-            name: name of the analyzer.
-            models: the descriptions of the models.
-            sources: the models that read the sites.
+            *models: a description of each model; by default that of its source, which a forward pass may complete.
         """
-        return [_described(*each) for each in zip(models, sources, self.choices[name], strict=True)]
+        known = models or [source.model for source in self.sources]
+        return {
+            name: [_described(*each) for each in zip(known, self.sources, choices, strict=True)]
+            for name, choices in self.choices.items()
+        }
 
-    def models_by_analyzer(self, models: Sequence[Model], sources: Sequence[Source]) -> dict[str, list[Model]]:
-        """The descriptions of `models`, by analyzer."""
-        return {name: self.models(name, models, sources) for name in self.choices}
-
-    def check_sites(self, analyzers: Mapping[str, Analyzer], sources: Sequence[Source]) -> None:
+    def check_sites(self, analyzers: Mapping[str, Analyzer]) -> None:
         """Raise an error if an analyzer cannot use its sites.
 
         Args:
             analyzers: the analyzers, by name.
-            sources: the models.
         """
-        models = [source.model for source in sources]
-        for name, analyzer in analyzers.items():
-            analyzer.check_sites(*self.models(name, models, sources))
-
-    def settled(self, analyzers: Mapping[str, Analyzer], source: Source, positions: PositionRule | None) -> dict[str, Analyzer]:
-        """The analyzers, with the options set that depend on the model; see `Analyzer.settled`.
-
-        Args:
-            analyzers: the analyzers, by name.
-            source: the model.
-            positions: the option `positions`, as the user gave it.
-        """
-        return {name: a.settled(self.models(name, [source.model], [source])[0], positions) for name, a in analyzers.items()}
+        for name, models in self.models().items():
+            analyzers[name].check_sites(*models)
 
     def record(self) -> dict[str, Any]:
         """The options `at` and `per_head`, for the provenance of a result."""
@@ -150,7 +138,7 @@ def plan_sites(
     by_source = [_choices(source, analyzers, at, per_head) for source in sources]
     choices = {name: tuple(own[name] for own in by_source) for name in analyzers}
     given = at if isinstance(at, int | str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else list(at)
-    return SitePlan(choices, given, per_head)
+    return SitePlan(sources, choices, given, per_head)
 
 
 def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:

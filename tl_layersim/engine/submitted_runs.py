@@ -33,9 +33,9 @@ from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 from ..sources.source import PartialSums, running
 from .report_assembly import make_report, refuse_empty
-from .run import DataPass, PassState, Step
+from .run import PassState, Step, run
 from .run_arguments import AnalyzersArgument
-from .run_description import FIRST
+from .run_description import FIRST, Analysis, DataPart
 from .run_files import model_notes, model_of, recipe_of, restored_analyzers, sums_below, sums_snapshot, tensors_below
 from .site_plan import SiteChoice, SitePlan
 
@@ -341,27 +341,31 @@ class RemoteRun:
         return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 
 
-def start(data_pass: DataPass) -> RemoteRun:
+def start(analysis: Analysis) -> RemoteRun:
     """Send all requests of the main pass, and return without waiting for their results.
 
     Args:
-        data_pass: the main pass, which has not begun.
+        analysis: the model, which is on a server, the data and the analyzers.
     """
-    analysis, kernels, state = data_pass.analysis, data_pass.kernels, data_pass.state
+    analysis.check()
+    analysis.read_ahead()
+    data_pass = run(analysis, DataPart(), ResumableFile(None, KIND), {}, blocking=False)
+    kernels, state = data_pass.kernels, data_pass.state
     source = on_server(analysis.sources[0])
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
     reading = iter(tqdm(data_pass.read(), desc="sending", unit="batch", disable=None))
-    batches = source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, data_pass.first_block, deque())
-    while group := next(batches):
-        jobs.append(Job(source.send(group, kernels), group, state.take(sum(batch.leaf_rows for batch in group))))
+    with analysis.running():
+        batches = source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, data_pass.first_block, deque())
+        while group := next(batches):
+            jobs.append(Job(source.send(group, kernels), group, state.take(sum(batch.leaf_rows for batch in group))))
     if not jobs:
         state.add_unmeasured()
-        refuse_empty(state.tally)
+        refuse_empty(state.tally.tokens, state.tally.sequences)
     jobs[-1].steps += state.waiting
     if FIRST in data_pass.tallies and jobs[-1].steps[-1].digest != data_pass.tallies[FIRST].digest:
         raise LayersimError("`data` gave different rows on the second data pass. Pass list(data).")
-    models = {name: own[0] for name, own in analysis.models.items()}
+    models = {name: own[0] for name, own in analysis.plan.models().items()}
     header = RunHeader(
         server=source.ndif.name,
         model_key=without_secrets(source.ndif.model_key),
@@ -375,8 +379,7 @@ def start(data_pass: DataPass) -> RemoteRun:
         first_block=data_pass.first_block,
         kernels=list(kernels),
     )
-    run = header, models, dict(data_pass.first), jobs
-    return RemoteRun(run, analysis.analyzers, source.ndif, source, kernels)
+    return RemoteRun((header, models, dict(data_pass.first), jobs), analysis.analyzers, source.ndif, source, kernels)
 
 
 @typed
@@ -422,4 +425,4 @@ def load_run(
             f"`model` is {without_secrets(source.ndif.model_key)} {now}; the saved run is of {header.model_key} {then}."
         )
     choices = {name: (SiteChoice(tuple(map(header.sites.index, models[name].layers))),) for name in chosen}
-    return RemoteRun(run, chosen, source.ndif, source, SitePlan(choices).kernels(chosen, first))
+    return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first))

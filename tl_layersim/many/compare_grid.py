@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar, Unpack, get_type_hints, overload
 
 import torch
@@ -23,33 +23,20 @@ from ..core.result_declarations import Declaration
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief, counted
-from ..data.batches import Batches
 from ..data.data import Data
 from ..engine.analyze_and_compare import (
     BaselineArgument,
     SeveralAnalyzers,
     SharedKeywords,
-    refuse_no_twin,
-    run_analysis,
-    seeds_of,
-    twin_of,
-    with_untrained,
+    opened_analysis,
+    run_with_baseline,
 )
 from ..engine.report_assembly import record_of_models
-from ..engine.run_arguments import (
-    choose_analyzers,
-    is_several,
-    refuse_idle_options,
-    refuse_no_comparison,
-    shared_tokens,
-    with_tokenizer,
-)
+from ..engine.run_arguments import choose_analyzers, is_several, refuse_no_comparison
 from ..engine.run_description import Analysis
-from ..engine.site_plan import DEFAULT, AtArgument, chosen_rule, plan_sites
-from ..remote.open_model import open_source
-from ..sources.forward_arguments import position_counter
+from ..engine.site_plan import DEFAULT, AtArgument
 from ..sources.model_description import Model
-from ..sources.open_local import OpenedModel, records_of
+from ..sources.open_local import OpenedModel
 
 # Class attributes that are those of the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
@@ -459,42 +446,16 @@ def compare_grid(
         >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
-    data = Data.of(data)
-    given = locals() | {"baseline": None}
-    names = tuple(models)
+    data, names = Data.of(data), tuple(models)
     if len(names) < 2:
         raise LayersimError(f"`models` holds {counted(len(names), 'model')}; it must hold two or more, each with its own name.")
-    opened = {name: OpenedModel.of(models[name]) for name in names}
-    if baseline is not None:
-        refuse_no_twin(opened.values(), data)
-
-        def twins(seed: int) -> Any:
-            own = {name: twin_of(opened[name], n) for name, n in zip(names, seeds_of(seed, len(names)), strict=True)}
-            return compare_grid(**given | {"models": own, "intervals": False, "checkpoint": None})
-
-        joined: ModelGrid | Report = with_untrained(compare_grid(**given), twins)
-        return joined
     labels = () if groups is None else group_labels(groups, names)
     chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen)
     many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
-    for one in opened.values():
-        refuse_idle_options(one, True, checkpoint)
-    sources = [open_source(one, either_stack=True) for one in opened.values()]
-    plan = plan_sites(sources, chosen, at, per_head)
-    described = [source.model for source in sources]
-    rule = chosen_rule(data.positions, described, chosen, data.skip_first)
-    shared = with_tokenizer(_tokens_of_all(described, data.tokenizer is not None), data.tokenizer)
-    batches = Batches(data.counting(rule), shared, count_positions=position_counter(sources))
-    report = run_analysis(Analysis(sources, batches, many, plan, records_of(list(opened.values())), intervals), checkpoint)
-    assert isinstance(report, Report)
-    if is_several(analyzer):
-        return report
-    grid: ModelGrid = next(iter(report.values()))
-    return grid
 
+    def prepare(opened: Sequence[OpenedModel]) -> Analysis:
+        return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=many)
 
-def _tokens_of_all(models: list[Model], given: bool) -> Model:
-    """Description of the inputs that all models accept; the first model with a tokenizer reads the data."""
-    with_own = sorted(models, key=lambda model: model.tokenizer is None)
-    return reduce(lambda a, b: shared_tokens(a, b, given=given), with_own)
+    report = run_with_baseline([OpenedModel.of(models[name]) for name in names], data, prepare, baseline, checkpoint)
+    return report if is_several(analyzer) else next(iter(report.values()))

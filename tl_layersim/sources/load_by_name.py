@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..architectures.blocks import lists_of_blocks
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief, counted, first_line
 
@@ -32,10 +33,10 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
         option: name of the command-line option, for messages.
 
     Raises:
-        LayersimError: the model cannot be loaded, or needs `trust_remote_code`.
+        LayersimError: the model cannot be loaded, needs `trust_remote_code`, or the files lack weights of blocks.
 
     Warns:
-        LayersimWarning: the files lack weights.
+        LayersimWarning: the files lack other weights, such as those of a head.
     """
     import transformers
 
@@ -47,7 +48,11 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
         model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        warn(f"`{option}` {name} has no values for {counted(len(missing), 'weight')}, which are random now: {shown}.")
+        text = f"`{option}` is {name}, which has no values for {counted(len(missing), 'weight')}"
+        blocks = tuple(f"{path}." for path in lists_of_blocks(model).values())
+        if any(weight.startswith(blocks) for weight in missing):
+            raise LayersimError(f"{text} of the model's blocks: {shown}.")
+        warn(f"{text}, which are random now: {shown}.")
     return (model if device == "auto" else model.to(device)).eval()
 
 
@@ -112,9 +117,9 @@ def model_without_weights(config: Any) -> Any:
 
     if isinstance(config, str):
         return load_without_weights(config, False, "model_or_config").eval()
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) and "model_type" in config:
         given = dict(config)
-        config = transformers.AutoConfig.for_model(given.pop("model_type", None), **given)
+        config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
         cls = type(config)
         known = {*cls().to_dict(), *cls.attribute_map, *OLDER_FIELDS}
         unknown = [name for name in given if name not in known and not name.startswith("_") and not name.endswith("_token_id")]

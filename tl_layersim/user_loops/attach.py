@@ -43,7 +43,7 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
     elif stack_side(source) == "both":
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
-        analyzer.check(*plan.models(name, [source.model], [source]))
+        analyzer.check(*plan.models()[name])
         one_pass = analyzer.first_kernel() is None
         whole_rows = analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every"
         needs = {
@@ -95,7 +95,7 @@ def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SiteP
     if not source.is_settled:
         source.settle(row)
         check_stream_sums(source, row)
-    plan.check_sites(dict(analyzers), [source])
+    plan.check_sites(analyzers)
     if known.head is not None and any(analyzer.needs_unembed for analyzer in analyzers.values()):
         check_lens(source, row)
 
@@ -157,7 +157,7 @@ def attach(
             "lsim.analyze(model, data, analyzers)."
         )
     plan = plan_sites([source], chosen, at, per_head)
-    plan.check_sites(chosen, [source])
+    plan.check_sites(chosen)
     refuse_unattachable(source, chosen, plan)
     rule = attached_rule(positions, source.model, chosen)
     if isinstance(source, HookedSource):

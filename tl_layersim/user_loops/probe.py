@@ -229,12 +229,12 @@ class LoopProbe(Probe):
             raise self._error
         self._positions.notes.once(self._positions.notes.runs.warning(self._source.model))
         # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
-        self._plan.check_sites(self._analyzers, [self._source])
+        self._plan.check_sites(self._analyzers)
         return self._tree.add(self._block(0, pending)) if pending else self._tree
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
-        return self._plan.models_by_analyzer([model], [self._source]), {"masked_by_pad_id": self._positions.notes.masked}
+        return self._plan.models(model), {"masked_by_pad_id": self._positions.notes.masked}
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
@@ -446,7 +446,7 @@ class TraceProbe(Probe):
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
         source = self._source
         places = {"remote": [source.record()]} if isinstance(source, OnServer) else {}
-        models = self._plan.models_by_analyzer([source.model.as_it_is_now()], [source])
+        models = self._plan.models(source.model.as_it_is_now())
         return models, {"in_traces": True, "rows_with_attended_padding": self._padded} | places
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from ..architectures.output_heads import DetectionHeads, detection_heads
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
 from ..core.errors import LayersimError, warn
-from ..core.results import Report, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount, brief
 from ..data.batches import Batch, Batches
@@ -454,9 +454,7 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     described = with_tokenizer(source.model, data.tokenizer)
     batches = Batches(data.like(images.data), described, count_positions=source.count_positions)
     analyzers: dict[str, Analyzer] = {NAME: analyzer}
-    report = run_analysis(Analysis([source], batches, analyzers, plan_sites([source], analyzers)))
-    assert isinstance(report, Report)
-    found: DetectionResult = report[NAME]
+    found: DetectionResult = run_analysis(Analysis(plan_sites([source], analyzers), batches, analyzers))[NAME]
     return found
 
 

@@ -19,7 +19,7 @@ from ..analyzers.cka import CKA
 from ..architectures.unembed import Unembed
 from ..core.arguments import typed
 from ..core.errors import LayersimError, warn
-from ..core.results import Report, Result, axes
+from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount
 from ..data.batches import Batches
@@ -355,8 +355,7 @@ def tower_similarity(
         sources[0].check_first_row(partial(verify_projections, sources))
     described = with_tokenizer(pair_model(sources[0].model, sources[1].model), data.tokenizer)
     batches = Batches(data.counting(text_position(clip, sources[1].tower)), described)
-    report = run_analysis(Analysis(sources, batches, chosen, plan_sites(sources, chosen)), checkpoint)
-    assert isinstance(report, Report)
+    report = run_analysis(Analysis(plan_sites(sources, chosen), batches, chosen), checkpoint)
     found: TowerSimilarity = report[TowerComparison.name]
     return found
 
