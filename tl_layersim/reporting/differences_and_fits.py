@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import html
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
+from ..core.report_tables import SITE_AXES
 from ..core.wording import equation, p_value_text
-from .heat_map import MATRICES, HeatMapAxis, about_zero, heat_map
-from .lines_and_bars import ZERO_LINE, Ends, Series, add_band, lines
-from .site_labels import axis_title, inside_title, quantity_with_unit, series_label, short_names
+from .heat_map import MATRICES, about_zero
+from .lines_and_bars import ZERO_LINE, Ends, add_band
+from .many_runs import line_plot, map_of_two
+from .site_labels import inside_title, quantity_with_unit, short_names
 from .style import (
     BLUE,
     GREEN,
@@ -22,7 +23,6 @@ from .style import (
     ORANGE,
     layer_axis,
     model_name,
-    series_look,
     styled,
     with_room_for_legend,
     with_subtitle,
@@ -49,6 +49,8 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     Raises:
         LayersimError: the array has other axes.
     """
+    import xarray
+
     axes = [str(dim) for dim in array.dims if dim != "statistic"]
     if axes == ["quantity"]:
         raise LayersimError("Headline numbers have no figure, because their units differ. Use `.to_pandas()`.")
@@ -56,56 +58,29 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
         raise LayersimError(
             f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select labels."
         )
-    about = array.attrs
-    words = quantity_with_unit(about, "Difference")
-    titles = f"Difference: {words.partition(' (')[0]}", f"Difference: {words}"
+    about, level = array.attrs, array.attrs.get("level", 0.95)
     models = [model_name(str(about.get(which, which))) for which in ("first", "second")]
-    of_runs = f"{models[1]} minus {models[0]}" if models[0] != models[1] else "second run minus first run"
-    interval = f"{100 * about.get('level', 0.95):g} % interval"
-    value, low, high, error, p = (
-        array.sel(statistic=name).values for name in ("difference", "low", "high", "se", "p_adjusted")
-    )
-    labels = [tuple(array[axis].values.tolist()) for axis in axes]
+    note = f"{models[1]} minus {models[0]}" if models[0] != models[1] else "second run minus first run"
+    parts = {name: array.sel(statistic=name, drop=True) for name in array["statistic"].values.tolist()}
+    drawn = xarray.Dataset({"value": parts["difference"], "low": parts["low"], "high": parts["high"]})
+    drawn["value"].attrs = about | {"long_name": f"Difference: {about.get('long_name', 'Difference')}"}
     # Sites stand at relative depths where they have no names.
-    places = [str(array[axis].attrs.get("long_name", "")) for axis in axes]
-    if len(axes) == 1 or (tuple(axes) not in MATRICES and len(value) <= MOST_LINES):
-        rows = zip(*(np.atleast_2d(one) for one in (value, low, high)), strict=True)
-        names = [series_label(axes[0], label) for label in labels[0]] if len(axes) == 2 else ["difference"]
-        looks = series_look(len(names), ordered=axes[0] in ("quantile", "k", "threshold"))
-        series = [
-            Series(name, own, Ends(least, most), **look)
-            for name, look, (own, least, most) in zip(names, looks, rows, strict=True)
-        ]
-        fig = lines(labels[-1], series, *titles, "relative_depth" if places[-1] else axes[-1])
-        fig.update_yaxes(ZERO_LINE)
-        note = f"{of_runs}; band: {interval} of each point"
-        return with_subtitle(with_room_for_legend(fig) if len(names) > 1 else fig, html.escape(note, quote=False))
-    defined = (error > 0) | (value != 0)
-    shown = np.where(defined, value, np.nan)
-    scale = about_zero(shown)
-    # Two digits of the largest difference.
-    decimals = max(0, 1 - math.floor(math.log10(scale.high)))
-    sides = [_side(axis, own, place) for axis, own, place in zip(axes, labels, places, strict=True)]
-    fig = heat_map(
-        shown, (sides[0], sides[1]), scale, titles, ends=Ends(low, high), decimals=decimals, square=tuple(axes) in MATRICES
-    )
-    dots = np.where(p < 1 - about.get("level", 0.95), "•", "").tolist()
+    sites = [axis for axis in axes if axis in SITE_AXES and array[axis].dtype.kind not in "if"]
+    if len(axes) == 1 or (tuple(axes) not in MATRICES and len(array) <= MOST_LINES):
+        fig = line_plot(drawn, axes[-1], sites).update_yaxes(ZERO_LINE).update_layout(title_subtitle_text="")
+        return with_subtitle(fig, html.escape(f"{note}; band: {100 * level:g} % interval of each point", quote=False))
+    drawn = drawn.where((parts["se"] > 0) | (parts["difference"] != 0))
+    fig = map_of_two(drawn, (axes[1], axes[0]), sites, about_zero(drawn["value"].values))
     [cells] = fig.data
-    numbers = cells.text if cells.text is not None else np.full(shown.shape, "")
+    dots = np.where(parts["p_adjusted"] < 1 - level, "•", "").tolist()
+    numbers = cells.text if cells.text is not None else np.full(np.shape(cells.z), "")
     text = [["<br>".join(filter(None, pair)) for pair in zip(*own, strict=True)] for own in zip(numbers, dots, strict=True)]
-    cells.update(text=text, texttemplate="%{text}", hoverongaps=False)
-    note = f"{of_runs}; dot: p below {1 - about.get('level', 0.95):.2g} after correction for the number of cells"
-    if not bool(np.isfinite(shown).all()):
+    cells.update(text=text, texttemplate="%{text}")
+    note += f"; dot: p below {1 - level:.2g} after correction for the number of cells"
+    if not bool(drawn["value"].notnull().all()):
         fig.update_layout(plot_bgcolor=UNDEFINED)
         note += "; grey: no block of the data changes it"
     return with_subtitle(fig, html.escape(note, quote=False))
-
-
-def _side(axis: str, labels: tuple[Any, ...], place: str) -> HeatMapAxis:
-    """The rows or columns of a heat map: sites by name, relative depths, or other labels."""
-    if all(isinstance(label, str) for label in labels):
-        return HeatMapAxis(labels, "After block")
-    return HeatMapAxis(labels, place or axis_title(axis), [f"{label:.2f}" if place else str(label) for label in labels])
 
 
 # Most points that carry their names.

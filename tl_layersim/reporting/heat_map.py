@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from .style import (
     CELL_AXIS,
     DIVERGING,
     HEIGHT,
-    MOST_TICKS,
     ORANGE,
     PAPER_SIZES,
     SEQUENTIAL,
@@ -64,10 +63,6 @@ class ColourScale(NamedTuple):
     def trace(self) -> dict[str, Any]:
         """Settings of a plotly heatmap."""
         return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
-
-    def axis(self) -> dict[str, Any]:
-        """Settings of a colour axis that several heat maps share."""
-        return {"colorscale": self.name, "cmin": self.low, "cmax": self.high}
 
 
 def scale_of(result: Result, field: str, values: Any) -> ColourScale:
@@ -154,7 +149,7 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
     """
     if max(np.shape(values)) > MOST_NUMBERS:
         return {}
-    span = scale.high - scale.low
+    span = scale.high - max(scale.low, 0.0)
     low, high = _limits(values)
     decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS) if high > low else fewest
     texts = [
@@ -211,15 +206,6 @@ class HeatMapAxis(NamedTuple):
         """The labels of all rows or columns."""
         return short_names(self.names) if self.labels is None else self.labels
 
-    def place(self, update: Callable[..., go.Figure]) -> None:
-        """Set the title and the ticks of an axis through `update_xaxes` or `update_yaxes` of the figure."""
-        if self.labels is None:
-            layer_axis(update, self.names, self.title)
-            return
-        step = max(1, -(-len(self.labels) // MOST_TICKS))
-        ticks = [html.escape(label, quote=False) for label in self.labels[::step]]
-        update(title=self.title, tickmode="array", tickvals=list(range(0, len(self.labels), step)), ticktext=ticks)
-
 
 def heat_map(
     values: Any,
@@ -256,8 +242,8 @@ def heat_map(
             **cell_hover(rows.names, columns.names, ends, html.escape(titles[1], quote=False)),
         )
     )
-    rows.place(fig.update_yaxes)
-    columns.place(fig.update_xaxes)
+    layer_axis(fig.update_yaxes, *rows)
+    layer_axis(fig.update_xaxes, *columns)
     plain = CELL_AXIS | {"constrain": "domain"} if square else {"showgrid": False}
     fig.update_xaxes(**plain).update_yaxes(**plain)
     if square:
@@ -430,7 +416,7 @@ def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) ->
 CELL, WORD, BELOW_LINE, AROUND = 60, 8, 46, 150
 # Pixels of a row of cells, and of a row where there are more than so many layers.
 ROW, LOW_ROW, MOST_LAYERS = 24, 18, 16
-PROBABILITY = ColourScale("Blues", 0.0, 1.0)
+PROBABILITY = {"colorscale": "Blues", "cmin": 0.0, "cmax": 1.0}
 
 
 def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> go.Figure:
@@ -464,7 +450,7 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
     fig.update_xaxes(title="After token", row=len(lines), col=1)
     fig.update_layout(
         showlegend=True,
-        coloraxis={**PROBABILITY.axis(), "colorbar": colour_bar(titles[1]) | {"thickness": 16, "outlinewidth": 0}},
+        coloraxis={**PROBABILITY, "colorbar": colour_bar(titles[1]) | {"thickness": 16, "outlinewidth": 0}},
     )
     frame = {"symbol": "square-open", "size": 12, "color": ORANGE, "line": {"width": 2}}
     fig.add_scatter(x=[None], y=[None], mode="text", name="<b>bold</b>: the final prediction")

@@ -22,6 +22,7 @@ from .style import (
     GREY,
     HEIGHT,
     INTERVALS,
+    MOST_LINES,
     ORANGE,
     colour_bar,
     layer_axis,
@@ -30,8 +31,9 @@ from .style import (
     styled,
 )
 
-# Axes of a result whose labels are layers.
-LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer", "site")
+# Axes of residual layers or blocks, and all axes of a result whose labels are layers.
+STREAM_AXES = ("row", "column", "residual", "layer", "sublayer", "site")
+LAYER_AXES = (*STREAM_AXES, "centre", "skipped", "affected", "row_block", "column_block", "vision_layer", "text_layer")
 # Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one.
 LOG_FACTOR = 20
 # Most points of a curve that have markers.
@@ -158,6 +160,7 @@ class Series(NamedTuple):
         symbol: plotly's name of the marker.
         dash: plotly's name of the dash.
         names: names of the points; None for those of the figure.
+        x: positions of the points; None for those of the figure.
     """
 
     label: str
@@ -167,9 +170,20 @@ class Series(NamedTuple):
     symbol: str = "circle"
     dash: str = "solid"
     names: tuple[Any, ...] | None = None
+    x: Any = None
 
 
-def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: str, axis: str, log: bool = False) -> go.Figure:
+def lines(
+    names: tuple[Any, ...],
+    series: list[Series],
+    title: str,
+    quantity: str,
+    axis: str,
+    log: bool = False,
+    *,
+    most_bands: int = MOST_LINES,
+    joined: bool = False,
+) -> go.Figure:
     """Line plot of one or more series over layers, numbers or names. Intervals are bands, or whiskers if the axis has names.
 
     Args:
@@ -179,6 +193,8 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
         quantity: title of the vertical axis.
         axis: name of the horizontal axis.
         log: whether the vertical axis is logarithmic if all values are positive.
+        most_bands: with more lines, their intervals are in the hover texts only.
+        joined: whether points over names are joined by lines too.
     """
     shown = known_columns(np.stack([one.values for one in series])) if axis in LAYER_AXES else slice(None)
     names = names[shown]
@@ -189,17 +205,17 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
     fig = go.Figure()
     numbers = is_numeric_axis(names, axis)
     x = list(names) if numbers else list(range(len(names)))
-    bands = len(names) > 1 and (numbers or axis in LAYER_AXES)
-    values = np.stack([one.values for one in series])
+    bands = len(names) > 1 and (numbers or axis in LAYER_AXES or joined)
+    values = np.concatenate([one.values for one in series])
     known = values[np.isfinite(values)]
     log = log and bool(len(known)) and bool((known > 0).all())
     for one in series:
-        if one.ends is not None and bands:
+        if one.ends is not None and bands and len(series) <= most_bands:
             ends = on_log_axis(one.ends, one.values) if log else one.ends
-            add_band(fig, x, ends, one.colour, legendgroup=one.label)
+            add_band(fig, x if one.x is None else one.x, ends, one.colour, legendgroup=one.label)
     for one in series:
         fig.add_scatter(
-            x=x,
+            x=x if one.x is None else one.x,
             y=one.values,
             name=one.label,
             mode="lines+markers" if bands and len(names) <= MOST_MARKERS else "lines" if bands else "markers",
@@ -268,16 +284,27 @@ def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
     return axis not in (*LAYER_AXES, "label") and all(isinstance(name, int | float) for name in names)
 
 
+def layer_title(names: tuple[str, ...], axis: str) -> str:
+    """The title of an axis. Of residual layers or blocks: "After block" if the first is the input of a block, else "Block".
+
+    Args:
+        names: labels of the axis.
+        axis: name of the axis.
+    """
+    if axis in STREAM_AXES:
+        return axis_title("residual" if not names or names[0].endswith("resid_pre") else "layer")
+    return axis_title(axis)
+
+
 def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
     """Set title and ticks of the horizontal axis."""
     if axis in LAYER_AXES:
-        after = not names or names[0].endswith("resid_pre")
-        own = axis if axis in ("centre", "skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
-        layer_axis(fig.update_xaxes, names, axis_title(own))
+        layer_axis(fig.update_xaxes, names, layer_title(names, axis))
     elif is_numeric_axis(names, axis):
         fig.update_xaxes(title=axis_title(axis))
     else:
-        ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": [str(name) for name in names]}
+        texts = [html.escape(str(name), quote=False) for name in names]
+        ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": texts}
         # No point of a few names stands at the edge.
         edges = {"range": [-0.5, len(names) - 0.5]} if names else {}
         fig.update_xaxes(title=axis_title(axis), **ticks, **edges)

@@ -15,8 +15,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.wording import equation, number_text, p_value_text
-from .heat_map import ColourScale, HeatMapAxis, about_zero, heat_map, narrow_scale, scale_within
-from .lines_and_bars import ZERO_LINE, Ends, Series, add_band, lines, point_hover
+from .heat_map import MATRICES, ColourScale, HeatMapAxis, about_zero, heat_map, narrow_scale, scale_within
+from .lines_and_bars import LAYER_AXES, ZERO_LINE, Ends, Series, layer_title, lines
 from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
 from .style import (
     DARK,
@@ -25,7 +25,6 @@ from .style import (
     PALETTE,
     SYMBOLS,
     intervals_in_words,
-    layer_axis,
     names_of_models,
     series_look,
     styled,
@@ -40,10 +39,8 @@ if TYPE_CHECKING:
 WIDE = 100
 # Most lines with bands.
 MOST_BANDS = 3
-DEPTH_TITLE = "Relative depth (0: first site, 1: last)"
-# Titles of dimensions of sites that say more than "After block".
-SIDES = {"row_block": "Jacobian of block", "column_block": "Singular vectors of block"}
-STREAM_DIMS = ("residual", "layer", "row", "column", "sublayer", "site")
+# The two sides of a matrix of Jacobians.
+JACOBIANS = {"row_block", "column_block"}
 
 
 def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figure:
@@ -52,71 +49,64 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
     Args:
         drawn: table over one or two dimensions.
         over: the horizontal dimension.
-        sites: the dimensions whose labels are sites.
+        sites: the dimensions whose labels are names of sites.
     """
     other = next((str(dim) for dim in drawn["value"].dims if dim != over), None)
     depth = drawn.coords.get(f"{over}_depth")
     by_depth = over in sites and depth is not None and other in depth.dims
-    if over in sites:
-        drawn = drawn.dropna(over, how="all", subset=["value"])
-    labels = [] if other is None else drawn[other].values.tolist()
+    labels = () if other is None else _labels(drawn, other)
     each = [drawn] if other is None else [drawn.isel({other: number}) for number in range(len(labels))]
     if by_depth:
         each = [one.dropna(over, subset=["value"]) for one in each]
-    names = _names(labels, other in sites)
-    ordered = other in sites or (bool(labels) and not any(isinstance(label, str) for label in labels))
-    looks = series_look(len(each), ordered)
-    places, ticks = ([], {}) if over in sites else _places(drawn[over].values.tolist())
-    fig = go.Figure()
-    rows = []
-    for one in each:
-        x = one[f"{over}_depth"].values.tolist() if by_depth else places or list(range(one.sizes[over]))
-        rows.append((x, one["value"].values, _ends(one)))
-    if len(each) <= MOST_BANDS:
-        for (x, _, ends), look in zip(rows, looks, strict=True):
-            if ends is not None:
-                add_band(fig, x, ends, look["colour"])
-    for one, (x, y, ends), look, name in zip(each, rows, looks, names, strict=True):
-        fig.add_scatter(
-            x=x,
-            y=y,
-            name=html.escape(name),
-            mode="lines+markers",
-            line={"color": look["colour"], "dash": look["dash"]},
-            marker={"color": look["colour"], "symbol": look["symbol"]},
-            **point_hover([_text(label) for label in one[over].values.tolist()], ends, html.escape(name)),
+    ordered = other in sites or not all(isinstance(label, str) for label in labels)
+    names = short_names(labels) if other in sites else list(map(_text, labels))
+    series = [
+        Series(
+            html.escape(name),
+            one["value"].values,
+            _ends(one),
+            **look,
+            names=tuple(map(_text, _labels(one, over))),
+            x=one[f"{over}_depth"].values if by_depth else None,
         )
+        for one, name, look in zip(each, names or [""], series_look(len(each), ordered), strict=True)
+    ]
+    places, ticks = (_labels(drawn, over), {}) if over in sites else _places(_labels(drawn, over))
+    axis = _axis(over, sites)
     if by_depth:
-        fig.update_xaxes(title=DEPTH_TITLE)
-    elif over in sites:
-        layer_axis(fig.update_xaxes, _labels(drawn, over), _side(drawn, over))
-    else:
-        fig.update_xaxes(title=axis_title(over), **ticks)
-    fig.update_yaxes(title=_words(drawn))
-    of_lines = _axis_words(drawn, other, sites) if other is not None and ordered else ""
-    styled(fig, html.escape(_title(drawn, sites, "" if over in sites else over))).update_layout(showlegend=len(each) > 1)
+        places, axis = tuple(series[0].x), "relative_depth"
+    title = html.escape(_title(drawn, sites, "" if over in sites else over))
+    fig = lines(places, series, title, _words(drawn), axis, most_bands=MOST_BANDS, joined=True)
+    fig.update_xaxes(**ticks).update_yaxes(rangemode="normal")
     with_subtitle(fig, html.escape(_note(drawn, intervals_in_words(fig))))
-    return with_room_for_legend(fig, of_lines if len(each) > 1 else "")
+    words = "" if other is None or not ordered or len(each) < 2 else layer_title(labels, _axis(other, sites))
+    return with_room_for_legend(fig, site_axis_title(labels, words) if other in sites else words)
 
 
-def map_of_two(drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str]) -> go.Figure:
+def map_of_two(
+    drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str], scale: ColourScale | None = None
+) -> go.Figure:
     """A heat map over two dimensions of a table of runs: a cell is the value of one run or one site.
 
     Args:
         drawn: table over two dimensions.
         over: the horizontal and the vertical dimension.
-        sites: the dimensions whose labels are sites.
+        sites: the dimensions whose labels are names of sites.
+        scale: the colour scale; None for one that fits the values.
     """
     drawn = _pairs(drawn, sites)
-    for dim in set(over) & set(sites):
+    # Differences, whose scale is given, are shown at all sites.
+    for dim in set(over) & set(sites) if scale is None else ():
         drawn = drawn.dropna(dim, how="all", subset=["value"])
     drawn = drawn.transpose(over[1], over[0])
     others = [dim for dim in over if dim not in sites]
+    square = not others or over[::-1] in MATRICES
     by = others[0] if len(others) == 1 else ""
     words = html.escape(_title(drawn, sites, by)), _words(drawn)
     sides = _map_side(drawn, over[1], sites), _map_side(drawn, over[0], sites)
-    values, square = drawn["value"].values, not others
-    fig = heat_map(values, sides, _scale(values, not square), words, ends=_ends(drawn), decimals=2, square=square)
+    values = drawn["value"].values
+    scale = scale or _scale(values, bool(others))
+    fig = heat_map(values, sides, scale, words, ends=_ends(drawn), decimals=2, square=square)
     # The first layer on top, as in matrices of layers by layers.
     return with_subtitle(fig.update_yaxes(autorange="reversed"), html.escape(_note(drawn, "")))
 
@@ -130,13 +120,13 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
         runs: the dimension of runs.
     """
     drawn = _pairs(drawn, sides).transpose(runs, *sides)
-    scale = _scale(drawn["value"].values, sides[0] in SIDES)
+    scale = _scale(drawn["value"].values, sides[0] in JACOBIANS)
     figures = []
     for number, label in enumerate(drawn[runs].values.tolist()):
         one = drawn.isel({runs: number})
         for side in sides:
             one = one.dropna(side, how="all", subset=["value"])
-        words = _text(label) if isinstance(label, str) else f"{axis_title(runs)} {_text(label)}"
+        words = label if isinstance(label, str) else f"{axis_title(runs)} {_text(label)}"
         axes = (_map_side(one, sides[0], sides), _map_side(one, sides[1], sides))
         figures.append(heat_map(one["value"].values, axes, scale, (html.escape(words), _words(drawn)), ends=_ends(one)))
     return figures, " · ".join(filter(None, (_title(drawn, sides, ""), _note(drawn, ""), scale.note)))
@@ -144,7 +134,7 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
 
 def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
     """The table without entries between a block and itself."""
-    return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(SIDES) <= set(sides) else drawn
+    return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(sides) >= JACOBIANS else drawn
 
 
 def _scale(values: Any, narrow: bool) -> ColourScale:
@@ -159,27 +149,33 @@ def _ends(drawn: xarray.Dataset) -> Ends | None:
 
 
 def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapAxis:
+    labels, axis = _labels(drawn, dim), _axis(dim, sites)
     if dim in sites:
-        return HeatMapAxis(_labels(drawn, dim), _side(drawn, dim))
-    texts = [_text(label) for label in drawn[dim].values.tolist()]
-    return HeatMapAxis(tuple(texts), axis_title(dim), texts)
+        return HeatMapAxis(labels, layer_title(labels, axis))
+    texts = [f"{label:.2f}" if axis == "relative_depth" else _text(label) for label in labels]
+    return HeatMapAxis(tuple(texts), layer_title(labels, axis), texts)
 
 
-def _places(labels: list[Any]) -> tuple[list[float], dict[str, Any]]:
+def _axis(dim: str, sites: Sequence[str]) -> str:
+    """The name of a dimension as an axis of a figure: layers without names of sites are relative depths."""
+    if dim in LAYER_AXES:
+        return dim if dim in sites else "relative_depth"
+    return "site" if dim in sites else dim
+
+
+def _places(labels: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positions of labels along an axis, and plotly's tick settings.
 
     Numbers that span a factor of `WIDE` or more have logarithmic positions; 0 then stands half a decade below the smallest
-    other number. Names are evenly spaced.
+    other number. Names stay names.
     """
     if any(isinstance(label, str) for label in labels):
-        places = list(map(float, range(len(labels))))
-        texts = [html.escape(_text(label)) for label in labels]
-        return places, {"tickmode": "array", "tickvals": places, "ticktext": texts, "range": [-0.5, len(labels) - 0.5]}
+        return tuple(map(_text, labels)), {}
     above = [label for label in labels if label > 0]
     if not above or min(labels) < 0 or max(above) < WIDE * min(above):
-        return list(map(float, labels)), {}
+        return tuple(map(float, labels)), {}
     zero = math.log10(min(above)) - 0.5
-    places = [math.log10(label) if label > 0 else zero for label in labels]
+    places = tuple(math.log10(label) if label > 0 else zero for label in labels)
     decades = range(math.ceil(math.log10(min(above))), math.floor(math.log10(max(above))) + 1)
     marks = ({zero: "0"} if 0 in labels else {}) | {float(decade): _short(10.0**decade) for decade in decades}
     return places, {"tickmode": "array", "tickvals": list(marks), "ticktext": list(marks.values())}
@@ -193,28 +189,12 @@ def _short(value: float) -> str:
     return f"{value:g}"
 
 
-def _names(labels: list[Any], of_sites: bool) -> list[str]:
-    """Names of the lines; empty for a single line."""
-    return (short_names(tuple(labels)) if of_sites else [_text(label) for label in labels]) if labels else [""]
-
-
 def _text(label: Any) -> str:
-    return label if isinstance(label, str) else f"{label:,}" if isinstance(label, int) else f"{label:g}"
+    return label if isinstance(label, str) else f"{label:,}" if isinstance(label, int) else f"{label:.4g}"
 
 
-def _labels(drawn: xarray.Dataset, dim: str) -> tuple[str, ...]:
-    return tuple(map(str, drawn[dim].values.tolist()))
-
-
-def _side(drawn: xarray.Dataset, dim: str) -> str:
-    """The title of a site axis."""
-    if dim not in STREAM_DIMS:
-        return SIDES.get(dim, axis_title(dim))
-    return "After block" if any(name.endswith("resid_pre") for name in _labels(drawn, dim)[:1]) else "Block"
-
-
-def _axis_words(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> str:
-    return site_axis_title(_labels(drawn, dim), _side(drawn, dim)) if dim in sites else axis_title(dim)
+def _labels(drawn: xarray.Dataset, dim: str) -> tuple[Any, ...]:
+    return tuple(drawn[dim].values.tolist())
 
 
 def _words(drawn: xarray.Dataset) -> str:

@@ -38,6 +38,9 @@ AXES = {
     "k": "Number of most likely predictions (k)",
     "model": "Model",
     "quantile": "Quantile (fraction of tokens below)",
+    "relative_depth": "Relative depth (0: first site, 1: last)",
+    "row_block": "Jacobian of block",
+    "column_block": "Singular vectors of block",
     "stage": "Stage",
     "token": "Token of the prompt",
 }

@@ -425,18 +425,20 @@ def colour_bar(title: str) -> dict[str, Any]:
     return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
-def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: str) -> None:
-    """Label the sites along an axis, and skip labels that would overlap.
+def layer_axis(update: Callable[..., go.Figure], names: tuple[Any, ...], title: str, labels: list[str] | None = None) -> None:
+    """Label the sites or other names along an axis, and skip labels that would overlap.
 
     Args:
         update: `update_xaxes` or `update_yaxes` of a figure with positions 0, 1, 2, ...
         names: names of the sites.
-        title: title of the axis if the sites are residual layers, see `site_axis_title`.
+        title: title of the axis. If the sites are not residual layers, see `site_axis_title`.
+        labels: labels of names that are not sites; None for the short names of sites.
     """
-    labels, heads = short_names(names), heads_in_block(names)
-    step = max(1, -(-len(names) // MOST_TICKS))
+    step, heads = max(1, -(-len(names) // MOST_TICKS)), heads_in_block(names) if labels is None else 0
+    if labels is None:
+        labels, title = short_names(names), site_axis_title(names, title)
     if heads and len(names) > MOST_HEADS:
         # The first head of a block, of every second block, ...
         step = heads * max(1, -(-len(names) // (heads * MOST_TICKS)))
     at = list(range(0, len(names), step))
-    update(title=site_axis_title(names, title), tickmode="array", tickvals=at, ticktext=[labels[i] for i in at])
+    update(title=title, tickmode="array", tickvals=at, ticktext=[html.escape(labels[i], quote=False) for i in at])
