@@ -132,8 +132,8 @@ class ValuesAlias:
     def __set_name__(self, owner: Any, name: str) -> None:
         owner.values_name = name
 
-    def __get__(self, result: Any, owner: Any = None) -> Tensor:
-        return self if result is None else result.values  # type: ignore[no-any-return]  # of a class, the alias itself
+    def __get__(self, result: Any, owner: Any = None) -> Any:
+        return self if result is None else result.values  # of a class, the alias itself
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:
