@@ -10,8 +10,6 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
-from torch import Tensor
-
 from .arguments import typed
 from .errors import without_secrets
 
