@@ -167,12 +167,11 @@ def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
         assert len(result.to_frame(field)) == values.numel()
         assert (shown in table) == bool(measured)
         drawn = measured and (len(own.axes) in (1, 2) or own.drawn)
-        for width in (None, "column") if measured else ():
-            if drawn:
-                assert result.plot(field, width=width).data
-            else:
-                with pytest.raises(lsim.LayersimError, match=repr(field)):
-                    result.plot(field, width=width)
+        if drawn:
+            assert result.plot(field).data
+        elif measured:
+            with pytest.raises(lsim.LayersimError, match=repr(field)):
+                result.plot(field)
         if len(own.axes) in (1, 2):
             assert result.to_latex(field).count(r"\\") == values.shape[0] + 1
             assert result.to_markdown(field).count("\n") == values.shape[0] + 1

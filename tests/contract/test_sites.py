@@ -33,8 +33,6 @@ SOURCES = {
 # Those of one model.
 ANALYZERS = {name: cls for name, cls in find_analyzers().items() if not cls.needs_two_models}
 HEADS, KEY_HEADS = 4, {"llama": 2}
-# A trace of a bridge, or one that is sent, takes a tenth of a second.
-SLOW = ("NNsight remote=local", "NNsight(TransformerBridge)")
 each_model = pytest.mark.parametrize("name", MODELS)
 each_source = pytest.mark.parametrize("source", SOURCES)
 pytestmark = [
@@ -196,12 +194,11 @@ def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, table
 
 @each_model
 @each_source
-def test_every_analyzer_gives_one_answer_at_every_family_of_every_source(name, source, data, tables, answers, tmp_path):
+def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, answers, tmp_path):
     model, options = opened(name, source, tmp_path)
-    families = everything(tables[name])
     usable = [key for key in answers[name]["resid_post"] if not refuses_model(model, data, ANALYZERS[key], **options)]
-    # What differs between families is compared above.
-    for one in families if source not in SLOW else ["resid_post", "z", "mlp_post"]:
+    # What differs between families is compared above, for each source.
+    for one in ("resid_post", "z", "mlp_post"):
         expected = answers[name][one]
         # Analyzers with families of their own read the same at all.
         asked = [ANALYZERS[key]() for key in usable if key in expected and (one == "z" or not ANALYZERS[key].families)]

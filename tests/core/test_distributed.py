@@ -2,60 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
 import tl_layersim as lsim
 
+from ..processes import run_in_group
 from ..runs import cosine_and_cka
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+import tl_layersim as lsim
+from tests.tiny_models import random_tokens, tiny_llama
+dist.init_process_group("gloo")
+data = list(random_tokens(4, 11))
+report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [lsim.Cosine(), lsim.CKA(minibatch=16)])
+report.save(f"{sys.argv[1]}/{dist.get_rank()}.safetensors")
+# 67 batches: the first of two ranks has coarser blocks than the second, which has fewer batches.
+data = list(random_tokens(67, 6))
+report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=1), [lsim.LogitLens()], intervals=True)
+report.save(f"{sys.argv[1]}/{dist.get_rank()}.blocks.safetensors")
+dist.destroy_process_group()
+"""
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_processes_give_what_one_gives(ranks, tmp_path):
     """Three ranks and two batches: one of them has nothing to add."""
-    script = tmp_path / "rank.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            import torch.distributed as dist
-            import tl_layersim as lsim
-            from tests.tiny_models import random_tokens, tiny_llama
-            dist.init_process_group("gloo")
-            data = list(random_tokens(4, 11))
-            report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [lsim.Cosine(), lsim.CKA(minibatch=16)])
-            report.save(f"{sys.argv[1]}/{dist.get_rank()}.safetensors")
-            # 67 batches: the first of two ranks has coarser blocks than the second, which has fewer batches.
-            data = list(random_tokens(67, 6))
-            report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=1), [lsim.LogitLens()], intervals=True)
-            report.save(f"{sys.argv[1]}/{dist.get_rank()}.blocks.safetensors")
-            dist.destroy_process_group()
-            """
-        )
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    common = os.environ | {
-        "PYTHONPATH": root,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    processes = [
-        subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=common | {"RANK": str(rank)}, cwd=root)
-        for rank in range(ranks)
-    ]
-    assert [process.wait(timeout=240) for process in processes] == [0] * ranks
+    run_in_group(SCRIPT, ranks, str(tmp_path))
     alone = lsim.analyze(tiny_llama(), lsim.Data(list(random_tokens(4, 11)), batch_size=2), cosine_and_cka())
     for rank in range(ranks):
         report = lsim.load(tmp_path / f"{rank}.safetensors")

@@ -27,6 +27,7 @@ from tl_layersim.core.result_files import is_hub_address
 from tl_layersim.core.results import card
 
 from ..tiny_models import random_tokens, tiny_llama
+from .helpers import FILES
 from .small_hub import TOKEN, SmallHub
 
 
@@ -193,9 +194,11 @@ def test_an_empty_report_is_not_uploaded_and_a_path_is_no_address(hub):
 
 def test_another_process_reads_by_its_environment(hub, report, tmp_path):
     report.push_to_hub("me/layers", token=TOKEN)
-    script = "import tl_layersim as lsim; print(*lsim.load('hf://me/layers'))"
+    # And a file whose class of results no module has registered yet.
+    script = "import sys, tl_layersim as lsim; print(type(lsim.load(sys.argv[1])).__name__, *lsim.load('hf://me/layers'))"
+    grid = str(FILES / "prediction_grid.safetensors")
     own = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **own}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, grid], env={**os.environ, **own}, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "raw cosine", done.stderr
+    assert done.stdout.strip() == "PredictionGrid raw cosine", done.stderr

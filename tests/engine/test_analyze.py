@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
@@ -14,6 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
 from tl_layersim.sources.hooked import HookedSource
 
+from ..processes import finish, started
 from ..runs import cosine_and_cka
 from ..tiny_models import family, random_tokens, tiny_llama, tiny_tokenizer
 from ..views import provenance, worst
@@ -107,18 +104,20 @@ def test_weights_have_a_hash_of_their_own():
     assert len(hashes) == 2
 
 
-@pytest.mark.parametrize("setting", ["new", "old"])
-def test_a_users_precision_setting_is_kept_and_not_used(setting):
+SETTINGS = {
+    "new": "torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = 'tf32'",
+    "old": "torch.set_float32_matmul_precision('medium')",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_users_precision_setting_is_kept_and_not_used(setting, tmp_path):
     """In a process of its own: torch lets its two ways of saying it not be mixed."""
-    say = {
-        "new": "torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = 'tf32'",
-        "old": "torch.set_float32_matmul_precision('medium')",
-    }[setting]
     script = (
-        "import torch, tl_layersim as lsim\n"
+        "import sys, torch, tl_layersim as lsim\n"
         "from tests.tiny_models import random_tokens, tiny_llama\n"
         "from tl_layersim.activations.view import View, reduce\n"
-        f"{say}\n"
+        f"{SETTINGS[setting]}\n"
         "mkldnn = torch.backends.mkldnn.matmul\n"
         "before, seen = mkldnn.fp32_precision, []\n"
         "def kernel(view):\n"
@@ -127,18 +126,10 @@ def test_a_users_precision_setting_is_kept_and_not_used(setting):
         "view = View(torch.ones(2, 3, 4), torch.arange(3), torch.zeros(3), torch.arange(3))\n"
         "reduce({'k': kernel}, view)\n"
         "lsim.analyze(tiny_llama(), random_tokens(), 'cka')\n"
-        "print(seen, mkldnn.fp32_precision == before)\n"
+        "open(sys.argv[1], 'w').write(f'{seen} {mkldnn.fp32_precision == before}')\n"
     )
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env=os.environ | {"PYTHONPATH": root},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "['ieee'] True", done.stderr
+    finish(started(script, str(tmp_path / "seen")))
+    assert (tmp_path / "seen").read_text() == "['ieee'] True"
 
 
 def test_a_result_that_does_not_fit_its_layers_is_refused():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -276,22 +273,3 @@ def test_memory_holds_32_blocks_of_a_long_stream():
         tiny_llama(), lsim.Data(list(random_tokens(150, 4)), batch_size=1), [lsim.LogitLens()], intervals=True
     )
     assert report["logit_lens"].block_tokens == (32,) * 18 + (24,)
-
-
-def test_the_command_line_gives_intervals(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(lsim.demo_text()[:40]))
-    command = [
-        sys.executable,
-        "-c",
-        "from tl_layersim.cli import main; main()",
-        "report",
-        "--data",
-        str(text),
-        "--intervals",
-        "--out",
-        str(tmp_path),
-    ]
-    subprocess.run([*command, "--batch-size", "1", "--seq-len", "32", "--max-tokens", "800"], check=True, timeout=240)
-    report = lsim.load(tmp_path / "report.safetensors")
-    assert len(report["cosine"].block_tokens) >= 16

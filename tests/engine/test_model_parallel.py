@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..processes import run_in_group
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
@@ -133,30 +130,7 @@ def group(tmp_path_factory):
     tiny_llama().save_pretrained(folder / "model")
     parts = [START, *(f"kind = {kind!r}\n" + textwrap.dedent(setup + MEASURE) for kind, setup in MODELS.items())]
     parts += [*OTHERS.values(), "dist.destroy_process_group()"]
-    (folder / "rank.py").write_text("\n".join(textwrap.dedent(part) for part in parts))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    places = {"PYTHONPATH": root, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    common = os.environ | places | {"WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(folder / "rank.py"), str(folder)],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        printed = [process.communicate(timeout=280)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(printed)
+    run_in_group("\n".join(textwrap.dedent(part) for part in parts), RANKS, str(folder))
     return folder
 
 

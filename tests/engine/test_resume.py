@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
-
 import pytest
 import torch
 
@@ -16,6 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.core import resumable_file
 from tl_layersim.sources.hooked import HookedSource
 
+from ..processes import kill_when, started
 from ..runs import cosine_and_cka
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -58,38 +52,33 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path,
     assert worst(again["cka"], undisturbed["cka"]) == 0
 
 
+KILLED = """
+import sys, time
+import tl_layersim as lsim
+from tl_layersim.core import resumable_file
+from tl_layersim.sources.hooked import HookedSource
+from tests.tiny_models import random_tokens, tiny_llama
+resumable_file.SECONDS_BETWEEN_SAVES = 0.0
+run, passes = HookedSource.run, []
+
+def waiting(self, batch, kernels):
+    # In the tenth forward pass it waits to be killed.
+    passes.append(1)
+    if len(passes) == 10:
+        open(sys.argv[2], "x")
+        time.sleep(120)
+    return run(self, batch, kernels)
+
+HookedSource.run = waiting
+data = lsim.Data(list(random_tokens(40, 11)), batch_size=2)
+lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), checkpoint=sys.argv[1])
+"""
+
+
 def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
-    script = tmp_path / "run.py"
     path = tmp_path / "run.safetensors"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import time
-            import tl_layersim as lsim
-            from tl_layersim.core import resumable_file as checkpoint
-            from tl_layersim.sources.hooked import HookedSource
-            from tests.tiny_models import random_tokens, tiny_llama
-            checkpoint.SECONDS_BETWEEN_SAVES = 0.0
-            run = HookedSource.run
-            def slow(self, batch, kernels):
-                time.sleep(0.2)
-                return run(self, batch, kernels)
-            HookedSource.run = slow
-            data = list(random_tokens(40, 11))
-            data = lsim.Data(data, batch_size=2)
-            lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), checkpoint={str(path)!r})
-            """
-        )
-    )
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    process = subprocess.Popen([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": root}, cwd=root)
-    deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))
     assert path.exists()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
     model, data = tiny_llama(), list(random_tokens(40, 11))
     resumed = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"), checkpoint=path)
     whole = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))

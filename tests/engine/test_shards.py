@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +15,10 @@ from tl_layersim.sources.hooked import HookedSource
 
 from ..head_models import CASES
 from ..options import called
+from ..processes import finish, started
 from ..tiny_models import random_tokens, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of:tl_layersim.LayersimWarning")
-ROOT = Path(__file__).parents[2]
 
 
 def contents(path):
@@ -59,14 +55,11 @@ def measured(folder, of, *arguments, first=None, **options):
     return folder
 
 
-def test_16_shards_of_which_four_are_killed_equal_one_process(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.engine.shard_workers", str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["failed"] == 0, done.stderr
-    assert [one["signal"] for one in found["killed"]] == [9] * 4
+def test_eight_shards_of_which_three_are_killed_equal_one_process(tmp_path):
+    finish(started("import sys\nfrom tests.engine.shard_workers import main\nmain(sys.argv[1])", str(tmp_path)))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["failed"] == 0
+    assert [one["signal"] for one in found["killed"]] == [9] * 3
     assert not any(one["done"] for one in found["killed"])
     # Some had sums of a part of their batches.
     assert len([one for one in found["killed"] if one["held"] > 0]) >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tl_layersim.engine import submitted_runs
 from tl_layersim.remote import client as ndif
 
 from .helpers import Small
@@ -19,6 +20,7 @@ def running(tmp_path_factory):
 @pytest.fixture
 def small(running, monkeypatch):
     monkeypatch.setattr(ndif, "WAITS", (0.02,) * 4)
+    monkeypatch.setattr(submitted_runs, "PAUSE", 0.05)
     running.set()
     yield running
     running.set()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -19,6 +16,7 @@ from tl_layersim.core import LayerCurve
 from ..docs.helpers import ROOT, blocks
 from ..ndif.server import free_ports
 from ..options import called
+from ..processes import started
 from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 
 QUICK = [lsim.CKA(minibatch=32), lsim.Cosine(center="none")]
@@ -39,8 +37,8 @@ class Small:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("small_ndif.py")), str(self._port)]
-        self._process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+        path = Path(__file__).with_name("small_ndif.py")
+        self._process = started(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", str(self._port))
         # Importing transformers takes long on a machine with other work.
         end = time.monotonic() + 180
         while time.monotonic() < end:
@@ -53,7 +51,7 @@ class Small:
 
     def stop(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
     def set(self, **settings) -> dict[str, int]:
         """Settings anew, what is not named as at the start; gives how many requests there were since the last call."""

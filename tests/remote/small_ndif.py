@@ -26,6 +26,7 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+assert not {"tl_layersim", "jaxtyping", "beartype"} & set(sys.modules)
 sys.meta_path.insert(0, Missing())
 
 import nnsight

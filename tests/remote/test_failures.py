@@ -35,16 +35,6 @@ def test_a_request_that_takes_too_long_is_halved(small):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=4), SINGLE)
 
 
-@pytest.mark.parametrize("fault", ["evicted", "unavailable", "cut"])
-def test_what_passes_is_asked_for_again_and_counted_once(small, fault):
-    data = rows(8, 20)
-    options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40}
-    calm = called(lsim.analyze, small.model(), data, SINGLE, **options)
-    # The first request is the probe.
-    small.set(faults=["", fault, "", fault, fault])
-    assert equal(calm, called(lsim.analyze, small.model(), data, SINGLE, **options))
-
-
 def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     data, path = rows(8, 20), tmp_path / "run.ckpt"
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40, "checkpoint": path}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.engine import submitted_runs
 from tl_layersim.remote import client as ndif
 
 from ..ndif.client import equal, rows
@@ -66,19 +67,13 @@ def test_a_job_that_was_too_long_is_sent_in_halves(small, sent, waited, tmp_path
 
 
 def test_a_job_that_the_server_has_lost_is_sent_again(small, sent, waited, monkeypatch):
-    from tl_layersim.engine import submitted_runs as jobs
-
-    monkeypatch.setattr(jobs, "FORGOTTEN", 0.5)
-    monkeypatch.setattr(jobs, "PAUSE", 0.1)
+    monkeypatch.setattr(submitted_runs, "FORGOTTEN", 0.5)
     small.set(faults=["", "lost", "", "evicted"])
     assert equal(sent().result(60), waited)
 
 
 @pytest.mark.parametrize("codes", [{"bad_words": [502, 200, 503]}, {"bad_results": [503, 403]}])
-def test_a_bad_answer_is_not_the_jobs_failure(small, sent, waited, codes, monkeypatch):
-    from tl_layersim.engine import submitted_runs as jobs
-
-    monkeypatch.setattr(jobs, "PAUSE", 0.05)
+def test_a_bad_answer_is_not_the_jobs_failure(small, sent, waited, codes):
     run = sent()
     small.set(**codes)
     assert equal(run.result(60), waited)
@@ -92,10 +87,7 @@ def test_a_job_that_fails_and_fails_is_given_up(small, sent):
 
 
 def test_a_server_that_is_away_has_not_lost_the_job(small, sent, waited, tmp_path, monkeypatch):
-    from tl_layersim.engine import submitted_runs as jobs
-
-    monkeypatch.setattr(jobs, "PAUSE", 0.05)
-    monkeypatch.setattr(jobs, "FORGOTTEN", 0.2)
+    monkeypatch.setattr(submitted_runs, "FORGOTTEN", 0.2)
     path = sent().save(tmp_path / "run")
     run, plain = lsim.load_run(path), ndif.NdifClient.backend
 
@@ -108,7 +100,7 @@ def test_a_server_that_is_away_has_not_lost_the_job(small, sent, waited, tmp_pat
         patch.setattr(ndif.NdifClient, "backend", nowhere)
         patch.setattr(ndif, "WAITS", (60.0,))
         with pytest.raises(TimeoutError):
-            run.result(1)
+            run.result(0.3)
         patch.setattr(ndif, "WAITS", (0.3,))
         with pytest.raises(lsim.LayersimError, match=r"does not respond(.|\n)*RemoteRun"):
             run.result(20)
@@ -153,7 +145,7 @@ def test_waiting_has_an_end(small, sent):
     small.set(faults=["", "silent"])
     run = sent()
     with pytest.raises(TimeoutError, match="Nothing is lost"):
-        run.result(1.5)
+        run.result(1.0)
     assert run.status()["COMPLETED"] == 3
 
 

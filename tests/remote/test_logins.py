@@ -69,7 +69,7 @@ def test_a_login_stays_out_of_errors_and_warnings():
     assert provenance(model="http://me:secret@host").model == "http://host"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server():
     """Answers every question with what stands in `answer`."""
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.engine import submitted_runs as submitted_run
 
 from ..ndif.client import equal, furthest, rows
 from ..options import called
@@ -65,8 +64,7 @@ def test_analyzers_that_read_sites_of_their_own(small):
     both(small, [lsim.LogitLens(), lsim.Contribution()], "gpt2", at=["resid_mid", "resid_post"])
 
 
-def test_a_kept_run_reads_its_sites_when_it_is_sent_again(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(submitted_run, "PAUSE", 0.05)
+def test_a_kept_run_reads_its_sites_when_it_is_sent_again(small, tmp_path):
     data = rows(7, 20)
     options = {"remote": small.url, "batch_size": 1, "at": ["mlp_out", "z"], "per_head": False}
     waited = called(lsim.analyze, small.model(), data, QUICK, **options)

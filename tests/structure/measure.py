@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +70,18 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports() -> Iterator[Import]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a module."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports() -> list[Import]:
     """Every import inside the package, those in functions and for type checkers included."""
-    known = {dotted(path) for path in files()}
+    known, found = {dotted(path) for path in files()}, []
     for path in files():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         inside = {id(node) for function in functions for node in ast.walk(function)}
         parts = path.relative_to(PACKAGE).parts
@@ -85,9 +92,9 @@ def imports() -> Iterator[Import]:
             for alias in node.names:
                 submodule = f"{target}.{alias.name}".lstrip(".")
                 is_module = submodule in known
-                yield Import(
-                    dotted(path), submodule if is_module else target, "" if is_module else alias.name, id(node) in inside
-                )
+                place = (submodule, "") if is_module else (target, alias.name)
+                found.append(Import(dotted(path), *place, id(node) in inside))
+    return found
 
 
 def package_of(module: str) -> str:
@@ -165,7 +172,7 @@ def exceptions_in(modules: list[str]) -> list[str]:
     """Exception classes that these modules define."""
     found = []
     for path in files():
-        for node in ast.parse(path.read_text()).body if dotted(path) in modules else ():
+        for node in parsed(path).body if dotted(path) in modules else ():
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
             if isinstance(node, ast.ClassDef) and any(base.endswith(("Exception", "Error")) for base in bases):
                 found.append(f"{dotted(path)}.{node.name}")
@@ -180,7 +187,7 @@ def two_meanings() -> list[str]:
     """Public classes, functions and constants that two modules define under one name; type variables are no such names."""
     homes: dict[str, set[str]] = defaultdict(set)
     for path in files():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
             if isinstance(node, ast.Assign) and not _is_type_variable(node.value):
                 names = [target.id for target in node.targets if isinstance(target, ast.Name)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 
-import pytest
-
 from . import measure
 
 
@@ -36,20 +34,17 @@ def test_one_file_registers_hooks_and_stops_forward_passes():
     assert measure.exceptions_in(measure.files_with(r"\bon_(enter|leave)\b")) == ["sources.hooks.StopForward"]
 
 
-@pytest.mark.parametrize("path", measure.files(), ids=measure.dotted)
-def test_model_libraries_are_imported_when_they_are_needed(path):
-    tree = ast.parse(path.read_text())
-    at_top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        for name in (name.split(".")[0] for name in names):
-            assert name != "pickle"
-            if name in ("transformer_lens", "nnsight"):
-                package = measure.package_of(measure.dotted(path))
-                # `core.arguments` looks at nnsight only when it was imported already.
-                assert (
-                    package in ("sources", "remote", "engine", "prompts", "costs", "training")
-                    or measure.dotted(path) == "core.arguments"
-                )
-                assert id(node) not in at_top, f"{path} imports {name} before it is needed"
+def test_model_libraries_are_imported_when_they_are_needed():
+    # `core.arguments` looks at nnsight only when it was imported already.
+    known = {"sources", "remote", "engine", "prompts", "costs", "training", "core.arguments"}
+    for path in measure.files():
+        tree, module = measure.parsed(path), measure.dotted(path)
+        at_top = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for name in (name.split(".")[0] for name in names):
+                assert name != "pickle", path
+                if name in ("transformer_lens", "nnsight"):
+                    assert {module, measure.package_of(module)} & known, path
+                    assert id(node) not in at_top, f"{path} imports {name} before it is needed"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +13,7 @@ from tl_layersim.training.adapter_training import AdapterSteps
 from tl_layersim.training.finetune import FineTuning
 from tl_layersim.training.objectives import Objective
 
+from ..processes import kill_when, run_in_group, started
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import SHORT, Stop, cut_after, dropping, equal, traced, train, weights_of
 
@@ -33,8 +29,9 @@ plain = here.FineTuning.loss_and_gradients
 
 def waiting(self):
     # At the tenth step it waits to be killed.
-    print(self.step, flush=True)
-    time.sleep(120 if self.step == 10 else 0.05)
+    if self.step == 10:
+        open(sys.argv[2], "x")
+        time.sleep(120)
     return plain(self)
 
 here.FineTuning.loss_and_gradients = waiting
@@ -60,13 +57,7 @@ class TestResume:
     def test_a_killed_process(self, tmp_path, monkeypatch):
         path, whole, model = tmp_path / "run.safetensors", dropping(tiny_gpt2()), dropping(tiny_gpt2())
         expected = lsim.finetune_aligned(whole, ROWS, LONG)
-        command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        for line in process.stdout:
-            if int(line) == 10:
-                break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))
         steps = counted(monkeypatch)
         again = lsim.finetune_aligned(model, ROWS, LONG, checkpoint=path)
         assert 0 < len(steps) < 30
@@ -198,17 +189,8 @@ if os.environ["RANK"] == "0":
 
 
 def test_two_processes_are_one_with_twice_the_batch(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out, processes = tmp_path / "ranks.pt", []
-    for rank in range(2):
-        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}  # fmt: skip
-        command = [sys.executable, "-W", "ignore", "-c", RANKS, str(out)]
-        processes.append(subprocess.Popen(command, env=os.environ | world, stderr=subprocess.PIPE))
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), errors
+    out = tmp_path / "ranks.pt"
+    run_in_group(RANKS, 2, str(out), ACCELERATE_USE_CPU="true")
     for drawn, found in enumerate(torch.load(out, weights_only=True)):
         one = ranked(drawn, 4)
         torch.testing.assert_close(found["loss"], one["loss"], rtol=1e-9, atol=0)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import tl_layersim as lsim
 
+from ..processes import finish, started
 from ..runs import analyzers, hooks
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
@@ -75,20 +73,13 @@ def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
         expected = model(tokens).logits
         torch.save((model, tokens, expected), tmp_path / "model.pt")
     script = (
-        "import sys, torch; sys.modules['tl_layersim'] = None\n"
+        "import sys, torch\n"
+        "assert 'tl_layersim' not in sys.modules\n"
+        "sys.modules['tl_layersim'] = None\n"
         "model, tokens, expected = torch.load(sys.argv[1], weights_only=False)\n"
-        "print(torch.equal(model(tokens).logits, expected))"
+        "assert torch.equal(model(tokens).logits, expected)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "model.pt")],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "True"
+    finish(started(script, str(tmp_path / "model.pt")))
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
