@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.architectures.blocks import find_stacks
 from tl_layersim.architectures.site_selection import find_points, site_map
-from tl_layersim.remote.source import order_without_weights, widths_without_weights
+from tl_layersim.remote.source import order_without_weights
 from tl_layersim.sources.hooked import firing_order
 
 from ..tiny_models import random_tokens
@@ -39,7 +39,6 @@ def test_a_model_without_weights_shows_the_order_of_the_model(family):
     dtype = torch.bfloat16 if family == "Mixtral" else torch.float32
     empty = without_weights(model, dtype)
     assert order_without_weights(empty, blocks, points, ROW) == expected
-    assert widths_without_weights(empty, points) == expected[1]
 
 
 def test_without_a_forward_pass_the_order_is_that_of_the_list():
@@ -50,7 +49,6 @@ def test_without_a_forward_pass_the_order_is_that_of_the_list():
     assert len(set(widths)) > 1
     empty = without_weights(model)
     assert order_without_weights(empty, blocks, points, ROW) == (expected, ())
-    assert widths_without_weights(empty, points) == ()
     some = find_points(empty, blocks, "model.layers.1.mlp.gate")
     with pytest.raises(lsim.LayersimError, match=r"cannot be found without the model's weights(.|\n)*RuntimeError"):
         order_without_weights(empty, blocks, some, ROW)
@@ -76,5 +74,4 @@ def test_models_of_other_inputs_show_their_order_on_the_data():
     pixels = {"pixel_values": torch.randn(1, 3, 8, 8)}
     expected = firing_order(points, modules, lambda: model(**pixels))
     empty = without_weights(model)
-    assert widths_without_weights(empty, points) == ()
     assert order_without_weights(empty, blocks, points, ((), pixels)) == expected

@@ -99,6 +99,26 @@ class Positions:
         counted[chosen] = True
         return counted
 
+    def select_rows(self, tokens: Tensor, attention: Tensor, continued: bool) -> Tensor:
+        """The counted positions of the rows of a forward pass, `batch pos`, bool.
+
+        Args:
+            tokens: `batch pos`, token ids.
+            attention: `batch pos`, positions that the model attends to.
+            continued: whether the earlier positions of the rows are in a cache.
+
+        Raises:
+            LayersimError: the rows continue from a cache, and the rule refers to whole rows.
+        """
+        if self.rule == "all":
+            return attention
+        if continued and self.rule != "last":
+            raise LayersimError(
+                f"`positions={self.record()}` refers to whole rows, but this forward pass continues rows from a cache. Use "
+                "positions='all' or 'last', or measure the finished rows."
+            )
+        return torch.stack([self.select(row, own) for row, own in zip(tokens, attention, strict=True)])
+
     def cut(self, counted: Tensor, most: int) -> Tensor:
         """Keep at most `most` counted positions of the last row; with "mean" the row stays whole.
 

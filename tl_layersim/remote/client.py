@@ -37,10 +37,6 @@ class ModelNotRunning(TransientFailure):
     """The server has not loaded the model and cannot load it now."""
 
 
-class ConnectionStalled(Exception):
-    """The server has sent nothing for a long time and does not respond to /ping."""
-
-
 # Seconds between two looks for Ctrl-C.
 SECONDS_PER_LOOK = 1.0
 # Seconds without a message after which the connection is checked.
@@ -81,17 +77,17 @@ class JobDisplay:
         """Check the connection if no message has arrived for `SILENCE` seconds.
 
         Raises:
-            ConnectionStalled: the server does not respond, or the result of the job is not needed any more.
+            ConnectionError: the server does not respond, or the result of the job is not needed any more.
         """
         if self.abandoned:
-            raise ConnectionStalled("the result of the job is not needed any more")
+            raise ConnectionError("the result of the job is not needed any more")
         if time.monotonic() - self._last_message < SILENCE:
             return
         try:
             # A job may be queued for hours without a message; a server that is gone does not respond to a ping.
             self.ping()
         except (LayersimError, TransientFailure) as error:
-            raise ConnectionStalled(f"no message for {SILENCE:.0f} s, and no response to /ping") from error
+            raise ConnectionError(f"no message for {SILENCE:.0f} s, and no response to /ping") from error
         self._last_message = time.monotonic()
 
 
@@ -314,15 +310,14 @@ class NdifClient:
         Args:
             run: see `request`.
         """
-        job_ids: list[str] = []
 
-        def send(backend: Any) -> None:
+        def send(backend: Any) -> str:
             backend.blocking = backend.display.enabled = False
             run(backend)
-            job_ids.append(backend.job_id)
+            job_id: str = backend.job_id
+            return job_id
 
-        self.request(send)
-        return job_ids[0]
+        return self.request(send)
 
     def poll(self, job_id: str) -> tuple[str | None, Any]:
         """The state of a non-blocking job, with its result or failure; the state is None if the server does not know the job.
@@ -392,7 +387,7 @@ class NdifClient:
 
         text = redacted(str(error), self.host)
         broken = (websocket.WebSocketException, httpx.HTTPError, pydantic.ValidationError, json.JSONDecodeError)
-        if isinstance(error, (*broken, ConnectionStalled, OSError, EOFError)):
+        if isinstance(error, (*broken, OSError, EOFError)):
             # The message may contain an address that gives access to a result.
             first = re.sub(r"https?://[^ ]*", self.name, text.splitlines()[0] if text else "")
             return TransientFailure(f"{type(error).__name__}: {first}")

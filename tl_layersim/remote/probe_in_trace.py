@@ -63,11 +63,12 @@ class PassReader:
         if self.reader.on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
             self._refuse_sandbox()
         tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
-        self._refuse(tokens, continued)
-        counted = attended
-        if self.rule.rule != "all":
-            rows = zip(tokens, attended, strict=True)
-            counted = torch.stack([self.rule.select(row, own) for row, own in rows])
+        counted = self.rule.select_rows(tokens, attended, continued)
+        if self.whole_rows and (continued or tokens.shape[1] == 1):
+            raise LayersimError(
+                "The attached analyzer needs whole rows, but this forward pass has a single position, as in cached "
+                'generation. Trace the finished rows, or use CKA(level="token").'
+            )
         keep, width = counted.reshape(-1).nonzero()[:, 0], tokens.shape[1]
         ends = tokens[:, [0, -1]]
         padding = torch.isin(ends, torch.tensor(self.pads, dtype=ends.dtype)) & attended[:, [0, -1]]
@@ -99,19 +100,6 @@ class PassReader:
             raise LayersimError(
                 "`probe.read()` cannot read a generation on a sandboxed server, whose later steps it would change. Trace the "
                 "finished rows, or pass use_cache=False."
-            )
-
-    def _refuse(self, tokens: Tensor, continued: bool) -> None:
-        """Raise an error for a step of cached generation if whole rows are needed."""
-        if continued and self.rule.rule not in ("all", "last"):
-            raise LayersimError(
-                f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache. "
-                "Use positions='all' or 'last'."
-            )
-        if self.whole_rows and (continued or tokens.shape[1] == 1):
-            raise LayersimError(
-                "The attached analyzer needs whole rows, but this forward pass has a single position, as in cached "
-                'generation. Trace the finished rows, or use CKA(level="token").'
             )
 
 

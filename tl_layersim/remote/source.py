@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +21,12 @@ from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import site_map
 from ..core.errors import LOG, LayersimError, shown
 from ..data.batches import Batch
-from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, no_cache, smallest_arguments
+from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, smallest_arguments
 from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums, Source
+from ..sources.without_weights import without_values
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus
@@ -36,9 +36,7 @@ T = TypeVar("T")
 # The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 # Positional and keyword arguments of a forward pass.
-Arguments = tuple[Sequence[Tensor], Mapping[str, Any]]
-# Number of tokens of a forward pass.
-PROBE_POSITIONS = 4
+Arguments = tuple[tuple[Tensor, ...], dict[str, Any]]
 # What forward passes without weights raise where they depend on values.
 FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -153,11 +151,6 @@ class RemoteSource(NNsightSource, OnServer):
 
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
         return self.ndif.request(lambda backend: run({"backend": backend}))
-
-    def read_at(self, points: tuple[HookPoint, ...]) -> None:
-        super().read_at(points)
-        if self._reading.order is None:
-            self._reading = replace(self._reading, widths=widths_without_weights(self.module, points))
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> Order:
         arguments = forward_arguments(self.module, row, self._model)
@@ -312,54 +305,18 @@ def order_without_weights(
         LayersimError: a module does not run exactly once in a forward pass; or no forward pass can run here, and a point is not
             a listed site.
     """
-    found = _shown_by(module, points, [partial(_on_device, module, arguments), *_token_passes(module)])
-    return (_listed_order(module, blocks, points, found), ()) if isinstance(found, Exception) else found
-
-
-def widths_without_weights(module: torch.nn.Module, points: Sequence[HookPoint]) -> tuple[int, ...]:
-    """The widths of hook points, from a forward pass of token ids on the meta device; empty if no such pass can run.
-
-    Args:
-        module: the model.
-        points: the hook points.
-
-    Raises:
-        LayersimError: a module does not run exactly once in a forward pass.
-    """
-    found = _shown_by(module, points, _token_passes(module))
-    return () if isinstance(found, Exception) else found[1]
-
-
-def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequence[Callable[[], Any]]) -> Order | Exception:
-    """Order and widths of hook points, from the first forward pass that runs. Raises the last failure if none does."""
     modules = {point.module: module.get_submodule(point.module) for point in points}
-    failed = Exception("no forward pass")
-    for run in passes:
-        try:
-            return firing_order(points, modules, run)
-        except LayersimError:
-            raise
-        except FAILURES as error:
-            failed = error
-    return failed
 
+    def run() -> Any:
+        with without_values():
+            return call_on(device_of(module), module, *arguments)
 
-def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
-    """Run the module on the arguments, moved to the device of its weights."""
-    args, options = arguments
-    # Masks are computed from values, which meta tensors do not have. Masks of four axes are in their final form.
-    given = {name: value for name, value in options.items() if not name.endswith("attention_mask") or value.dim() == 4}
-    return call_on(device_of(module), module, args, given)
-
-
-def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
-    """Arguments of forward passes of token ids, without a mask and with a 4D mask, which most decoders take as it is."""
-    tokens, mask = torch.zeros(1, PROBE_POSITIONS, dtype=torch.long), torch.zeros(1, 1, PROBE_POSITIONS, PROBE_POSITIONS)
-    options: dict[str, Any] = {**no_cache(module)}
-    name = "attention_mask"
-    if encoder_and_decoder(module):
-        options, name = options | {"decoder_input_ids": tokens}, "decoder_attention_mask"
-    return [partial(_on_device, module, ((tokens,), options | more)) for more in ({}, {name: mask})]
+    try:
+        return firing_order(points, modules, run)
+    except LayersimError:
+        raise
+    except FAILURES as error:
+        return _listed_order(module, blocks, points, error), ()
 
 
 def _listed_order(

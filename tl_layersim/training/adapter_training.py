@@ -227,17 +227,6 @@ class AdapterSteps(TrainingSteps):
         """
         self.state = file.resume(self._state_of) or self.state
 
-    def run(self, file: ResumableFile) -> tuple[Parts, Tensor]:
-        """Train to the last step. Returns the adapters and the losses of all steps, `step layer`.
-
-        Raises:
-            LayersimError: a loss or an adapter is not finite.
-        """
-        run_steps(self, file)
-        save_state(self, file)
-        parts, curve = self.state
-        return parts, torch.stack(curve)
-
     @property
     def step(self) -> int:
         return len(self.state[1])
@@ -511,7 +500,9 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
             raise LayersimError(
                 f"The losses of {source.model.name} in {source.model.dtype} are not finite, before anything is trained."
             )
-        learnt, curves = training.run(file)
+        run_steps(training, file)
+        save_state(training, file)
+        learnt, curves = training.state[0], torch.stack(training.state[1])
         after = training.evaluate(learnt)
     return {
         "values": torch.stack([before, after]),

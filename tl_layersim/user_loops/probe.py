@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -27,12 +27,12 @@ from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
 from ..engine.site_plan import SitePlan
 from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
 from ..remote.traces import partial_sums
-from ..sources.activation_checks import refuse_not_finite, refuse_other_logits
+from ..sources.activation_checks import refuse_not_finite
 from ..sources.hooked import HookedSource
 from ..sources.hooks import kernels_alone
 from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource, shippable
-from ..sources.source import OnServer
+from ..sources.source import CanReadSites, OnServer
 from .probe_hooks import Call, ForwardPassPositions, Recorder, continues
 
 # Counted positions for one call of a kernel: cached generation gives one at a time, and few calls are faster than many.
@@ -46,6 +46,8 @@ class Probe:
     another thread than the one that entered the block is an error, and an error of the probe is raised by `results()`, never in
     the loop. In a trace `read()` measures the forward pass, and raises its own errors.
     """
+
+    _source: CanReadSites
 
     def __init__(self, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool) -> None:
         self._analyzers, self._plan, self._rule, self._intervals = analyzers, plan, positions, intervals
@@ -150,6 +152,24 @@ class Probe:
         """The model by analyzer, and the options that only this kind of probe records."""
         raise NotImplementedError
 
+    def _checked(
+        self, names: tuple[str, ...], not_finite: Sequence[Tensor], out: Mapping[str, Any], where: str
+    ) -> dict[str, Sums]:
+        """Outputs of kernels as sums, if the activations are finite.
+
+        Args:
+            names: names of the kernels.
+            not_finite: the number of activations that are not finite, `site`.
+            out: outputs by kernel.
+            where: description of the forward pass, for the message.
+        """
+        refuse_not_finite(not_finite, [self._source.sites], where)
+        known = sums_so_far(self._tree)
+        own = sums_of(names, out, known)
+        if self._intervals and not known.keys() & set(names):
+            check_memory(own, TYPICAL_LEAVES, True)
+        return own
+
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
         """The report of some analyzers."""
         analyzers = {name: self._analyzers[name] for name in names}
@@ -164,19 +184,21 @@ class Probe:
 class LoopProbe(Probe):
     """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`."""
 
+    _source: HookedSource
+
     def __init__(
         self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
     ) -> None:
         self._source = source
         self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
-        self._hooks: AbstractContextManager[None] | None = None
         self._kernels = plan.kernels(analyzers, {})
         # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
         self._immediate = [name for name in self._kernels if name in analyzers and analyzers[name].needs_unembed]
-        self._checked = not self._immediate
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
         self._error: LayersimError | None = None
         super().__init__(analyzers, plan, positions, intervals)
+        self._recorder: Recorder | None = None
+        self._hooks = ExitStack()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are refused: they would go on without the hooks of the model."""
@@ -194,17 +216,14 @@ class LoopProbe(Probe):
         self._positions.notes.begin()
 
     def __enter__(self) -> LoopProbe:
-        if self._hooks is not None:
+        if self._recorder is not None:
             raise LayersimError("The probe was already attached; each `lsim.attach(...)` can be entered once.")
-        compare = None if self._checked else self._compare
-        recorder = Recorder(self._source, self._rule.pooled, self._choose, self._add, self._fail, compare)
-        self._hooks = recorder.attached()
-        self._hooks.__enter__()
+        self._recorder = Recorder(self._source, self._rule.pooled, self._choose, self._add, self._fail, bool(self._immediate))
+        self._hooks.enter_context(self._recorder.attached())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert self._hooks is not None
-        self._hooks.__exit__(kind, error, trace)
+        self._hooks.close()
 
     def _sums(self) -> SumTree:
         if self._error:
@@ -218,7 +237,7 @@ class LoopProbe(Probe):
             raise LayersimError(
                 f"The probe measured nothing: a mask or `positions` excludes every position of {self._forwards} forward passes."
             )
-        if not self._checked:
+        if self._recorder is not None and self._recorder.compare:
             raise LayersimError(
                 f"The lens cannot be checked: the head never ran in {self._forwards} forward passes of the blocks alone. Run "
                 "the whole model once inside the `with` block."
@@ -256,11 +275,6 @@ class LoopProbe(Probe):
         # A filter of the user may make errors of warnings.
         with suppress(Warning):
             warn(f"The probe stopped measuring, and probe.results() raises the reason: {error}")
-
-    def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
-        """Compare the lens with the model's own logits on the first forward pass that reaches the head."""
-        self._checked = True
-        refuse_other_logits(gap, self._source.model, computed)
 
     def _choose(self, call: Call) -> tuple[Tensor, Tensor]:
         return self._positions.choose(call, self._mask)
@@ -326,12 +340,7 @@ class LoopProbe(Probe):
         try:
             joined = _by_row(views) if isinstance(kernel, PoolKernel) else _joined(views)
             not_finite, out = reduce({name: kernel}, joined)
-            refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
-            known = sums_so_far(self._tree)
-            own = sums_of((name,), out, known)
-            if self._intervals and name not in known:
-                check_memory(own, TYPICAL_LEAVES, True)
-            return own[name]
+            return self._checked((name,), not_finite, out, f"forward pass {self._forwards} or shortly before")[name]
         except Exception as error:
             self._fail(error)
             return Sums()
@@ -390,6 +399,8 @@ class TraceProbe(Probe):
     `results()` is the report of all traces so far; `reset()` begins anew.
     """
 
+    _source: NNsightSource
+
     def __init__(
         self, source: NNsightSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
     ) -> None:
@@ -397,7 +408,7 @@ class TraceProbe(Probe):
         self.sent: set[str] = set()
         self._key = uuid.uuid4().hex
         PROBES[self._key] = self
-        self._source: NNsightSource = source
+        self._source = source
         self._kernels = shippable(plan.kernels(analyzers, {}))
         super().__init__(analyzers, plan, positions, intervals)
 
@@ -474,11 +485,7 @@ class TraceProbe(Probe):
         if not read["tokens"]:
             return
         [part] = partial_sums([(1, read["sums"])])
-        refuse_not_finite(part.not_finite, [self._source.sites], f"forward pass {self._forwards}")
-        known = sums_so_far(self._tree)
-        own = sums_of(tuple(self._kernels), part.out, known)
-        if self._intervals and not known:
-            check_memory(own, TYPICAL_LEAVES, True)
+        own = self._checked(tuple(self._kernels), part.not_finite, part.out, f"forward pass {self._forwards}")
         self._sequences += read["rows"]
         self._tokens += read["tokens"]
         self._digest.update(read["hash"].numpy().tobytes())

@@ -30,6 +30,7 @@ from ..data.data import Notes
 from ..data.labels import NO_LABEL
 from ..data.padding_masks import mask_of, masked_warning
 from ..data.positions import Positions
+from ..sources.activation_checks import refuse_other_logits
 from ..sources.hooked import HookedSource, not_once, whole_tensor
 from ..sources.hooks import StopForward, is_unrecorded, on_enter, on_leave, temporary_hooks
 
@@ -114,6 +115,15 @@ class Call:
         """Whether the positions are tokens: the call has token ids or a mask."""
         return self.tokens is not None or self.attention is not None
 
+    @property
+    def attended(self) -> Tensor | None:
+        """`batch pos`, the positions of the attention mask; None if there is no mask with one value for each position."""
+        mask, (batch, pos) = self.attention, self.shape
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
+            return None
+        # With a cache the attention mask also covers earlier positions.
+        return mask[:, -pos:].bool() if mask.shape[1] == pos or (self.cached and mask.shape[1] > pos) else None
+
 
 @dataclass(frozen=True)
 class ForwardPassPositions:
@@ -141,30 +151,9 @@ class ForwardPassPositions:
         Raises:
             LayersimError: the positions are not known, or the rule does not apply to this forward pass.
         """
-        known, pos, attention = self._known(call, mask), call.shape[1], call.attention
-        attended = attention[:, -pos:].bool().cpu() if _has_mask_shape(attention, call) else known.cpu()
-        return self._selected(call, known), attended
-
-    def _selected(self, call: Call, known: Tensor) -> Tensor:
-        """Mask of the positions that the rule selects, among the positions of the given mask."""
-        if self.rule.rule == "all":
-            return known
-        if continues(call) and self.rule.rule != "last":
-            raise LayersimError(
-                f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache. "
-                "Use positions='all' or 'last', or attach the probe to model(tokens) on the finished rows."
-            )
-        tokens = call.tokens
-        if tokens is None:
-            self.rule.refuse_without_tokens()
-        ids = torch.zeros(call.shape, dtype=torch.int64) if tokens is None else tokens.cpu().expand(call.shape)
-        rows = zip(ids, known.cpu(), strict=True)
-        return torch.stack([self.rule.select(row, counted) for row, counted in rows]).to(known.device)
-
-    def _known(self, call: Call, mask: Tensor | None) -> Tensor:
-        """Mask from `probe.mask` or from the model's attention mask, `batch pos`."""
         batch, pos = call.shape
-        if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
+        fits = mask is not None and tuple(mask.shape) == call.shape
+        if mask is not None and not fits and not (pos == 1 and mask.shape[0] == batch):
             raise LayersimError(
                 f"`probe.mask` has shape {tuple(mask.shape)}; the tokens of this forward pass have shape {call.shape}."
             )
@@ -173,9 +162,17 @@ class ForwardPassPositions:
                 "The attached analyzer needs whole rows, but this forward pass has a single position, as in cached generation. "
                 'Call model(tokens) on the finished rows, or use CKA(level="token").'
             )
-        if mask is not None and tuple(mask.shape) == call.shape:
-            return mask
-        return torch.ones(call.shape, dtype=torch.bool) if pos == 1 else self._attended(call)
+        if mask is not None and fits:
+            known = mask
+        else:
+            known = torch.ones(call.shape, dtype=torch.bool) if pos == 1 else self._attended(call)
+        attended = (known if call.attended is None else call.attended).cpu()
+        if self.rule.rule == "all":
+            return known, attended
+        if call.tokens is None:
+            self.rule.refuse_without_tokens()
+        ids = torch.zeros(call.shape, dtype=torch.int64) if call.tokens is None else call.tokens.cpu().expand(call.shape)
+        return self.rule.select_rows(ids, known.cpu(), continues(call)).to(known.device), attended
 
     def _attended(self, call: Call) -> Tensor:
         """Positions of the model's attention mask; all positions if the model was called without a mask."""
@@ -193,13 +190,12 @@ class ForwardPassPositions:
                 started = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
                 self._refuse_padding(call.tokens[:, 1:] if started else call.tokens, call.start is not None)
             return torch.ones(call.shape, dtype=torch.bool)
-        if not _has_mask_shape(attention, call):
+        if call.attended is None:
             raise LayersimError(
                 f"`attention_mask` has shape {tuple(getattr(attention, 'shape', ()))}; the probe finds padding only in a "
                 f"mask of shape {call.shape}. Set `probe.mask` before the forward pass."
             )
-        attended: Tensor = attention[:, -call.shape[1] :].bool()
-        return attended
+        return call.attended
 
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
         """Raise an error if rows start or end with padding that no mask excludes, so that the model attended to it."""
@@ -209,14 +205,6 @@ class ForwardPassPositions:
                 "`attention_mask` is missing, but rows of tokens start or end with padding. Pass "
                 f"`{'decoder_' if decoder else ''}attention_mask` to the model, or set `probe.mask`."
             )
-
-
-def _has_mask_shape(attention: Any, call: Call) -> bool:
-    """Whether an attention mask has one value for each position of a forward pass."""
-    if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != call.shape[0]:
-        return False
-    # With a cache the attention mask also covers earlier positions.
-    return attention.shape[1] == call.shape[1] or (call.cached and attention.shape[1] > call.shape[1])
 
 
 def continues(call: Call) -> bool:
@@ -303,8 +291,7 @@ class Recorder:
         choose: returns the positions of a call that count, and those that the model attends to, each `batch pos`.
         on_view: receives the view of each complete forward pass, and its call.
         on_error: receives errors, which must not end the user's forward pass.
-        compare: receives, once the head has run for the first time, the `unembed_gap` between lens and logits and the dtype of
-            the logits; None to compare nothing.
+        compare: whether the lens is compared with the logits when the head runs for the first time; then False.
     """
 
     def __init__(
@@ -314,7 +301,7 @@ class Recorder:
         choose: Callable[[Call], tuple[Tensor, Tensor]],
         on_view: Callable[[View, Call], None],
         on_error: Callable[[Exception], None],
-        compare: Callable[[Tensor, torch.dtype], None] | None,
+        compare: bool,
     ) -> None:
         self.source, self.points, self.order = source, source.points_read, source.order
         self.names, self.pooled = source.sites, pooled
@@ -352,7 +339,7 @@ class Recorder:
                 handles.append(self._on_enter(source.blocks[0], self._see_mask))
             for (module, incoming), sites in source.modules_read().items():
                 handles.append(self._watch(module, incoming, partial(self._see, sites)))
-            if self.compare is not None and source.head is not None:
+            if self.compare and source.head is not None:
                 handles.append(on_leave(source.head, self._hook(self._see_logits)))
             yield
 
@@ -477,16 +464,17 @@ class Recorder:
 
     def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         """Compare the lens with the head's output, on the first row of its first call."""
-        frame, compare = self.frame, self.compare
+        frame = self.frame
         hidden, frame.last = frame.last, None
-        lens = None if hidden is None or compare is None or not self._counts(frame) else self._lens()
-        if hidden is None or compare is None or lens is None:
+        lens = self._lens() if self.compare and self._counts(frame) else None
+        if hidden is None or lens is None:
             return
-        self.compare = None
+        self.compare = False
         logits = tensor_of(output)[0].detach()
         with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
             attended = torch.ones(len(hidden), dtype=torch.bool)
-            compare(unembed_gap(lens, hidden, logits, attended, finished=False), logits.dtype)
+            gap = unembed_gap(lens, hidden, logits, attended, finished=False)
+        refuse_other_logits(gap, self.source.model, logits.dtype)
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
         """Store the sites that are parts of a module's input or output."""
@@ -506,7 +494,7 @@ class Recorder:
             frame.reading = frame.reading or self._start(site, here, places)
             frame.reading.buffer.put(site, places, point.part)
             frame.reading.seen.append(site)
-            if site == self.output_site and self.compare is not None:
+            if site == self.output_site and self.compare:
                 frame.last = hidden[0].detach()
         reading = frame.reading
         if reading is not None and len(reading.seen) == len(self.points):

@@ -9,7 +9,6 @@ Examples:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +23,7 @@ from ..losses import chunks, layer_weights, logits_at, rows_at_once
 from ..residual_stream import ResidualStream, TrainingBatch
 
 
-class Objective(nn.Module, ABC):
+class Objective(nn.Module):
     """Base class of training objectives: a module whose forward pass is the loss of a batch.
 
     A loss is a sum over targets. The training divides it by the number of targets in the step, so that the grouping of rows
@@ -66,15 +65,15 @@ class Objective(nn.Module, ABC):
         """Weights of the cross-entropies that `loss` sums at a step, by layer from 1. Default: all w_l above 0."""
         return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
 
-    @abstractmethod
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        """The loss of this objective on a batch, summed over targets.
+        """The loss of this objective on a batch, summed over targets. Default: the cross-entropies weighted by `terms`.
 
         Args:
             batch: inputs and targets.
             step: optimiser step, counted from 0.
             run: see `forward`.
         """
+        return self.stream.loss(batch, self.terms(self.settings, step, self.stream.n_layers), self.norms_every_layer, run)[0]
 
     def forward(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None = None) -> Tensor:
         """The loss of a batch at a step of the schedule, summed over targets.
@@ -85,11 +84,9 @@ class Objective(nn.Module, ABC):
             run: runs the whole forward pass, for wrappers such as `DistributedDataParallel`; None for a forward pass that ends
                 at the highest layer of the loss.
         """
-        return self.last_layer_loss(batch, run) if self.is_standard(self.settings, step) else self.loss(batch, step, run)
-
-    def last_layer_loss(self, batch: TrainingBatch, run: Callable[[], Any] | None) -> Tensor:
-        """Cross-entropy of the last layer, summed over the targets."""
-        return self.stream.loss(batch, {self.stream.n_layers: 1.0}, self.norms_every_layer, run)[0]
+        if self.is_standard(self.settings, step):
+            return self.stream.loss(batch, {self.stream.n_layers: 1.0}, self.norms_every_layer, run)[0]
+        return self.loss(batch, step, run)
 
     @property
     def norms_every_layer(self) -> bool:

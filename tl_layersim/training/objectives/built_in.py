@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,9 +26,6 @@ class StandardObjective(Objective):
     def is_standard(cls, settings: Any, step: int) -> bool:
         return True
 
-    def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        return self.last_layer_loss(batch, run)
-
 
 class AlignedObjective(Objective):
     r"""The aligned loss, $\sum_l w_l CE_l$, over all layers or over a random draw of `layers_per_step` of them.
@@ -50,12 +47,8 @@ class AlignedObjective(Objective):
         # Each layer is drawn with probability k / L.
         return {layer + 1: weights[layer] * n_layers / settings.layers_per_step for layer in sorted(drawn)}
 
-    def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        terms = self.terms(self.settings, step, self.stream.n_layers)
-        return self.stream.loss(batch, terms, self.norms_every_layer, run)[0]
 
-
-class RegularisedObjective(Objective):
+class RegularisedObjective(Objective, ABC):
     r"""Base class of objectives with a regulariser R, $CE_L + \beta R$, at every step."""
 
     schedule = "always"
