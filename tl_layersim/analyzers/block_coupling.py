@@ -461,7 +461,6 @@ def block_coupling_kernel(
         rows: indices of all rows of the data, to sum by row; None not to sum by row.
     """
     calls = view.calls
-    assert calls is not None
     blocks, d_model = len(calls), view.activations.shape[-1]
     ends = row_ends(view)
     starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])

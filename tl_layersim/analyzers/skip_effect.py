@@ -255,7 +255,6 @@ def _everywhere(view: View, keep_first: int) -> Skip:
 
     A classifier's output is read at one position of a row, which may be one of the first few.
     """
-    assert view.calls is not None
     shape = view.calls[0].hidden.shape[:2]
     skipped = (torch.arange(shape[1], device=view.position.device) >= keep_first).expand(shape)
     tokens = view.position >= keep_first
@@ -265,7 +264,6 @@ def _everywhere(view: View, keep_first: int) -> Skip:
 
 def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
     """Skip blocks before each of some evenly spaced positions of a row, and measure effects from there on."""
-    assert view.calls is not None
     batch, pos = view.calls[0].hidden.shape[:2]
     ends = row_ends(view)
     length = view.position.new_zeros(batch).index_put((view.sequence[ends],), view.position[ends] + 1)
@@ -292,7 +290,6 @@ def _read(view: View, tokens: Tensor) -> Tensor:
 
 def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tensor]:
     """Sums over tokens and rows of the effects on each later block, and in the last column on the output."""
-    assert view.calls is not None
     blocks, rows, device = len(view.calls), view.calls[0].hidden.shape[0], view.activations.device
     total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
     count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
@@ -320,7 +317,6 @@ def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator
         memory_mb: limit for the logits, in MB.
     """
     calls = view.calls
-    assert calls is not None
     if not len(skip.tokens) and not len(skip.read):
         return
     x = view.activations[:, skip.tokens]
@@ -383,7 +379,6 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
 
 def _differs(view: View) -> Tensor:
     """Whether each block's replay differs from its output in the forward pass, `layer`. Block 0 is never replayed."""
-    assert view.calls is not None
     every = torch.arange(len(view.position), device=view.position.device)
     differs = [False]
     for call in view.calls[1:]:

@@ -133,7 +133,7 @@ class ValuesAlias:
         owner.values_name = name
 
     def __get__(self, result: Any, owner: Any = None) -> Tensor:
-        return self if result is None else result.values  # type: ignore[no-any-return]  # of a class, the alias itself
+        return self if result is None else result.values  # type: ignore[return-value]  # of a class, the alias itself
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:

@@ -258,7 +258,7 @@ def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, 
     # `ranked` groups with a larger maximum already suffice. Of the others, the groups with ids above the target are read.
     near = (groups > logit).sum(-1) < ranked
     before = torch.full(near.shape, ranked, device=z.device).masked_fill(near, 0)
-    for some in ((groups >= logit) & near[..., None]).nonzero().split(GROUPS_AT_ONCE):
+    for some in torch.split(((groups >= logit) & near[..., None]).nonzero(), GROUPS_AT_ONCE):
         token, layer, group = some.T
         ids = _members(group, vocabulary)
         lower, exists = ids < target_id[token, layer, None], ids < vocabulary

@@ -422,19 +422,18 @@ def jacobians_kernel(
         memory_mb: megabytes for products with many directions at once.
     """
     calls = view.calls
-    assert calls is not None
     device, d = calls[0].hidden.device, view.activations.shape[-1]
     options = CouplingOptions((1,), method, "signed", memory_mb, 0)
-    out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.activations.dtype, device=device)
+    out = torch.zeros(len(blocks) * len(pairs), d, d, dtype=view.activations.dtype, device=device)
     step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
-    for number, block in enumerate(blocks):
-        which = connections([(block, *pair) for pair in pairs], device)
-        for row, sample, connection in chunks_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
-            with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
-                out[number, connection] = jacobian.dense().to(out)
-                step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
-                differs[number] |= jacobian.failures
-    return {"jacobians": out, "step_error": step_error, "differs": differs}
+    which = connections([(block, *pair) for block in blocks for pair in pairs], device)
+    for row, sample, connection in chunks_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+        number = int(connection[0]) // len(pairs)
+        with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
+            out[connection] = jacobian.dense().to(out)
+            step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
+            differs[number] |= jacobian.failures
+    return {"jacobians": out.view(len(blocks), len(pairs), d, d), "step_error": step_error, "differs": differs}
 
 
 def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
@@ -446,7 +445,6 @@ def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], opti
         options: how the Jacobians are decomposed.
     """
     calls = view.calls
-    assert calls is not None
     found = couple(calls, connections(list(where), calls[0].hidden.device), options, matrices=True)
     assert found.matrices is not None
     assert found.bases is not None

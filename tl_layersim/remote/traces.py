@@ -71,7 +71,7 @@ def submit(
                             here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
                             unembed = reader.unembed
                             lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
-                            views.append(View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None))
+                            views.append(View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else ()))
                             if len(views) == len(readers):
                                 with torch.no_grad():
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))

@@ -381,7 +381,7 @@ def _trace(
             for step in steps:
                 read_step(step, buffer, given, calls if calling else None)
             here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
-            view = View(**buffer.fields(), **here, unembed=unembed, calls=tuple(calls) if calling else None)
+            view = View(**buffer.fields(), **here, unembed=unembed, calls=tuple(calls) if calling else ())
             with torch.no_grad():
                 reduced = reduce(kernels, view)
         out: Reduced = nnsight.save(reduced)
