@@ -23,7 +23,6 @@ from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open_model import open_source
-from ..sources.model_description import Model
 from .prompt_forward import run_on_prompt
 
 # The positions at the end of a label, in digits that `int` reads.
@@ -236,7 +235,7 @@ def block_jacobians(
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
-    check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
+    check = partial(need_calls, what="block_jacobians", differences=method == "finite-difference")
     out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
@@ -330,7 +329,7 @@ def coupling_matrices(
         "diagonal": diagonal,
         "seed": seed,
     }
-    check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
+    check = partial(need_calls, what="coupling_matrices", differences=method == "finite-difference", k=k)
     out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
@@ -400,13 +399,6 @@ def connections_of(
     if along == "self":
         return [(block, t, t) for block in blocks for t in moving]
     return [(block, at, t) if along == "fixed-input" else (block, t, at) for block in blocks for t in moving]
-
-
-def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:
-    """Raise an error if a model's blocks have no Jacobian, or if it has fewer than k dimensions."""
-    need_calls(model, what, differences)
-    if k is not None and k > (model.d_model or k):
-        raise LayersimError(f"`k` is {k}; it must be at most {model.d_model}, d_model of {model.name}.")
 
 
 def jacobians_kernel(
