@@ -32,7 +32,7 @@ def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more)
     ids = torch.as_tensor(oracles.tokens_of(count) if tokens is None else tokens)
     per_row = max(1, -(-count // rows))
     x = torch.as_tensor(x)
-    more = {"unembed": own_head(dtype=x.dtype), "calls": own_calls(x) if rows == 1 else None} | more
+    more = {"unembed": own_head(dtype=x.dtype), "calls": own_calls(x) if rows == 1 else ()} | more
     return View(x, ids, torch.arange(count) // per_row, torch.arange(count) % per_row, **more)
 
 

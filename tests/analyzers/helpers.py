@@ -27,7 +27,7 @@ def between(analyzer: Analyzer, xs: list[np.ndarray], ys: list[np.ndarray]) -> A
     """The result of two models whose batches are given; every sample is a row of the data."""
     kernel, sums = analyzer.kernel(Sums()), Sums()
     for x, y in zip(xs, ys, strict=True):
-        views = (view(z, row=torch.arange(z.shape[1]), calls=None) for z in (x, y))
+        views = (view(z, row=torch.arange(z.shape[1])) for z in (x, y))
         sums = sums + Sums.of(reduce({"k": kernel}, *views)[1]["k"])
     models: Any = (object(), object())
     run = replace(layer_run(len(xs[0])), column_layers=layer_run(len(ys[0])).layers, models=models)

@@ -29,7 +29,7 @@ def ragged(x: np.ndarray, **more) -> View:
     """A view of rows of unequal lengths."""
     row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     position = torch.cat([torch.arange(length) for length in LENGTHS])
-    return replace(view(x), sequence=row, position=position, row=row, calls=None, **more)
+    return replace(view(x), sequence=row, position=position, row=row, **more)
 
 
 def computed(analyzer, *views: View) -> lsim.Result:

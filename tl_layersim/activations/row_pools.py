@@ -332,7 +332,7 @@ def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> d
         rows: number of rows.
         leaf: number of rows in a leaf.
     """
-    whole = views[0].calls is not None
+    whole = bool(views[0].calls)
     out: dict[str, Tensor] = {}
     start = first
     while start < first + rows:

@@ -39,7 +39,7 @@ class View:
         column: `token`, position in the data's row, including padding and tokens before a cut.
         labels: `token`, the label from the data, `NO_LABEL` if it is missing. None if the data has no labels.
         unembed: the logit lens of the model. None if the model has no known head.
-        calls: the block calls, which can be replayed. None if no analyzer needs them.
+        calls: the block calls, which can be replayed; empty if no analyzer needs them.
         sites: names of the sites, in the order of `activations`.
         widths: width of each site.
         memo: results that one kernel computes and others use.
@@ -54,7 +54,7 @@ class View:
     column: Tensor | None = None
     labels: Tensor | None = None
     unembed: Unembed | None = None
-    calls: tuple[BlockCall, ...] | None = None
+    calls: tuple[BlockCall, ...] = ()
     sites: tuple[str, ...] = ()
     widths: tuple[int, ...] = ()
     memo: dict[str, Any] = field(default_factory=dict, compare=False)

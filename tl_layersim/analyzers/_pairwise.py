@@ -161,23 +161,12 @@ def pool_sums(
         permutations: number of permutations of the null.
         seed: random seed of the permutations.
     """
-    total: dict[str, Tensor] = {}
-    row, rows = row_numbers(samples, by_row)
-    for chosen in draws["minibatches"]:
-        own = None if row is None else row[chosen]
-        related = [
-            relate(matrix(x[:, chosen.to(x.device)], wide), own, rows, False) for x, wide in zip(sides, widths, strict=True)
-        ]
-        for name, value in products(related[0], related[-1], rows_in(samples, chosen, by_row), chosen.numel()).items():
-            total[name] = value if name not in total else total[name] + value
-    for grid in draws.get("grid", ()):
-        flat, (height, width) = grid.flatten(), grid.shape
-        own = torch.arange(height).repeat_interleave(width) if width > 1 else None
-        related = [
-            relate(matrix(x[:, flat.to(x.device)], wide), own, height, True) for x, wide in zip(sides, widths, strict=True)
-        ]
-        total |= null_products(related[0], related[-1], height, flat.numel(), permutations, pool_key(samples, seed))
-    return total
+    if not draws["minibatches"]:
+        return {}
+    own = partial(pair_statistics, matrix=matrix, by_row=by_row, seed=seed, triangles=False)
+    known = [own([x], [wide], samples, draws) for x, wide in zip(sides, widths, strict=True)]
+    related = [relations_of_pairs(each, relate=relate) for each in known]
+    return products_of_pairs(related[0], related[-1], permutations=permutations)
 
 
 def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
@@ -206,8 +195,9 @@ def pair_statistics(
     matrix: Matrix,
     by_row: bool,
     seed: int,
+    triangles: bool = True,
 ) -> dict[str, Tensor]:
-    """Upper triangles of one model's matrices, to compare it with a model on another machine.
+    """The matrices of one model, to compare its layers with each other, or with a model on another machine.
 
     Args:
         sides: samples of the model, `layer sample d_model`.
@@ -217,6 +207,7 @@ def pair_statistics(
         matrix: see `pool_sums`.
         by_row: see `pool_sums`.
         seed: see `pool_sums`.
+        triangles: whether to return only the upper triangle of each matrix, `pair`, for a transfer; else `n n`.
 
     Returns:
         `pairs`, `minibatch layer pair`; `row`, `minibatch n`, the row of each sample; `rows`, the number of rows; `distinct`,
@@ -227,13 +218,21 @@ def pair_statistics(
     [x], [wide] = sides, widths
     row, rows = row_numbers(samples, by_row)
     drawn = torch.stack(list(draws["minibatches"]))
-    triangles = [upper_triangles(matrix(x[:, one.to(x.device)], wide)) for one in drawn]
+
+    def matrices(chosen: Tensor) -> Tensor:
+        whole = matrix(x[:, chosen.to(x.device)], wide)
+        return upper_triangles(whole) if triangles else whole
+
     own = torch.full(drawn.shape, -1) if row is None else row[drawn]
     distinct = torch.tensor([rows_in(samples, one, by_row) for one in drawn])
-    out = {"pairs": torch.stack(triangles), "row": own, "rows": torch.tensor(rows), "distinct": distinct}
+    pairs = torch.stack([matrices(one) for one in drawn])
+    out = {"pairs": pairs, "row": own, "rows": torch.tensor(rows), "distinct": distinct}
     for grid in draws.get("grid", ()):
-        out["grid"] = upper_triangles(matrix(x[:, grid.flatten().to(x.device)], wide))
-        out |= {"height": torch.tensor(len(grid)), "key": torch.tensor(pool_key(samples, seed))}
+        out |= {
+            "grid": matrices(grid.flatten()),
+            "height": torch.tensor(len(grid)),
+            "key": torch.tensor(pool_key(samples, seed)),
+        }
     return out
 
 
@@ -247,16 +246,18 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
         statistics: output of `pair_statistics`.
         relate: see `Relate`.
     """
-    rows, own = int(statistics["rows"]), statistics["row"]
-    each = zip(symmetric_matrices(statistics["pairs"]), own, strict=True)
+    rows, own, pairs = int(statistics["rows"]), statistics["row"], statistics["pairs"]
+    each = zip(symmetric_matrices(pairs) if pairs.dim() == 3 else pairs, own, strict=True)
     related: dict[str, list[PairRelation]] = {
         "minibatches": [relate(one, None if int(row[0]) < 0 else row, rows, False) for one, row in each]
     }
     if "grid" in statistics:
-        whole, height = symmetric_matrices(statistics["grid"]), int(statistics["height"])
+        grid, height = statistics["grid"], int(statistics["height"])
+        whole = symmetric_matrices(grid) if grid.dim() == 2 else grid
         width = whole.shape[-1] // height
         row = torch.arange(height).repeat_interleave(width) if width > 1 else None
         related["grid"] = [relate(whole, row, height, True)]
+        statistics = {**statistics, "grid samples": torch.tensor(whole.shape[-1])}
     return statistics, related
 
 
@@ -276,8 +277,7 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
             total[name] = value if name not in total else total[name] + value
     for one, other in zip(x.get("grid", ()), y.get("grid", ()), strict=True):
         height, key = int(known["height"]), int(known["key"])
-        count = (math.isqrt(8 * known["grid"].shape[-1] + 1) - 1) // 2
-        total |= null_products(one, other, height, count, permutations, key)
+        total |= null_products(one, other, height, int(known["grid samples"]), permutations, key)
     return total
 
 

@@ -368,9 +368,7 @@ class BlockCoupling(Analyzer):
 
     def check(self, *models: Model) -> None:
         [model] = models
-        need_calls(model, "BlockCoupling", self.method == "finite-difference")
-        if model.d_model is not None and max(self.ks) > model.d_model:
-            raise LayersimError(f"`k` is {max(self.ks)}; it must be at most the d_model of {model.name}, {model.d_model}.")
+        need_calls(model, "BlockCoupling", self.method == "finite-difference", max(self.ks))
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         needed = max(p + 1 if p >= 0 else -p for p in self.token_indices)
@@ -461,7 +459,6 @@ def block_coupling_kernel(
         rows: indices of all rows of the data, to sum by row; None not to sum by row.
     """
     calls = view.calls
-    assert calls is not None
     blocks, d_model = len(calls), view.activations.shape[-1]
     ends = row_ends(view)
     starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])

@@ -228,16 +228,11 @@ def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, 
     for name in sublayers:
         stack, block = stack_and_block(name)
         last = max(number for other, number in map(stack_and_block, sublayers) if other == stack)
-        middle = [place for own in MIDDLE[name.rpartition("hook_")[2]] if (place := f"{stack}{block}.{own}") in sites]
-        before = sites.index(middle[0]) if middle else _input(sites, stack, block)
-        streams.append((sites.index(name), before, sites.index(f"{stack}{last}.hook_resid_post")))
+        # The stream in the middle of the block; or its input, which is also the output of the block before it.
+        inside = [f"{stack}{block}.{own}" for own in (*MIDDLE[name.rpartition("hook_")[2]], "hook_resid_pre")]
+        before = next(place for place in (*inside, f"{stack}{block - 1}.hook_resid_post") if place in sites)
+        streams.append((sites.index(name), sites.index(before), sites.index(f"{stack}{last}.hook_resid_post")))
     return streams
-
-
-def _input(sites: Sequence[str], stack: str, block: int) -> int:
-    """Index of the residual stream before a block, which is the block's input or the output of the block before it."""
-    own = f"{stack}{block}.hook_resid_pre"
-    return sites.index(own if own in sites else f"{stack}{block - 1}.hook_resid_post")
 
 
 def _quantities(added: Tensor, stream: Tensor, final: Tensor) -> dict[str, Tensor]:

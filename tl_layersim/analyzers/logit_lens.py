@@ -334,10 +334,7 @@ class LogitLens(LensAnalyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         mean = first["total"] / first["count"] if first else None
-        return partial(lens_kernel, ks=self._ks(), labels=self.labels, mean=mean, **self.lens)
-
-    def _ks(self) -> tuple[int, ...]:
-        return cast(tuple[int, ...], self.top_k)
+        return partial(lens_kernel, ks=cast(tuple[int, ...], self.top_k), labels=self.labels, mean=mean, **self.lens)
 
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
         count, targets = int(sums["count"]), int(sums["targets"])
@@ -357,7 +354,7 @@ class LogitLens(LensAnalyzer):
             step_share_if_closer=_after_first(sums["steps closer"].double() / sums["closer"]),
             lost_share=sums["lost"].double() / targets,
             monotone_share=sums["rising"].double() / targets,
-            ks=self._ks(),
+            ks=cast(tuple[int, ...], self.top_k),
             positions=count,
             targets=targets,
             unembedding=self.unembedding(run),

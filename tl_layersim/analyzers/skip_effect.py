@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -17,7 +17,6 @@ from ..activations.norms import norms
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Result, Sums, axes, typed, warn, without_nan
 from ..core.arguments import NonNegativeInt, PositiveFloat
-from ..core.intervals import with_margin
 from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
@@ -116,18 +115,6 @@ class SkipEffectResult(Result):
                 "relative change at later positions": self.later.nanmean(),
                 "change of the probabilities, mean": self.probability_change.nanmean(),
             }
-        )
-
-    def finding(self) -> str:
-        half = len(self.values) // 2
-        if not half or bool(self.values.isnan().all()):
-            return ""
-        every = with_margin(self, lambda one: one.values.nanmean())
-        first = with_margin(self, lambda one: one.values[:half].nanmean())
-        second = with_margin(self, lambda one: one.values[half:].nanmean())
-        return (
-            f"Skipping a block changes what later blocks add by a relative {every} on average: {first} in the first half of "
-            f"the blocks, {second} in the second."
         )
 
 
@@ -258,17 +245,9 @@ def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: f
         splits: number of splits of each row. Blocks are skipped before a split, and effects are measured after it.
         memory_mb: limit for the logits, in MB.
     """
-    calls = view.calls
-    assert calls is not None
-    skips = [("", [_everywhere(view, keep_first)]), ("later ", _earlier(view, keep_first, splits))]
-    out = {"differs": _differs(view)}
-    for name, parts in skips:
-        effects = _Effects(view)
-        for part in parts:
-            for skipped in range(len(calls)):
-                _measure(effects, part, skipped, memory_mb)
-        out |= {f"{name}{key}": value for key, value in effects.sums().items()}
-    return out
+    skips = {"": [_everywhere(view, keep_first)], "later ": _earlier(view, keep_first, splits)}
+    each = {name: _sums(view, parts, memory_mb) for name, parts in skips.items()}
+    return {"differs": _differs(view)} | {f"{name}{key}": value for name, own in each.items() for key, value in own.items()}
 
 
 def _everywhere(view: View, keep_first: int) -> Skip:
@@ -276,7 +255,6 @@ def _everywhere(view: View, keep_first: int) -> Skip:
 
     A classifier's output is read at one position of a row, which may be one of the first few.
     """
-    assert view.calls is not None
     shape = view.calls[0].hidden.shape[:2]
     skipped = (torch.arange(shape[1], device=view.position.device) >= keep_first).expand(shape)
     tokens = view.position >= keep_first
@@ -286,7 +264,6 @@ def _everywhere(view: View, keep_first: int) -> Skip:
 
 def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
     """Skip blocks before each of some evenly spaced positions of a row, and measure effects from there on."""
-    assert view.calls is not None
     batch, pos = view.calls[0].hidden.shape[:2]
     ends = row_ends(view)
     length = view.position.new_zeros(batch).index_put((view.sequence[ends],), view.position[ends] + 1)
@@ -311,49 +288,35 @@ def _read(view: View, tokens: Tensor) -> Tensor:
     return tokens.nonzero()[:, 0]
 
 
-class _Effects:
-    """Running sums over tokens and rows of the effects on each later block, and in the last column on the output.
+def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tensor]:
+    """Sums over tokens and rows of the effects on each later block, and in the last column on the output."""
+    blocks, rows, device = len(view.calls), view.calls[0].hidden.shape[0], view.activations.device
+    total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
+    count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
+    peak = torch.zeros(blocks, blocks + 1, rows, dtype=torch.float64, device=device)
+    measured = torch.zeros(blocks, blocks + 1, rows, dtype=torch.bool, device=device)
+    for skip in skips:
+        for skipped in range(blocks):
+            for affected, change, row in _effects(view, skip, skipped, memory_mb):
+                total[skipped, affected] += change.double().sum()
+                count[skipped, affected] += len(change)
+                peak[skipped, affected].scatter_reduce_(0, row, change.double(), "amax")
+                measured[skipped, affected, row] = True
+    return {"total": total, "count": count, "peak": peak.sum(-1), "rows": measured.sum(-1)}
+
+
+def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Skips one block and runs all blocks after it. Yields the index of an affected block, the changes, and the tokens' rows.
+
+    The index of the output is -1.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
-    """
-
-    def __init__(self, view: View) -> None:
-        assert view.calls is not None
-        self.view, self.calls = view, view.calls
-        blocks, rows, device = len(self.calls), self.calls[0].hidden.shape[0], view.activations.device
-        self.total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
-        self.peak = torch.zeros(blocks, blocks + 1, rows, dtype=torch.float64, device=device)
-        self.count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
-        self.measured = torch.zeros(blocks, blocks + 1, rows, dtype=torch.bool, device=device)
-
-    def add(self, skipped: int, affected: int, change: Tensor, row: Tensor) -> None:
-        """Add changes, `sample`, at tokens of the given rows; `affected` -1 is the output."""
-        self.total[skipped, affected] += change.double().sum()
-        self.count[skipped, affected] += len(change)
-        self.peak[skipped, affected].scatter_reduce_(0, row, change.double(), "amax")
-        self.measured[skipped, affected, row] = True
-
-    def sums(self) -> dict[str, Tensor]:
-        """All sums, by name."""
-        return {
-            "total": self.total,
-            "count": self.count,
-            "peak": self.peak.sum(-1),
-            "rows": self.measured.sum(-1),
-        }
-
-
-def _measure(effects: _Effects, skip: Skip, skipped: int, memory_mb: float) -> None:
-    """Skip one block, run all blocks after it, and add the effects to `effects`.
-
-    Args:
-        effects: the running sums.
         skip: the positions at which the block is skipped, and the tokens at which effects are measured.
         skipped: index of the block.
         memory_mb: limit for the logits, in MB.
     """
-    view, calls = effects.view, effects.calls
+    calls = view.calls
     if not len(skip.tokens) and not len(skip.read):
         return
     x = view.activations[:, skip.tokens]
@@ -370,11 +333,11 @@ def _measure(effects: _Effects, skip: Skip, skipped: int, memory_mb: float) -> N
         # A block that adds nothing to a token has no relative change there.
         change = norms(contribution - changed) / size.where(size > 0, torch.nan)
         known = ~change.isnan()
-        effects.add(skipped, affected, change[known], row[known])
+        yield affected, change[known], row[known]
         hidden = output
     if view.unembed is not None:
         for tokens, change in _output_changes(view, hidden, skip.read, memory_mb):
-            effects.add(skipped, -1, change, view.sequence[tokens].to(x.device))
+            yield -1, change, view.sequence[tokens].to(x.device)
 
 
 def _at(view: View, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -416,7 +379,6 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
 
 def _differs(view: View) -> Tensor:
     """Whether each block's replay differs from its output in the forward pass, `layer`. Block 0 is never replayed."""
-    assert view.calls is not None
     every = torch.arange(len(view.position), device=view.position.device)
     differs = [False]
     for call in view.calls[1:]:

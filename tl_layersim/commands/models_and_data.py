@@ -209,7 +209,7 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
     Raises:
         LayersimError: there is no such analyzer or option.
     """
-    from ..analyzers.text_options import with_options
+    from ..analyzers.analyzer import with_options
     from ..engine.run_arguments import choose_analyzers
 
     chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])

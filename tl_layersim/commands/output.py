@@ -142,7 +142,7 @@ def analyzer_settings(analyzers: Mapping[str, Any]) -> list[str]:
     Args:
         analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.
     """
-    from ..analyzers.text_options import as_settings
+    from ..analyzers.analyzer import as_settings
 
     return [setting for analyzer in analyzers.values() for setting in as_settings(analyzer)]
 

@@ -25,17 +25,18 @@ def refuse_post_norm(model: Model) -> None:
         )
 
 
-def need_calls(model: Model, what: str, differences: bool) -> None:
-    """Raise an error if the blocks of a model cannot be differentiated, or have no residual branch.
+def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
+    """Raise an error if the blocks of a model cannot be differentiated, have no residual branch, or have too few dimensions.
 
     Args:
         model: the model.
         what: the analyzer or function, for the message.
         differences: whether finite differences are used, which need no gradients.
+        k: largest number of singular vectors; 0 for none.
 
     Raises:
-        LayersimError: the blocks are post-norm, cannot be replayed, or are on a server without gradients; or the model has
-            nnsight edits, and half precision or no gradients.
+        LayersimError: the blocks are post-norm, cannot be replayed, or are on a server without gradients; the model has
+            nnsight edits, and half precision or no gradients; or it has fewer than k dimensions.
     """
     refuse_post_norm(model)
     if differences or model.calls != "gradients":
@@ -54,6 +55,8 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
             f"{what} needs gradients through blocks, which the sandbox of this server does not provide. Use "
             "method='finite-difference'."
         )
+    if k > (model.d_model or k):
+        raise LayersimError(f"`k` is {k}; it must be at most {model.d_model}, the d_model of {model.name}.")
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:

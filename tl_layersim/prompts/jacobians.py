@@ -23,7 +23,6 @@ from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open_model import open_source
-from ..sources.model_description import Model
 from .prompt_forward import run_on_prompt
 
 # The positions at the end of a label, in digits that `int` reads.
@@ -236,7 +235,7 @@ def block_jacobians(
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
-    check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
+    check = partial(need_calls, what="block_jacobians", differences=method == "finite-difference")
     out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
@@ -330,7 +329,7 @@ def coupling_matrices(
         "diagonal": diagonal,
         "seed": seed,
     }
-    check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
+    check = partial(need_calls, what="coupling_matrices", differences=method == "finite-difference", k=k)
     out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
     of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
     refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
@@ -402,13 +401,6 @@ def connections_of(
     return [(block, at, t) if along == "fixed-input" else (block, t, at) for block in blocks for t in moving]
 
 
-def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:
-    """Raise an error if a model's blocks have no Jacobian, or if it has fewer than k dimensions."""
-    need_calls(model, what, differences)
-    if k is not None and k > (model.d_model or k):
-        raise LayersimError(f"`k` is {k}; it must be at most {model.d_model}, d_model of {model.name}.")
-
-
 def jacobians_kernel(
     view: View, *, blocks: tuple[int, ...], pairs: tuple[tuple[int, int], ...], method: str, memory_mb: float
 ) -> dict[str, Tensor]:
@@ -422,19 +414,18 @@ def jacobians_kernel(
         memory_mb: megabytes for products with many directions at once.
     """
     calls = view.calls
-    assert calls is not None
     device, d = calls[0].hidden.device, view.activations.shape[-1]
     options = CouplingOptions((1,), method, "signed", memory_mb, 0)
-    out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.activations.dtype, device=device)
+    out = torch.zeros(len(blocks) * len(pairs), d, d, dtype=view.activations.dtype, device=device)
     step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
-    for number, block in enumerate(blocks):
-        which = connections([(block, *pair) for pair in pairs], device)
-        for row, sample, connection in chunks_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
-            with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
-                out[number, connection] = jacobian.dense().to(out)
-                step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
-                differs[number] |= jacobian.failures
-    return {"jacobians": out, "step_error": step_error, "differs": differs}
+    which = connections([(block, *pair) for block in blocks for pair in pairs], device)
+    for row, sample, connection in chunks_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+        number = int(connection[0]) // len(pairs)
+        with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
+            out[connection] = jacobian.dense().to(out)
+            step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
+            differs[number] |= jacobian.failures
+    return {"jacobians": out.view(len(blocks), len(pairs), d, d), "step_error": step_error, "differs": differs}
 
 
 def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
@@ -446,7 +437,6 @@ def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], opti
         options: how the Jacobians are decomposed.
     """
     calls = view.calls
-    assert calls is not None
     found = couple(calls, connections(list(where), calls[0].hidden.device), options, matrices=True)
     assert found.matrices is not None
     assert found.bases is not None

@@ -377,7 +377,7 @@ class HookedSource(CanReadSites):
         x = reader.buffer.activations
         fields: dict[str, Any] = {"sites": self.sites, "widths": reader.buffer.widths, "unembed": self.unembed}
         fields |= self._token_fields(batch, x.device)
-        return View(x, **fields, calls=tuple(calls) if self.calling else None)
+        return View(x, **fields, calls=tuple(calls) if self.calling else ())
 
     def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         """The fields of the view that follow from the data alone."""

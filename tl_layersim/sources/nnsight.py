@@ -96,7 +96,7 @@ class TraceReader:
         lens = self.unembed
         if self.on_server and lens is not None:
             lens = None if last is None else remote_lens(lens, first_tensor(last))
-        return View(**buffer.fields(), **here, unembed=lens, calls=tuple(calls) if calling else None)
+        return View(**buffer.fields(), **here, unembed=lens, calls=tuple(calls))
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
