@@ -9,7 +9,6 @@ from .result_declarations import Provenance as Provenance
 from .result_declarations import axes as axes
 from .results import LayerCurve as LayerCurve
 from .results import LayerMatrix as LayerMatrix
-from .results import Picture as Picture
 from .results import Report as Report
 from .results import Result as Result
 from .sums import Sums as Sums

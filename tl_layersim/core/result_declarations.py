@@ -124,21 +124,6 @@ def _of_class(cls: Any) -> Mapping[str, Declaration]:
     }
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A figure that a report shows for a result.
-
-    Attributes:
-        field: the tensor field that the figure shows.
-        title: title of the figure.
-        meaning: a sentence that explains the figure and names its source.
-    """
-
-    field: str
-    title: str
-    meaning: str
-
-
 PACKAGE = __name__.partition(".")[0]
 # Later packages whose modules define results.
 DEFINE_RESULTS = ("many", "prompts", "vision", "stitching", "training")

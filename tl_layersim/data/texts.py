@@ -208,7 +208,7 @@ class TextRows:
                 raise decoder_alone("a text alone", self.model)
             if kind == "text":
                 while some := list(itertools.islice(group, TEXTS_AT_ONCE)):
-                    texts = encode(some, self.model)
+                    texts = encode([one for one in some if isinstance(one, Text)], self.model)
                     yield from map(self._one_row, texts) if self.model.reads_rows else texts
             for item in group:
                 if not isinstance(item, Row):
@@ -219,7 +219,9 @@ class TextRows:
                     yield item
 
     def _split(self, row: Row) -> Iterator[Row]:
-        parts = [part for part in row.split(self.data.seq_len or len(row.tokens)) if part.attention.any()]
+        length = self.data.seq_len or len(row.tokens)
+        parts = [row[start : start + length] for start in range(0, len(row.tokens), max(length, 1))]
+        parts = [part for part in parts if part.attention.any()]
         if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
             raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
         return iter(parts)

@@ -119,6 +119,13 @@ class ModelGrid(Result):
         pairs = {name: one.with_halves(first.results[name], second.results[name]) for name, one in self.results.items()}
         return replace(self, results=Report(pairs))
 
+    def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
+        pairs = {
+            name: one.with_replicates(tuple(grid.results[name] for grid in replicates), block_tokens)
+            for name, one in self.results.items()
+        }
+        return replace(self, results=Report(pairs), replicates=replicates, block_tokens=block_tokens)
+
     def with_twins(self, twins: Sequence[Any]) -> Any:
         pairs = {name: one.with_twins([twin.results[name] for twin in twins]) for name, one in self.results.items()}
         return replace(self, results=Report(pairs), untrained=tuple(twins))
