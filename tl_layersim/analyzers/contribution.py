@@ -44,7 +44,6 @@ class ContributionResult(Result):
         sublayers: names of the outputs of attention and MLP, block by block.
     """
 
-    file_kind: ClassVar[str] = "contribution"
     values_name: ClassVar[str] = "relative_norm"
     values: Float64[Tensor, " sublayer"] = axes(
         "sublayer",

@@ -45,7 +45,6 @@ class EffectiveRankResult(Result):
         widths: width of each site.
     """
 
-    file_kind: ClassVar[str] = "effective_rank"
     values_name: ClassVar[str] = "effective_rank"
     values: Float64[Tensor, " residual"] = axes(
         "residual",

@@ -73,7 +73,6 @@ class ExitCurveResult(Result):
         unembedding: the map from the residual x to logits.
     """
 
-    file_kind: ClassVar[str] = "exit_curve"
     # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
     parts: ClassVar[tuple[str, str]] = ("choice", "held-out")
     values_name: ClassVar[str] = "exits"

@@ -45,7 +45,6 @@ class NeuralCollapseResult(Result):
         labels: the classes, most frequent first.
     """
 
-    file_kind: ClassVar[str] = "neural_collapse"
     values_name: ClassVar[str] = "nc1"
     values: Float64[Tensor, " residual"] = axes(
         "residual",

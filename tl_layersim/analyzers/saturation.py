@@ -41,7 +41,6 @@ class SaturationResult(Result):
         unembedding: the map from the residual x to logits.
     """
 
-    file_kind: ClassVar[str] = "saturation"
     values_name: ClassVar[str] = "counts"
     values: Float64[Tensor, " layer"] = axes(
         "layer",

@@ -44,7 +44,6 @@ class TaskMetricsResult(Result):
         labels: the classes of the head, from 0.
     """
 
-    file_kind: ClassVar[str] = "task_metrics"
     values_name: ClassVar[str] = "f1"
     values: Float64[Tensor, " layer"] = axes(
         "layer",
@@ -113,7 +112,6 @@ class RegressionMetricsResult(Result):
         rows: number of rows with a score.
     """
 
-    file_kind: ClassVar[str] = "regression_metrics"
     values_name: ClassVar[str] = "spearman"
     values: Float64[Tensor, " layer"] = axes(
         "layer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
@@ -130,8 +131,14 @@ DEFINE_RESULTS = ("many", "prompts", "vision", "stitching", "training")
 
 
 def kind_of(cls: type[Any]) -> str:
-    """The name of a result class in files: its `file_kind`, or its module and name if it has none."""
-    return str(vars(cls).get("file_kind") or f"{cls.__module__}:{cls.__qualname__}")
+    """The name of a result class in files: its `file_kind`; without one "exit_curve" for `ExitCurveResult` of this package, and
+    module and name for a class of another package.
+    """
+    if kind := vars(cls).get("file_kind"):
+        return str(kind)
+    if not cls.__module__.startswith(f"{PACKAGE}."):
+        return f"{cls.__module__}:{cls.__qualname__}"
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__.removesuffix("Result")).lower()
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:

@@ -77,7 +77,7 @@ class Result(ABC):
 
     Class attributes:
         - `values_name`: name of `values` in tables and figures.
-        - `file_kind`: name of the class in files, which stays when the class is renamed; its module and name by default.
+        - `file_kind`: name of the class in files, which stays when your class is renamed; its module and name by default.
     """
 
     layers: tuple[str, ...]
@@ -403,7 +403,6 @@ class LayerMatrix(Result):
         column_layers: residual layers of the second model; of the same model if there is only one.
     """
 
-    file_kind: ClassVar[str] = "layer_matrix"
     values: Float64[Tensor, "row column"] = axes("row", "column", label="Value", title="Values between layers")
     column_layers: tuple[str, ...]
 
@@ -437,7 +436,6 @@ class LayerCurve(Result):
         values: `residual`.
     """
 
-    file_kind: ClassVar[str] = "layer_curve"
     values: Float64[Tensor, " residual"] = axes("residual", label="Value", title="Values at each layer")
 
 

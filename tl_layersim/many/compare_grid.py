@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, ClassVar, Unpack, get_type_hints, overload
+from typing import Any, Unpack, get_type_hints, overload
 
 import torch
 from jaxtyping import Float64
@@ -77,7 +77,6 @@ class ModelGrid(Result):
             once.
     """
 
-    file_kind: ClassVar[str] = "model_grid"
     values_name = "distance"
     values: Float64[Tensor, "row_model column_model"] = axes(
         "row_model",

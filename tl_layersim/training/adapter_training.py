@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -60,7 +60,6 @@ class AlignedAdapters(Result):
         paths: module paths of these blocks.
     """
 
-    file_kind: ClassVar[str] = "aligned_adapters"
     values_name = "losses"
     values: Float64[Tensor, "stage layer"] = axes(
         "stage",
