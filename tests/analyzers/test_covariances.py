@@ -276,7 +276,7 @@ def test_the_null_of_real_activations(cls):
     assert float(found.null_mean[0, 1]) < float(found.values[0, 1])
     assert float(found.max_value) == pytest.approx(float(found.values.masked_fill(torch.eye(2) > 0, -1).max()))
     assert "p-value of the maximum over pairs of layers" in found.headline()
-    assert {picture.field for picture in found.pictures} >= {"values", "calibrated", "null_mean"}
+    assert {picture.name for picture in found.pictures} >= {"values", "calibrated", "null_mean"}
 
 
 @pytest.mark.parametrize("cls", EACH)

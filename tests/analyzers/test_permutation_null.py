@@ -155,14 +155,14 @@ def test_tables_headlines_files_and_figures(tmp_path):
     assert type(loaded) is CalibratedMatrix
     for name in found.tensor_fields():
         torch.testing.assert_close(getattr(loaded, name), getattr(found, name), rtol=0, atol=0, equal_nan=True)
-    shown = [picture for picture in found.pictures if picture.field != "values"]
-    assert [picture.field for picture in shown] == ["calibrated", "p_values", "null_mean", "null_threshold"]
+    shown = [picture for picture in found.pictures if picture.name != "values"]
+    assert [picture.name for picture in shown] == ["calibrated", "p_values", "null_mean", "null_threshold"]
     for picture in shown:
-        expected = getattr(found, picture.field).numpy().copy()
-        if picture.field == "p_values":
+        expected = getattr(found, picture.name).numpy().copy()
+        if picture.name == "p_values":
             # A layer is never unrelated to itself.
             np.fill_diagonal(expected, np.nan)
-        np.testing.assert_allclose(found.plot(picture.field).data[0].z, expected)
+        np.testing.assert_allclose(found.plot(picture.name).data[0].z, expected)
     assert len(found.plot("max_null").data[0].x) == 40
 
 

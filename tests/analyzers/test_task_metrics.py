@@ -162,7 +162,7 @@ def test_a_regression_result_is_a_file_and_a_figure(tmp_path):
     assert torch.equal(again.values, found.values)
     assert torch.equal(again.pearson, found.pearson)
     for picture in found.pictures:
-        assert found.plot(picture.field).data
+        assert found.plot(picture.name).data
 
 
 def test_equal_predictions_have_no_correlation():

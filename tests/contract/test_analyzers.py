@@ -151,10 +151,10 @@ def test_every_picture_is_drawn_and_explained(name, cls):
     result = from_views(cls(), [view_for(cls, x) for x in batches(1)])
     assert result.pictures
     for picture in result.pictures:
-        fig = result.plot(picture.field)
+        fig = result.plot(picture.name)
         assert fig.data
         assert fig.layout.title.text == picture.title
-        assert any(year in picture.meaning for year in ("19", "20")), "a picture names its source"
+        assert any(year in picture.caption for year in ("19", "20")), "a picture names its source"
 
 
 @each_analyzer

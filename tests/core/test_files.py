@@ -37,7 +37,7 @@ def test_every_class_of_results_has_a_kind_of_its_own():
         importlib.import_module(module.name)
     ours = [cls for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")]
     kinds = [kind_of(cls) for cls in ours]
-    assert all(vars(cls).get("file_kind") for cls in ours)
+    assert all(kind.replace("_", "").islower() for kind in kinds)
     assert len(set(kinds)) == len(kinds)
 
 

@@ -74,7 +74,7 @@ def used(found: Any) -> None:
             result.to_frame(field)
         result.plot()
         for picture in result.pictures:
-            result.plot(picture.field)
+            result.plot(picture.name)
 
 
 SHAPES = {

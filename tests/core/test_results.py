@@ -133,7 +133,7 @@ def test_fields_of_an_own_result_have_headlines_tables_and_figures():
     assert list(found.headline().values()) == [0, 2, 0.5]
     assert found.plot().layout.yaxis.title.text == "Margin (logits)"
     assert found.declared("spread").words == "Spread"
-    assert [picture.field for picture in found.pictures] == ["values"]
+    assert [picture.name for picture in found.pictures] == ["values"]
     assert list(found.to_frame()) == ["layer", "values", "spread"]
     assert list(found.to_frame("spread")) == ["layer", "spread"]
     heads = margins("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]")

@@ -52,7 +52,7 @@ def pictures_of(cls: type) -> set[str]:
     if not issubclass(cls, Result):
         return set()
     if isinstance(own := vars(cls).get("pictures"), tuple):
-        return {picture.field for picture in own}
+        return {picture.name for picture in own}
     return {cls.values_name if name == "values" else name for name, own in declarations(cls).items() if own.caption}
 
 
@@ -105,7 +105,7 @@ def noting(plot, seen):
     def plot_and_note(self, *args, **options):
         called = inspect.signature(plot).bind(self, *args, **options)
         called.apply_defaults()
-        field = called.arguments.get("field", "") or (self.pictures[0].field if getattr(self, "pictures", ()) else "")
+        field = called.arguments.get("field", "") or (self.pictures[0].name if getattr(self, "pictures", ()) else "")
         # `plot()` draws the values under their own name.
         own = getattr(self, "values_name", "") if field == "values" else field
         seen.update({(type(self), field), (type(self), own), (type(self), "")})

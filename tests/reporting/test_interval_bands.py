@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.core import Result, axes
-from tl_layersim.core.intervals import headline_margins, headline_texts, with_replicates
+from tl_layersim.core.intervals import headline_margins, headline_texts
 from tl_layersim.reporting.lines_and_bars import Ends, add_band, hover_texts, interval_ends
 from tl_layersim.reporting.style import ordered_colours
 
@@ -75,7 +75,7 @@ def shown(seed: int, near: Shown | None = None) -> Shown:
 @pytest.fixture(scope="module")
 def result() -> Shown:
     whole = shown(0)
-    return with_replicates(whole, tuple(shown(n, whole) for n in range(1, BLOCKS + 1)), (3, 4, 5, 4, 3))
+    return whole.with_replicates(tuple(shown(n, whole) for n in range(1, BLOCKS + 1)), (3, 4, 5, 4, 3))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_points_over_names_have_whiskers(result, field):
 
 def test_a_single_point_has_whiskers(result):
     cut = [replace(one, layers=one.layers[:1], **_first_only(one)) for one in (result, *result.replicates)]
-    one = with_replicates(replace(cut[0], replicates=()), tuple(cut[1:]), result.block_tokens)
+    one = replace(cut[0], replicates=()).with_replicates(tuple(cut[1:]), result.block_tokens)
     fig = one.plot("curve")
     assert bands(fig) == []
     assert_whiskers(fig.data[0].error_y, one.values.numpy(), *ends_of(one, "curve"))
@@ -298,7 +298,7 @@ def test_the_page_says_what_the_intervals_are(result, plain, tmp_path):
 
 def test_a_margin_of_rounding_is_not_shown(plain):
     moved = tuple(replace(plain, values=plain.values * (1 + 1e-15 * n)) for n in range(BLOCKS))
-    same = with_replicates(plain, moved, (1,) * BLOCKS)
+    same = plain.with_replicates(moved, (1,) * BLOCKS)
     assert headline_margins(same)["the first number"] < 1e-12
     assert "±" not in headline_texts(same)["the first number"]
 

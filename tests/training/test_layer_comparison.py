@@ -57,7 +57,7 @@ def test_a_page_a_table_and_a_file(tmp_path):
     assert set(table["model"]) == {"before", "after"}
     assert len(table) == 6
     for picture in report["layers"].pictures:
-        assert len(report["layers"].plot(picture.field).data) == 2
+        assert len(report["layers"].plot(picture.name).data) == 2
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -440,7 +440,6 @@ class MinibatchMatrix(CalibratedMatrix):
         rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
-    file_kind: ClassVar[str] = "minibatch_matrix"
     samples: int
     minibatches: int
     rows: float

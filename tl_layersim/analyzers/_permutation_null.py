@@ -67,7 +67,6 @@ class CalibratedMatrix(LayerMatrix):
         (0, True)
     """
 
-    file_kind: ClassVar[str] = "calibrated_matrix"
     # The measure in a summary; and fields that are one another's transposed, if the models are compared in the other order.
     measure: ClassVar[str] = "similarity"
     partners: ClassVar[Mapping[str, str]] = {}

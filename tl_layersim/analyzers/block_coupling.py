@@ -91,7 +91,6 @@ class BlockCouplingResult(Result):
         prompts: number of tokens at which blocks were linearised: one for each prompt, or several with `tokens`.
     """
 
-    file_kind: ClassVar[str] = "block_coupling"
     # Labels of the `pair_kind` axis.
     pair_kinds: ClassVar[tuple[str, ...]] = ("all pairs", "neighbours", "random vectors")
     values_name: ClassVar[str] = "miscoupling"

@@ -58,7 +58,6 @@ class CCAResult(CalibratedMatrix):
         samples: number of tokens (or sequences).
     """
 
-    file_kind: ClassVar[str] = "cca"
     measure: ClassVar[str] = "CCA"
     partners: ClassVar[Mapping[str, str]] = {"pwcca": "column_pwcca", "column_pwcca": "pwcca"}
     values: Float64[Tensor, "row column"] = axes(

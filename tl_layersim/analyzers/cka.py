@@ -51,7 +51,6 @@ class CKAResult(MinibatchMatrix):
         rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
-    file_kind: ClassVar[str] = "cka"
     measure: ClassVar[str] = "CKA"
     values: Float64[Tensor, "row column"] = axes(
         "row",

@@ -44,7 +44,6 @@ class ContributionResult(Result):
         sublayers: names of the outputs of attention and MLP, block by block.
     """
 
-    file_kind: ClassVar[str] = "contribution"
     relative_norm = ValuesAlias()
     values: Float64[Tensor, " sublayer"] = axes(
         "sublayer",

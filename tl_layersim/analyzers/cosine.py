@@ -56,7 +56,6 @@ class CosineResult(LayerMatrix):
         quantiles: levels of the quantiles in `to_last` and `adjacent`.
     """
 
-    file_kind: ClassVar[str] = "cosine"
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",

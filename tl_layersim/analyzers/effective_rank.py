@@ -42,7 +42,6 @@ class EffectiveRankResult(Result):
         widths: width of each site.
     """
 
-    file_kind: ClassVar[str] = "effective_rank"
     effective_rank = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",

@@ -14,9 +14,10 @@ from torch import Tensor
 from ..activations.row_pools import samples_of
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Picture, Result, Sums, ValuesAlias, axes, typed, without_nan
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, without_nan
 from ..core.arguments import Probability
 from ..core.intervals import with_margin
+from ..core.result_declarations import Declaration
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
@@ -72,7 +73,6 @@ class ExitCurveResult(Result):
         unembedding: the map from the residual x to logits.
     """
 
-    file_kind: ClassVar[str] = "exit_curve"
     # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
     parts: ClassVar[tuple[str, str]] = ("choice", "held-out")
     exits = ValuesAlias()
@@ -140,7 +140,7 @@ class ExitCurveResult(Result):
     unembedding: str
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def pictures(self) -> tuple[Declaration, ...]:
         # What exits gain comes before where they are.
         return super().pictures[::-1]
 

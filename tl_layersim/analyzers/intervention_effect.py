@@ -46,7 +46,6 @@ class InterventionEffectResult(Result):
         unembedding: the map from the residual x to logits; "" for `lens=False`.
     """
 
-    file_kind: ClassVar[str] = "intervention_effect"
     cosine = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",

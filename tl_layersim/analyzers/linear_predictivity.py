@@ -33,7 +33,6 @@ class LinearPredictivityResult(CalibratedMatrix):
         held_out_samples: number of held-out tokens (or sequences), which are predicted.
     """
 
-    file_kind: ClassVar[str] = "linear_predictivity"
     measure: ClassVar[str] = "R2"
     partners: ClassVar[Mapping[str, str]] = {"values": "reverse", "reverse": "values"}
     values: Float64[Tensor, "row column"] = axes(

@@ -50,7 +50,6 @@ class LinearProbeResult(Result):
         method: "ridge" or "logistic".
     """
 
-    file_kind: ClassVar[str] = "linear_probe"
     accuracy = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",

@@ -118,7 +118,6 @@ class LogitLensResult(Result):
         unembedding: the map from the residual x to logits; with `norm="none"` or `heads`, the map below the last layer.
     """
 
-    file_kind: ClassVar[str] = "logit_lens"
     cross_entropy = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",

@@ -32,7 +32,6 @@ class MutualKNNResult(MinibatchMatrix):
         rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
-    file_kind: ClassVar[str] = "mutual_knn"
     measure: ClassVar[str] = "shared neighbours"
     values: Float64[Tensor, "row column"] = axes(
         "row",

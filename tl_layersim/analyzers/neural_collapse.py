@@ -45,7 +45,6 @@ class NeuralCollapseResult(Result):
         labels: the classes, most frequent first.
     """
 
-    file_kind: ClassVar[str] = "neural_collapse"
     nc1 = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual",

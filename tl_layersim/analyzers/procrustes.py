@@ -30,7 +30,6 @@ class ProcrustesResult(CalibratedMatrix):
         samples: number of tokens (or sequences).
     """
 
-    file_kind: ClassVar[str] = "procrustes"
     measure: ClassVar[str] = "Procrustes"
     values: Float64[Tensor, "row column"] = axes(
         "row",

@@ -41,7 +41,6 @@ class RSAResult(MinibatchMatrix):
         rows: number of different rows in a minibatch, averaged over minibatches.
     """
 
-    file_kind: ClassVar[str] = "rsa"
     measure: ClassVar[str] = "RSA"
     values: Float64[Tensor, "row column"] = axes(
         "row",

@@ -40,7 +40,6 @@ class SaturationResult(Result):
         unembedding: the map from the residual x to logits.
     """
 
-    file_kind: ClassVar[str] = "saturation"
     counts = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",

@@ -45,7 +45,6 @@ class SkipEffectResult(Result):
         later_probability_change_largest: `skipped`, `probability_change_largest` for the tokens of `later`.
     """
 
-    file_kind: ClassVar[str] = "skip_effect"
     values: Float64[Tensor, "layer layer"] = axes(
         "skipped",
         "affected",

@@ -44,7 +44,6 @@ class TaskMetricsResult(Result):
         labels: the classes of the head, from 0.
     """
 
-    file_kind: ClassVar[str] = "task_metrics"
     f1 = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",
@@ -109,7 +108,6 @@ class RegressionMetricsResult(Result):
         rows: number of rows with a score.
     """
 
-    file_kind: ClassVar[str] = "regression_metrics"
     spearman = ValuesAlias()
     values: Float64[Tensor, " layer"] = axes(
         "layer",

@@ -90,7 +90,6 @@ class TrajectoryResult(Result):
             1e-6 are given as 0.
     """
 
-    file_kind: ClassVar[str] = "trajectory"
     norm = ValuesAlias()
     values: Float64[Tensor, " residual"] = axes(
         "residual", label="Norm of the residual", title="Norm of the residual stream at each layer", within=(0, math.inf)

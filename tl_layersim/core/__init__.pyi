@@ -11,7 +11,6 @@ from .result_declarations import axes as axes
 from .result_declarations import without_nan as without_nan
 from .results import LayerCurve as LayerCurve
 from .results import LayerMatrix as LayerMatrix
-from .results import Picture as Picture
 from .results import Report as Report
 from .results import Result as Result
 from .sums import Sums as Sums

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +19,6 @@ from .wording import equation, number_text, p_value_text, rounded_to_margin
 # Words in the names of headline numbers that are extremes, or that belong to a threshold which the data choose.
 EXTREME = re.compile(r"\b(largest|smallest|highest|lowest|maximum)\b|^threshold|^its ")
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-R = TypeVar("R", bound="DataclassInstance")
 Term = TypeVar("Term")
 
 # The quantiles that results report.
@@ -85,7 +80,9 @@ class ConfidenceInterval(NamedTuple):
     error: Tensor
 
 
-def leave_one_out(terms: Sequence[Term], add: Callable[[Term, Term], Term]) -> Iterator[Term]:
+def leave_one_out(
+    terms: Sequence[Term], add: Callable[[Term, Term], Term], before: Term | None = None, after: Term | None = None
+) -> Iterator[Term]:
     """For each term in order, the sum of all other terms.
 
     Nothing is subtracted, so a sum does not depend on the left-out term, to the last bit. Halves are summed before quarters:
@@ -94,18 +91,13 @@ def leave_one_out(terms: Sequence[Term], add: Callable[[Term, Term], Term]) -> I
     Args:
         terms: two or more.
         add: adds two terms.
+        before: a further term that each sum begins with; None for none.
+        after: a further term that each sum ends with; None for none.
 
     Examples:
         >>> list(leave_one_out(["a", "b", "c"], lambda a, b: a + b))
         ['bc', 'ac', 'ab']
     """
-    yield from _without_each(list(terms), None, None, add)
-
-
-def _without_each(
-    terms: list[Term], before: Term | None, after: Term | None, add: Callable[[Term, Term], Term]
-) -> Iterator[Term]:
-    """For each term, the sum of `before`, all other terms, and `after`; None stands for no term."""
     if len(terms) == 1:
         rest = before if after is None else after if before is None else add(before, after)
         assert rest is not None
@@ -113,9 +105,9 @@ def _without_each(
         return
     left, right = terms[: len(terms) // 2], terms[len(terms) // 2 :]
     total = functools.reduce(add, right)
-    yield from _without_each(left, before, total if after is None else add(total, after), add)
+    yield from leave_one_out(left, add, before, total if after is None else add(total, after))
     total = functools.reduce(add, left)
-    yield from _without_each(right, total if before is None else add(before, total), after, add)
+    yield from leave_one_out(right, add, total if before is None else add(before, total), after)
 
 
 def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
@@ -318,26 +310,6 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
     joint = (a + b).square() / (a.square() / degrees[0] + b.square() / degrees[1])
     # Without any error every number of degrees gives the same interval.
     return joint.where(a + b != 0, degrees[0] + degrees[1])
-
-
-def with_replicates(result: R, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> R:
-    """A result with its jackknife replicates; results that its fields hold by name get their replicates too.
-
-    Args:
-        result: the result on all data.
-        replicates: the result without each block; none if there is only one block.
-        block_tokens: number of counted positions in each block.
-    """
-    nested = {
-        f.name: {
-            name: with_replicates(one, tuple(getattr(r, f.name)[name] for r in replicates), block_tokens)
-            for name, one in own.items()
-        }
-        for f in fields(result)
-        if isinstance(own := getattr(result, f.name), Mapping) and own and all(hasattr(v, "replicates") for v in own.values())
-    }
-    reports = {name: type(getattr(result, name))(own) for name, own in nested.items()}
-    return replace(result, replicates=replicates, block_tokens=block_tokens, **reports)
 
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
@@ -139,29 +140,20 @@ def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A figure that a report shows for a result.
-
-    Attributes:
-        field: the tensor field that the figure shows.
-        title: title of the figure.
-        meaning: a sentence that explains the figure and names its source.
-    """
-
-    field: str
-    title: str
-    meaning: str
-
-
 PACKAGE = __name__.partition(".")[0]
 # Later packages whose modules define results.
 DEFINE_RESULTS = ("many", "prompts", "vision", "stitching", "training")
 
 
 def kind_of(cls: type[Any]) -> str:
-    """The name of a result class in files: its `file_kind`, or its module and name if it has none."""
-    return str(vars(cls).get("file_kind") or f"{cls.__module__}:{cls.__qualname__}")
+    """The name of a result class in files: its `file_kind`; without one "exit_curve" for `ExitCurveResult` of this package, and
+    module and name for a class of another package.
+    """
+    if kind := vars(cls).get("file_kind"):
+        return str(kind)
+    if not cls.__module__.startswith(f"{PACKAGE}."):
+        return f"{cls.__module__}:{cls.__qualname__}"
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__.removesuffix("Result")).lower()
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:

@@ -36,7 +36,7 @@ from .report_tables import (
     result_table,
     tables_of,
 )
-from .result_declarations import JOINT, Declaration, Picture, Provenance, axes, declarations, without_nan
+from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, without_nan
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
 from .storage import REPORT_FILE, replacing
@@ -57,7 +57,7 @@ FOR_AUTHORS = {
     *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
     *("in_depth_order", "measure", "measured_on", "null_headline", "of_untrained", "partners", "pictures"),
     *("refuse_other_shapes", "sites_headline", "tensor_fields", "to_last_headline"),
-    *("transposed", "values_name", "with_halves", "with_twins"),
+    *("transposed", "values_name", "with_halves", "with_replicates", "with_twins"),
 }
 
 
@@ -77,7 +77,7 @@ class Result(ABC):
 
     Class attributes:
         - `values_name`: name of `values` in tables and figures.
-        - `file_kind`: name of the class in files, which stays when the class is renamed; its module and name by default.
+        - `file_kind`: name of the class in files, which stays when your class is renamed; its module and name by default.
     """
 
     layers: tuple[str, ...]
@@ -140,15 +140,15 @@ class Result(ABC):
         return declarations(self)[field_named(self, field)]
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
-        """The figures that a report shows: one for each field with a caption, or `values` if no field has one."""
+    def pictures(self) -> tuple[Declaration, ...]:
+        """The fields of which a report shows a figure: each field with a caption, or `values` if no field has one."""
         declared = declarations(self)
         shown = [name for name, own in declared.items() if own.caption] or ["values"]
         return tuple(
-            Picture(declared[name].name, declared[name].title, declared[name].caption)
-            for name in shown
+            own
+            for name, own in declared.items()
             # A report shows no empty figures.
-            if (len(declared[name].axes) in (1, 2) or declared[name].drawn) and not bool(getattr(self, name).isnan().all())
+            if name in shown and (len(own.axes) in (1, 2) or own.drawn) and not bool(getattr(self, name).isnan().all())
         )
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
@@ -274,6 +274,15 @@ class Result(ABC):
         """
         return self
 
+    def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
+        """The result with the results without each block of the data, for its intervals.
+
+        Args:
+            replicates: the result without each block; none if there is only one block.
+            block_tokens: number of counted positions in each block.
+        """
+        return replace(self, replicates=replicates, block_tokens=block_tokens)
+
     def with_twins(self, twins: Sequence[Any]) -> Any:
         """The result with the results of untrained models, which `plot`, `to_frame` and `print` show beside it.
 
@@ -393,7 +402,6 @@ class LayerMatrix(Result):
         column_layers: residual layers of the second model; of the same model if there is only one.
     """
 
-    file_kind: ClassVar[str] = "layer_matrix"
     values: Float64[Tensor, "row column"] = axes("row", "column", label="Value", title="Values between layers")
     column_layers: tuple[str, ...]
 
@@ -428,7 +436,6 @@ class LayerCurve(Result):
         values: `residual`.
     """
 
-    file_kind: ClassVar[str] = "layer_curve"
     values: Float64[Tensor, " residual"] = axes("residual", label="Value", title="Values at each layer")
 
 
@@ -806,4 +813,4 @@ def _logger_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
 
 
-__all__ = ["LayerCurve", "LayerMatrix", "Picture", "Provenance", "Report", "Result", "axes", "load"]
+__all__ = ["LayerCurve", "LayerMatrix", "Provenance", "Report", "Result", "axes", "load"]

@@ -19,7 +19,6 @@ from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
 from .row import ModelInputs, Row
-from .texts import Chat, Text, TextRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
@@ -162,12 +161,7 @@ class Batch:
     @property
     def short_row(self) -> Batch:
         """The first row with every attended position counted; a row of tokens is cut to its first positions."""
-        row = self.first_row
-        if row.has_tokens:
-            cut = (slice(0, 1), slice(0, SHORT))
-            inputs = {n: v[cut] if n in row.positional else v for n, v in row.inputs.items()}
-            labels = None if row.labels is None else row.labels[cut]
-            row = replace(row, tokens=row.tokens[cut], attention=row.attention[cut], labels=labels, inputs=inputs)
+        row = self.first_row._cut(0, 1, SHORT) if self.has_tokens else self.first_row
         return replace(row, counted=row.attention, pooled=False)
 
     def rows(self, start: int, stop: int) -> Batch:
@@ -331,13 +325,14 @@ class Batches:
             )
         kept = KeptRows(self.model.tokenizer, self.model.processor)
         self.data.keep(self._read_by, kept)
-        texts = TextRows(self.model, self.data, self.notes)
-        for row in self._limited(self._rows(texts)):
+        self.notes.begin()
+        reader = self._reader
+        for row in self._limited(reader.rows(reader.all_items())):
             kept.add(row)
             yield row
-        texts.warn_of_cut()
+        reader.warn_of_cut()
         self.notes.once(self.notes.runs.warning(self.model))
-        kept.finish(replace(self.notes))
+        kept.notes = replace(self.notes) if kept.fits else None
 
     def batch(self, rows: list[Row], first: int) -> Batch:
         """Pad rows on the right to the longest and join them in a batch.
@@ -382,6 +377,7 @@ class Batches:
         """
         left, selection = self.data.max_tokens, self.data.selection
         for row in rows:
+            self._refuse_unfit(row)
             if not row.has_positions:
                 # Their positions are selected when their number is known.
                 yield row
@@ -400,28 +396,20 @@ class Batches:
                 left -= int(counted.sum())
             yield row
 
-    def _rows(self, texts: TextRows) -> Iterator[Row]:
-        """Rows of at most `seq_len` tokens, checked against the model."""
-        self.notes.begin()
+    def _refuse_unfit(self, row: Row) -> None:
+        """Raise an error if the model does not take the row, or if an option cannot be applied to it."""
         context = self.model.context
-        for row in texts.rows(self._items()):
-            if context and len(row.tokens) > context:
-                raise LayersimError(
-                    f"`data` has a row of {len(row.tokens)} tokens, and the context of {self.model.name} has {context}. "
-                    + (
-                        f"Cut it with tokenizer(texts, truncation=True, max_length={context})."
-                        if self.model.reads_rows
-                        else f"`seq_len={context}` cuts longer rows into several."
-                    )
+        if context and len(row.tokens) > context:
+            raise LayersimError(
+                f"`data` has a row of {len(row.tokens)} tokens, and the context of {self.model.name} has {context}. "
+                + (
+                    f"Cut it with tokenizer(texts, truncation=True, max_length={context})."
+                    if self.model.reads_rows
+                    else f"`seq_len={context}` cuts longer rows into several."
                 )
-            if row.has_tokens:
-                refuse_other_ids(row.tokens, self.model)
-            else:
-                self._refuse_without_tokens(row)
-            yield row
-
-    def _refuse_without_tokens(self, row: Row) -> None:
-        """Raise an error if rows without token ids are not accepted, or if an option that cuts rows of tokens is set."""
+            )
+        if row.has_tokens:
+            return refuse_other_ids(row.tokens, self.model)
         if self.count_positions is None:
             raise LayersimError(
                 f"`data` has rows without token ids ({', '.join(row.inputs)}); this call takes texts or token ids."
@@ -432,17 +420,15 @@ class Batches:
                     f"`{name}` is {value}; it applies to tokens, but the rows have none. Pass fewer rows instead, such as "
                     "data.select(range(n))."
                 )
+        return None
 
     def count_rows(self) -> int:
         """Number of rows in the data, before tokenisation and splitting of long rows."""
-        return sum(1 for _ in self._items())
+        return sum(1 for _ in self._reader.all_items())
 
-    def _items(self) -> Iterator[Text | Chat | Row]:
-        """Texts, chats and rows in the order of the data."""
-        try:
-            yield from Reader(self.data, self.model, self.labelled, self.notes).items(self.data.source)
-        except RecursionError as error:
-            raise LayersimError("`data` has lists or mappings that contain themselves.") from error
+    @property
+    def _reader(self) -> Reader:
+        return Reader(self.data, self.model, self.notes, self.labelled)
 
 
 class BatchSize(NamedTuple):

@@ -90,11 +90,6 @@ class KeptRows:
         else:
             self.rows.clear()
 
-    def finish(self, notes: Notes) -> None:
-        """Mark the pass as complete."""
-        if self.fits:
-            self.notes = notes
-
     @property
     def fits(self) -> bool:
         """Whether the rows that were read so far are within `MOST_KEPT` bytes."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, with_article
-from .data import Column, Data, Notes
+from .data import Column
 from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
 from .non_token_inputs import (
     EMBEDDINGS,
@@ -47,7 +47,7 @@ from .non_token_inputs import (
 from .padding_masks import as_mask, mask_of, masked_warning
 from .positions import as_marks
 from .row import NOTHING, ModelInputs, Row
-from .texts import Chat, Text, chats_in, is_chat
+from .texts import Text, TextRows, chats_in, is_chat
 
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids or other inputs of the model by name, a datasets.Dataset or "
@@ -57,42 +57,38 @@ FILES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow",
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reader(TextRows):
     """Reads data of any accepted kind as texts, chats and rows.
 
     Args:
-        data: the options of reading.
-        model: the model's inputs, tokenizer and padding ids.
         labelled: whether to read labels. If False, a column with their name may hold anything.
-        notes: counts of the pass, which the reader updates.
     """
 
-    data: Data
-    model: ModelInputs
-    labelled: bool
-    notes: Notes
-
-    @property
-    def column(self) -> Column | None:
-        """The column of texts, tokens or images, or a pair of text columns; None to find it."""
-        return self.data.column
+    labelled: bool = False
 
     @property
     def marks(self) -> str | None:
         """The mask column of the counted positions; None if there is none."""
         return self.data.selection.column
 
-    def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Chat | Row]:
+    def all_items(self) -> Iterator[Text | Row]:
+        """Texts, chats and rows in the order of the data."""
+        try:
+            yield from self.items(self.data.source)
+        except RecursionError as error:
+            raise LayersimError("`data` has lists or mappings that contain themselves.") from error
+
+    def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Row]:
         """Texts, chats and rows of tokens or other inputs, in the order of the data.
 
         Args:
             data: data of any accepted kind.
             level: see `Level`.
         """
-        if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
-            raise LayersimError(f"`column` is {self.column!r}, but `data` holds a {type(data).__name__} without columns.")
+        if self.data.column is not None and isinstance(data, str | np.ndarray | Tensor):
+            raise LayersimError(f"`column` is {self.data.column!r}, but `data` holds a {type(data).__name__} without columns.")
         if isinstance(data, str):
-            yield Text(data, None)
+            yield Text(data)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
             yield from self.items(data.tolist())
         elif (
@@ -113,8 +109,8 @@ class Reader:
             yield from self._mapping({name: data[name].tolist() for name in data.columns}, "batch")
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
             yield from self._table(data, level)
-        elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.column is None and is_chat(data):
-            yield Chat(data, None)
+        elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.data.column is None and is_chat(data):
+            yield Text(None, messages=data)
         elif isinstance(data, tuple) and len(data) != 1:
             raise LayersimError(
                 f"`data` holds batches of {len(data)} unnamed tensors, as from a DataLoader. Pass a mapping for each batch, "
@@ -126,7 +122,7 @@ class Reader:
                 if number == 0:
                     refuse_path(item)
                 if is_missing(item):
-                    yield Text(None, None)
+                    yield Text(None)
                     continue
                 # Tensors side by side at the top are batches; inside a batch they are tokens and something else.
                 together = isinstance(item, list) and len(item) > 1 and any(isinstance(x, Tensor) and x.dim() > 1 for x in item)
@@ -150,10 +146,10 @@ class Reader:
             )
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
-    def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Chat | Row]:
+    def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
         """Items of a batch or an example: rows of the main input, rows of tokens, chats, or texts."""
         data = {name: as_plain(value) for name, value in data.items()}
-        named = self.column if isinstance(self.column, str) else None
+        named = self.data.column if isinstance(self.data.column, str) else None
         images = image_column(data, self.model, named)
         read = [*LABELS, self.model.mask_input, *([images] if images else []), *([self.marks] if self.marks else [])]
         if images is not None:
@@ -161,7 +157,7 @@ class Reader:
             made = processed(list(data[images]) if many else [data[images]], self.model)
             data |= made if many else {name: values[0] for name, values in made.items()}
             level = "batch" if many else "row"
-        main = main_column(data, self.model) if self.column is None or named == images else None
+        main = main_column(data, self.model) if self.data.column is None or named == images else None
         if named is not None and named != images and is_floats(data.get(named)) and self.model.main_input != TOKEN_IDS:
             main = named
         if main is not None:
@@ -169,18 +165,18 @@ class Reader:
             name = main if main == EMBEDDINGS else self.model.main_input
             yield from self._rows(data, main, name, level)
             return
-        column = self.column if self.column is not None else find_column(data)
-        if reads_decoder(self.model) and self.column is None:
+        column = self.data.column if self.data.column is not None else find_column(data)
+        if reads_decoder(self.model) and self.data.column is None:
             column = self.model.token_input
             if data.get(column) is None:
                 raise decoder_alone(f"fields {list(data)}, without `{column}`", self.model)
-        if self.column is None and column not in (*TOKENS, "text", self.model.token_input):
+        if self.data.column is None and column not in (*TOKENS, "text", self.model.token_input):
             column = next((name for name in data if is_chat(data[name])), column)
         yield from self._tokens_or_texts(data, column, read, level)
 
     def _tokens_or_texts(
         self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
-    ) -> Iterator[Text | Chat | Row]:
+    ) -> Iterator[Text | Row]:
         """Items of a mapping: rows of tokens, or chats or texts if there are no tokens."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not set(columns) & data.keys() and is_chat(data):
@@ -192,7 +188,7 @@ class Reader:
             raise unclear_columns(data, column, self.model)
         values = data[columns[0]]
         of_text = is_missing(values) or is_chat(values) or is_text(values)
-        if columns[0] in (*TOKENS, self.model.token_input) and self.column is None and is_text(values):
+        if columns[0] in (*TOKENS, self.model.token_input) and self.data.column is None and is_text(values):
             raise not_ids(brief(values))
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
@@ -202,7 +198,8 @@ class Reader:
             chats = chats_in(values)
             alone = isinstance(values, Mapping) or any(isinstance(each, Mapping) for each in values)
             rows = rows_of(inputs, None if alone and len(chats) == 1 else len(chats))
-            yield from map(Chat, chats, self._classes(data, len(chats)), rows)
+            for chat, label, own in zip(chats, self._classes(data, len(chats)), rows, strict=True):
+                yield Text(None, label, messages=chat, inputs=own)
         elif of_text:
             yield from self._texts(data, columns, inputs)
         else:
@@ -221,7 +218,7 @@ class Reader:
             first, second = parts[0], parts[1] if len(parts) > 1 else None
             # A pair without its second text is a row without text.
             missing = len(parts) > 1 and second is None
-            yield Text(None if missing else first, label, second, rows[i])
+            yield Text(None if missing else first, label, second, inputs=rows[i])
 
     def _name_unread(self, data: Mapping[str, Any], read: list[str]) -> None:
         """Log the columns that are not read, once."""
@@ -252,11 +249,11 @@ class Reader:
         has_tokens, model = name == self.model.token_input, self.model
         alone, values = _token_rows(data[column], model) if has_tokens else main_rows(name, data[column], level)
         mask, labels = data.get(model.mask_input), labels_in(data) if self.labelled else None
-        masks = self._split(model.mask_input, mask, values, alone)
+        masks = self._by_row(model.mask_input, mask, values, alone)
         if has_tokens and mask is None:
             masks = self._derived_masks(values)
         marked = data.get(self.marks) if self.marks else None
-        marks, targets = self._split(self.marks, marked, values, alone), self._split("labels", labels, values, alone)
+        marks, targets = self._by_row(self.marks, marked, values, alone), self._by_row("labels", labels, values, alone)
         # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
         skipped = (column, name, model.mask_input if has_tokens else MASK)
         further = rows_of(accepted(data, model, skipped), None if alone else len(values))
@@ -287,7 +284,7 @@ class Reader:
             )
             yield whole[int(kept[0]) : int(kept[-1]) + 1]
 
-    def _split(self, name: str | None, column: Any, rows: list[Tensor], alone: bool) -> list[Any]:
+    def _by_row(self, name: str | None, column: Any, rows: list[Tensor], alone: bool) -> list[Any]:
         """A column of masks, labels or marks as one value for each row, all None without the column."""
         if column is None:
             return [None] * len(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,11 +64,6 @@ class Row:
             counted=cut(self.counted),
             inputs=inputs,
         )
-
-    def split(self, length: int) -> Iterator[Row]:
-        """Split the row into rows of at most `length` tokens."""
-        for start in range(0, len(self.tokens), max(length, 1)):
-            yield self[start : start + length]
 
 
 NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))

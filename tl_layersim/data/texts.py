@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -27,52 +27,29 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Text:
-    """A text in the data, or a pair of texts.
+    """A text, a pair of texts or a chat in the data, with its token ids once it is tokenised.
 
     Attributes:
-        text: the text; None if the row has none.
+        text: the text; None if the row has none, and for a chat.
         label: class of the text, None if the data has no labels.
         second: the second text of a pair; None for a single text.
+        messages: the messages of a chat, mappings with role and content, in order; None for a text.
         inputs: further inputs of the row by name, without an axis of rows.
-    """
-
-    text: str | None
-    label: int | None
-    second: str | None = None
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A chat in the data.
-
-    Attributes:
-        messages: mappings with role and content, in order; None if the row has no chat.
-        label: class of the chat, None if the data has no labels.
-        inputs: further inputs of the row by name, without an axis of rows.
-    """
-
-    messages: list[dict[str, Any]] | None
-    label: int | None
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-class Encoded(NamedTuple):
-    """Token ids of a text without BOS, or of a chat with the special tokens of its template.
-
-    Attributes:
-        ids: the token ids.
-        item: the text or the chat.
-        number: index of the item in the data.
+        number: index of the text in the data.
+        ids: token ids of a text without BOS, or of a chat with the special tokens of its template.
         own: whether the text itself begins with a special token, so that no BOS is added.
         segments: the segment id of each token; None if the model takes none or all are 0.
         marks: for each token of a chat, whether it belongs to the assistant; None unless requested.
         cut: whether the text was too long and was cut to one row.
     """
 
-    ids: list[int]
-    item: Text | Chat
-    number: int
+    text: str | None
+    label: int | None = None
+    second: str | None = None
+    messages: Any = None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    number: int = -1
+    ids: list[int] = field(default_factory=list)
     own: bool = False
     segments: list[int] | None = None
     marks: list[bool] | None = None
@@ -85,12 +62,12 @@ def is_chat(value: Any) -> bool:
     return isinstance(value, Mapping) and {"role", "content"} <= set(value)
 
 
-def chats_in(value: Any) -> list[list[dict[str, Any]] | None]:
-    """The chats in a column: one for an example, several for a batch or a table."""
+def chats_in(value: Any) -> list[Any]:
+    """The chats in a column: one for an example, several for a batch or a table; () for a missing one."""
     value = _as_messages(value)
     if any(isinstance(item, Mapping) and not isinstance(item.get("role"), list) for item in value):
         return [value]
-    return [None if chat is None else _as_messages(chat) for chat in value]
+    return [() if chat is None else _as_messages(chat) for chat in value]
 
 
 def _as_messages(value: Any) -> Any:
@@ -121,35 +98,35 @@ def tokenizer_of(model: ModelInputs) -> Any:
     return model.tokenizer
 
 
-def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int | None = None) -> list[Encoded]:
-    """Encode texts, or pairs of texts, as token ids.
+def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None) -> list[Text]:
+    """Texts, or pairs of texts, with their token ids.
 
     Args:
-        items: texts, each with its index in the data.
+        texts: at least one.
         model: the model whose tokenizer is used.
         longest: number of tokens to which the tokenizer cuts each text; None to cut none.
 
     Raises:
         LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or not Unicode.
     """
-    for number, item in items:
-        if item.text is None:
-            raise LayersimError(f"`data` has no text in row {number}. Leave such rows out: data.filter(...), table.dropna().")
+    for one in texts:
+        if one.text is None:
+            raise LayersimError(
+                f"`data` has no text in row {one.number}. Leave such rows out: data.filter(...), table.dropna()."
+            )
         try:
-            f"{item.text}{item.second}".encode()
+            f"{one.text}{one.second}".encode()
         except UnicodeEncodeError as error:
             raise LayersimError(
-                f"`data` has a lone surrogate in row {number}, which no tokenizer reads: {first_line(error)}. Use "
+                f"`data` has a lone surrogate in row {one.number}, which no tokenizer reads: {first_line(error)}. Use "
                 "text.encode('utf-8', 'replace').decode()."
             ) from error
-    if not items:
-        return []
     tokenizer = tokenizer_of(model)
     specials = adds_specials(tokenizer)
-    texts = [[item.text for _, item in items]]
-    if items[0][1].second is not None:
-        texts.append([item.second for _, item in items])
-    if len(texts) > 1 and not specials:
+    sides = [[one.text for one in texts]]
+    if texts[0].second is not None:
+        sides.append([one.second for one in texts])
+    if len(sides) > 1 and not specials:
         raise LayersimError(
             f"`column` names a pair of texts, and the tokenizer, a {type(tokenizer).__name__}, has no special tokens that "
             "separate the two."
@@ -159,17 +136,17 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int |
     options: dict[str, Any] = {"add_special_tokens": specials, "verbose": False}
     if longest is not None:
         options |= {"truncation": True, "max_length": longest}
-    found = tokenizer(*texts, **options)
+    found = tokenizer(*sides, **options)
     # Segments of 0 are the default.
     segments = found.get(SEGMENTS) if SEGMENTS in model.inputs else None
-    segments = [None] * len(items) if segments is None else [list(row) if any(row) else None for row in segments]
+    segments = [None] * len(texts) if segments is None else [list(row) if any(row) else None for row in segments]
     return [
-        _undoubled(Encoded(ids, item, number, segments=own), tokenizer)
-        for ids, own, (number, item) in zip(found["input_ids"], segments, items, strict=True)
+        _undoubled(replace(one, ids=ids, segments=own), tokenizer)
+        for ids, own, one in zip(found["input_ids"], segments, texts, strict=True)
     ]
 
 
-def _undoubled(text: Encoded, tokenizer: Any) -> Encoded:
+def _undoubled(text: Text, tokenizer: Any) -> Text:
     """Remove special tokens that the tokenizer added although the text had them already."""
     if not adds_specials(tokenizer):
         return text
@@ -179,21 +156,21 @@ def _undoubled(text: Encoded, tokenizer: Any) -> Encoded:
     own = len(ids) > 1 and ids[0] == ids[1] and ids[0] in first
     ended = len(ids) - own > 1 and ids[-1] == ids[-2] and ids[-1] in last
     span = slice(int(own), len(ids) - ended)
-    return text._replace(ids=ids[span], own=own, segments=None if text.segments is None else text.segments[span])
+    return replace(text, ids=ids[span], own=own, segments=None if text.segments is None else text.segments[span])
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """Turns texts and chats into rows of tokens.
+    """Turns texts and chats into rows of tokens; base class of `Reader`.
 
     Args:
-        model: the model whose tokenizer and context are used.
         data: the data with its reading options.
-        notes: counts of the pass, updated here: rows with a BOS in their text, and texts that were cut.
+        model: the model's inputs, tokenizer, context and padding ids.
+        notes: counts of the pass, which are updated.
     """
 
-    model: ModelInputs
     data: Data
+    model: ModelInputs
     notes: Notes
 
     @property
@@ -207,7 +184,7 @@ class TextRows:
         bos = self.model.tokenizer.bos_token_id
         return [bos] if self.data.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
 
-    def rows(self, items: Iterator[Text | Chat | Row]) -> Iterator[Row]:
+    def rows(self, items: Iterator[Text | Row]) -> Iterator[Row]:
         """Rows of at most `seq_len` tokens, in the order of the data.
 
         Args:
@@ -218,39 +195,38 @@ class TextRows:
             return self.packed(encoded)
         return itertools.chain.from_iterable(self._split(x) if isinstance(x, Row) else self.windows(x) for x in encoded)
 
-    def _encoded(self, items: Iterator[Text | Chat | Row]) -> Iterator[Encoded | Row]:
+    def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
         """Encode chats and texts as token ids, texts in groups; rows of tokens are passed on in order."""
-        for kind, group in itertools.groupby(enumerate(items), lambda each: type(each[1])):
-            if kind is not Chat and (self.data.chat_template is not None or self.data.add_generation_prompt):
+        numbered = (
+            replace(x, source=number) if isinstance(x, Row) else replace(x, number=number) for number, x in enumerate(items)
+        )
+        for kind, group in itertools.groupby(numbered, _kind):
+            if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
                 raise LayersimError(f"`{name}` applies to chat messages only, and `data` holds texts or tokens.")
-            if reads_decoder(self.model) and kind is not Row:
+            if reads_decoder(self.model) and kind != "row":
                 raise decoder_alone("a text alone", self.model)
-            if kind is Text:
+            if kind == "text":
                 while some := list(itertools.islice(group, TEXTS_AT_ONCE)):
-                    yield from self._texts([(number, item) for number, item in some if isinstance(item, Text)])
-            for number, item in group:
-                if isinstance(item, Chat):
-                    yield self._chat(item, number)
-                elif isinstance(item, Row):
-                    if reads_decoder(self.model) and not item.inputs and len(item.tokens):
-                        raise decoder_alone("a row of token ids alone", self.model)
-                    yield replace(item, source=number)
+                    texts = encode([one for one in some if isinstance(one, Text)], self.model)
+                    yield from map(self._one_row, texts) if self.model.reads_rows else texts
+            for item in group:
+                if not isinstance(item, Row):
+                    yield self._chat(item)
+                elif reads_decoder(self.model) and not item.inputs and len(item.tokens):
+                    raise decoder_alone("a row of token ids alone", self.model)
+                else:
+                    yield item
 
     def _split(self, row: Row) -> Iterator[Row]:
-        parts = [part for part in row.split(self.data.seq_len or len(row.tokens)) if part.attention.any()]
+        length = self.data.seq_len or len(row.tokens)
+        parts = [row[start : start + length] for start in range(0, len(row.tokens), max(length, 1))]
+        parts = [part for part in parts if part.attention.any()]
         if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
             raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
         return iter(parts)
 
-    def _texts(self, items: Sequence[tuple[int, Text]]) -> list[Encoded]:
-        """Tokenise texts, given with their index in the data. For a row classifier, each text is cut to one row."""
-        texts = encode(items, self.model)
-        if not self.model.reads_rows:
-            return texts
-        return [self._one_row(text, item) for text, item in zip(texts, items, strict=True)]
-
-    def _one_row(self, text: Encoded, item: tuple[int, Text]) -> Encoded:
+    def _one_row(self, text: Text) -> Text:
         """The text, cut by the tokenizer to one row with special tokens if it is longer."""
         tokenizer = self.model.tokenizer
         # A tokenizer that cuts the beginning cuts the text's own BOS too.
@@ -258,37 +234,33 @@ class TextRows:
         room = self.length - (0 if own else len(self.bos))
         if len(text.ids) <= room:
             return text
-        specials = tokenizer.num_special_tokens_to_add(item[1].second is not None) if adds_specials(tokenizer) else 0
+        specials = tokenizer.num_special_tokens_to_add(text.second is not None) if adds_specials(tokenizer) else 0
         if room <= specials:
             raise LayersimError(
                 f"`seq_len` is {self.length}, which leaves no room for a text beside the tokenizer's {specials} special tokens."
             )
         # A first special token that the text brings along is doubled before `encode` takes one away.
-        [cut] = encode([item], self.model, room + text.own)
-        return cut._replace(cut=True)
+        [cut] = encode([text], self.model, room + text.own)
+        return replace(cut, cut=True)
 
-    def _chat(self, chat: Chat, number: int) -> Encoded:
+    def _chat(self, chat: Text) -> Text:
         """The tokens of a chat. All special tokens come from its template: no BOS is added.
-
-        Args:
-            chat: the chat.
-            number: index of its row in the data, for messages.
 
         Raises:
             LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
         """
         template, tokenizer = self._template(), self.model.tokenizer
-        messages = _text_messages(chat.messages, number)
+        messages = _text_messages(chat.messages, chat.number)
         given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
             if self.data.selection.rule != "assistant":
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                return Encoded(ids, chat, number)
+                return replace(chat, ids=ids)
             spans = _assistant_spans(tokenizer, messages, text, given)
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise LayersimError(
-                f"`data` has a chat in row {number} that the chat template cannot render: {type(error).__name__}: "
+                f"`data` has a chat in row {chat.number} that the chat template cannot render: {type(error).__name__}: "
                 f"{first_line(error)}."
             ) from error
         encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
@@ -296,7 +268,7 @@ class TextRows:
             any(start < stop and max(end, start + 1) > begin for begin, stop in spans)
             for start, end in encoded["offset_mapping"]
         ]
-        return Encoded(encoded["input_ids"], chat, number, marks=marks)
+        return replace(chat, ids=encoded["input_ids"], marks=marks)
 
     def _template(self) -> str:
         """The text of the template. Raise an error if `positions` needs marks that the template lacks."""
@@ -328,20 +300,20 @@ class TextRows:
                 + (f", at most {self.model.context}." if self.model.context else ".")
             )
 
-    def windows(self, text: Encoded) -> Iterator[Row]:
+    def windows(self, text: Text) -> Iterator[Row]:
         """Split a text's tokens into rows; a long text continues in further rows, and no token is lost."""
-        if isinstance(text.item, Chat) and self.model.reads_rows and len(text.ids) > self.length:
+        if text.messages is not None and self.model.reads_rows and len(text.ids) > self.length:
             raise row_too_long(len(text.ids), self.length, self.model, "a chat")
         self.notes.texts += 1
         self.notes.cut += text.cut
         self.notes.own_bos += text.own
         # Rows of a chat whose template writes no BOS have none.
-        adds = isinstance(text.item, Text) or text.ids[:1] == self.bos
+        adds = text.messages is None or text.ids[:1] == self.bos
         start = 0
         while start < len(text.ids):
             row, taken = self.row(text.ids[start : start + self.length], text.ids[start] in self.bos, adds)
-            labels = None if text.item.label is None else torch.full_like(row, text.item.label)
-            inputs, positional = dict(text.item.inputs), frozenset[str]()
+            labels = None if text.label is None else torch.full_like(row, text.label)
+            inputs, positional = dict(text.inputs), frozenset[str]()
             if text.segments is not None:
                 # Tokenizers that give segments add all special tokens themselves: no BOS comes before the ids.
                 inputs[SEGMENTS] = torch.tensor(text.segments[start : start + taken])
@@ -366,7 +338,7 @@ class TextRows:
         taken = ids[: self.length - len(bos)]
         return torch.tensor(bos + taken), len(taken)
 
-    def packed(self, items: Iterable[Encoded | Row]) -> Iterator[Row]:
+    def packed(self, items: Iterable[Text | Row]) -> Iterator[Row]:
         """Join all texts with end-of-text tokens and cut them into full rows; the last row may be shorter.
 
         Raises:
@@ -388,16 +360,16 @@ class TextRows:
             del held[:start], separates[:start]
 
         for text in items:
-            if isinstance(text, Row) or isinstance(text.item, Chat):
+            if isinstance(text, Row) or text.messages is not None:
                 raise LayersimError(
                     f"`pack` applies to texts only, and `data` has {'rows of tokens' if isinstance(text, Row) else 'chats'}."
                 )
             end = self.model.tokenizer.eos_token_id
             ids = text.ids
-            if text.item.inputs or text.segments is not None:
+            if text.inputs or text.segments is not None:
                 raise LayersimError(
                     "`pack` is True, which joins texts, but each text has its own inputs: "
-                    f"{', '.join(text.item.inputs) or SEGMENTS}."
+                    f"{', '.join(text.inputs) or SEGMENTS}."
                 )
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
                 # The separator is the BOS of this text.
@@ -406,6 +378,10 @@ class TextRows:
             separates += [False] * len(ids) + ([True] if end is not None else [])
             yield from cut(self.length)
         yield from cut(0)
+
+
+def _kind(item: Text | Row) -> str:
+    return "row" if isinstance(item, Row) else "text" if item.messages is None else "chat"
 
 
 def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> LayersimError:
@@ -443,11 +419,12 @@ def _assistant_spans(
     return [(int(start), int(stop)) for start, stop in spans[0]]
 
 
-def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[dict[str, Any]]:
+def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
     """The messages without empty fields. Raise an error if there are none, or if one holds more than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise LayersimError(
-            f"`data` has no chat in row {number}, but {brief(messages)}; a chat is a list of messages with role and content."
+            f"`data` has no chat in row {number}, but {None if messages == () else brief(messages)}; a chat is a list of "
+            "messages with role and content."
         )
     for message in messages:
         parts = message.get("content")

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from ..activations.norms import FIRST_PLACES
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
-from ..core.intervals import aligned, bounds_of, leave_one_out, neighbour_correlation, with_and_without_blocks, with_replicates
+from ..core.intervals import aligned, bounds_of, leave_one_out, neighbour_correlation, with_and_without_blocks
 from ..core.result_declarations import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.results import Report, Result
 from ..core.site_names import site_in_words
@@ -175,7 +175,7 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     """
     tokens = tuple(block.tokens for block in blocks)
     if len(blocks) < 2:
-        return with_replicates(result, (), tokens)
+        return result.with_replicates((), tokens)
     replicates = []
     try:
         # What is said of all data need not be said again of each part.
@@ -193,7 +193,7 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
             f"{name!r} has no intervals: it is not defined if one of the {len(blocks)} blocks of the data is left out: {error}"
         )
         return result
-    return with_replicates(result, tuple(replicates), tokens)
+    return result.with_replicates(tuple(replicates), tokens)
 
 
 def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:

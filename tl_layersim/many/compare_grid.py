@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Unpack, get_type_hints, overload
+from typing import Any, Unpack, get_type_hints, overload
 
 import torch
 from jaxtyping import Float64
@@ -64,7 +64,6 @@ class ModelGrid(Result):
             once.
     """
 
-    file_kind: ClassVar[str] = "model_grid"
     values_name = "distance"
     values: Float64[Tensor, "row_model column_model"] = axes(
         "row_model",
@@ -105,6 +104,13 @@ class ModelGrid(Result):
     def with_halves(self, first: Any, second: Any) -> Any:
         pairs = {name: one.with_halves(first.results[name], second.results[name]) for name, one in self.results.items()}
         return replace(self, results=Report(pairs))
+
+    def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
+        pairs = {
+            name: one.with_replicates(tuple(grid.results[name] for grid in replicates), block_tokens)
+            for name, one in self.results.items()
+        }
+        return replace(self, results=Report(pairs), replicates=replicates, block_tokens=block_tokens)
 
     def with_twins(self, twins: Sequence[Any]) -> Any:
         pairs = {name: one.with_twins([twin.results[name] for twin in twins]) for name, one in self.results.items()}

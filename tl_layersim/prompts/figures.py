@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float64
@@ -47,7 +47,6 @@ class PredictionGrid(Result):
         tokens: the prompt's tokens as text.
     """
 
-    file_kind: ClassVar[str] = "prediction_grid"
     probability = ValuesAlias()
     values: Float64[Tensor, "token layer"] = axes(
         "token",
@@ -118,7 +117,6 @@ class TrajectoryPCA(Result):
         tokens: the prompt's tokens as text.
     """
 
-    file_kind: ClassVar[str] = "trajectory_pca"
     values: Float64[Tensor, "token residual component"] = axes(
         "token", "residual", "component", title="Paths of tokens through the layers", drawn="paths"
     )

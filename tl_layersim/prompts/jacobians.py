@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -65,7 +65,6 @@ class BlockJacobians(Result):
         tokens: the prompt's tokens as text.
     """
 
-    file_kind: ClassVar[str] = "block_jacobians"
     values_name = "jacobian"
     values: Float64[Tensor, "block pair output input"] = axes("block", "pair", "output", "input")
     singular_values: Float64[Tensor, "block pair direction"] = axes(
@@ -117,7 +116,6 @@ class CouplingMatrices(Result):
         tokens: the prompt's tokens as text.
     """
 
-    file_kind: ClassVar[str] = "coupling_matrices"
     values_name = "miscoupling"
     values: Float64[Tensor, "connection other"] = axes(
         "connection", "other", label="Mis-coupling", title="Mis-coupling of blocks", within=(0, 1)

@@ -52,7 +52,7 @@ def figure(result: Result, field: str | None = None, width: str | None = None, t
     Raises:
         LayersimError: the result has no such field, or the field was not measured or has more than two axes.
     """
-    field = field or (result.pictures[0].field if result.pictures else "values")
+    field = field or (result.pictures[0].name if result.pictures else "values")
     if field.startswith(UNTRAINED):
         return with_size(_untrained_figure(result, field.removeprefix(UNTRAINED)), width, title)
     held = field_named(result, field)

@@ -193,14 +193,14 @@ def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
     """The section of one result as HTML. Its figures are appended to a list as JSON."""
     plots = []
     for picture in result.pictures:
-        shown = [(picture.field, picture.title)]
-        if len(result.declared(picture.field).axes) == 2 and result.of_untrained(picture.field) is not None:
-            shown.append((f"{UNTRAINED}{picture.field}", f"{picture.title}, untrained"))
+        shown = [(picture.name, picture.title)]
+        if len(result.declared(picture.name).axes) == 2 and result.of_untrained(picture.name) is not None:
+            shown.append((f"{UNTRAINED}{picture.name}", f"{picture.title}, untrained"))
         for field, title in shown:
             figure = result.plot(field)
             size = {"width": figure.layout.width, "height": figure.layout.height}
-            table = _numbers(result, picture.field)
-            plots.append({"number": len(figures), "title": title, "meaning": picture.meaning, "table": table, **size})
+            table = _numbers(result, picture.name)
+            plots.append({"number": len(figures), "title": title, "meaning": picture.caption, "table": table, **size})
             figures.append(figure.to_json())
     models, lines = side_by_side(result)
     return {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float64
@@ -90,7 +90,6 @@ class StitchResult(Result):
         unit: unit of a target: "token", or "row" for a classifier.
     """
 
-    file_kind: ClassVar[str] = "stitch"
     values_name = "curve"
     values: Float64[Tensor, " step"] = axes(
         "step",
@@ -284,7 +283,6 @@ class StitchGrid(Result):
         groups: group of each model; empty if no groups were given.
     """
 
-    file_kind: ClassVar[str] = "stitch_grid"
     values_name = "penalty"
     values: Float64[Tensor, "front back seam"] = axes(
         "front",

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -67,7 +67,6 @@ class AlignedAdapters(Result):
         paths: module paths of these blocks.
     """
 
-    file_kind: ClassVar[str] = "aligned_adapters"
     values_name = "losses"
     values: Float64[Tensor, "stage layer"] = axes(
         "stage",

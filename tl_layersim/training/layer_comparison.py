@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -68,7 +68,6 @@ class LayerChange(Result):
         center: centring of the cosines, see `Cosine`.
     """
 
-    file_kind: ClassVar[str] = "layer_change"
     values_name = "cross_entropy"
     values: Float64[Tensor, "model layer"] = axes(
         "model",
@@ -224,7 +223,6 @@ class MetricChange(Result):
         models: names of the two models.
     """
 
-    file_kind: ClassVar[str] = "metric_change"
     values_name = "f1"
     values: Float64[Tensor, "model layer"] = axes(
         "model",
@@ -271,7 +269,6 @@ class GenerationQuality(Result):
         models: names of the two models.
     """
 
-    file_kind: ClassVar[str] = "generation_quality"
     values_name = "diversity"
     values: Float64[Tensor, "model layer"] = axes(
         "model",

@@ -325,7 +325,6 @@ class DetectionResult(Result):
         matched: number of matched queries: the number of objects, unless an image has more objects than the model has queries.
     """
 
-    file_kind: ClassVar[str] = "detection"
     values_name: ClassVar[str] = "accuracy"
     values: Float64[Tensor, " layer"] = axes(
         "layer",

@@ -62,7 +62,6 @@ class TowerSimilarity(Result):
         pairs: number of pairs N.
     """
 
-    file_kind: ClassVar[str] = "tower_similarity"
     values: Float64[Tensor, "vision text"] = axes(
         "vision_layer",
         "text_layer",
