@@ -121,7 +121,7 @@ def test_errors_of_workers_reach_the_caller_as_they_are(cluster, tmp_path):
         assert type(caught.value) is kind
         assert any(f"in {function}" in note for note in caught.value.__notes__)
     (tmp_path / "flag").touch()
-    with pytest.raises(LayersimError, match=r"`load_model`.*other model"):
+    with pytest.raises(LayersimError, match=r"`load_model`.*models"):
         analyze_on_ray(partial(load_mortal_and_drawn, tmp_path / "flag"), data(), ["cka"], num_workers=1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import LayersimError
 from .models_and_data import ALIGNED, is_demo, named_model
 from .options import CommandCall, command, help_of, names_of, shard_files
-from .output import prepare, print_headlines, print_run, print_table, settled_options, write_report, written
+from .output import prepare, print_headlines, print_run, print_table, write_report, written
 from .run_file import shard_options
 
 
@@ -121,10 +121,10 @@ def merge_shards(call: CommandCall) -> None:
     paths = shard_files(call.options["files"], "files")
     report: Any = merge(paths)
     options = shard_options(paths)
-    settled = None if options is None else options | settled_options(report) | {"format": call.options["format"]}
     print_run(report)
+    known = {"seq_len": None, "positions": None} | (options or {})
     of_run = {name: call.options[name] for name in ("out", "format")}
-    write_report(CommandCall("report", {}, of_run), report, settled)
+    write_report(CommandCall("report", options or {}, known | of_run), report, with_run_file=options is not None)
 
 
 def listed_analyzer(analyzer: str | None = None) -> None:

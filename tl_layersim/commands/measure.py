@@ -16,7 +16,6 @@ from .output import (
     print_files,
     print_run,
     print_table,
-    settled_options,
     write_report,
     written,
 )
@@ -67,11 +66,11 @@ def report_on_model(call: CommandCall) -> None:
     data = read_data(call, of_prompts=any(one.prompts for one in analyzers.values()))
     result: Any = analyze(opened(call), data, analyzers, **options)
     if isinstance(result, Path):
-        settled = {"pack": data.pack, "batch_size": data.batch_size, "option": analyzer_settings(analyzers)}
+        settled = analyzer_settings(analyzers) | {"pack": data.pack}
         print_files({"Shard": result, "Config": write_run_file(result.parent, f"{result.stem}.yaml", call, settled)})
         return
     print_run(result)
-    write_report(call, result, settled_options(result, analyzers))
+    write_report(call, result, analyzers)
 
 
 def two_models(model_a: str, model_b: str) -> None:
@@ -113,7 +112,7 @@ def compare_models(call: CommandCall) -> None:
     data = read_data(call)
     result: Any = compare(opened(call, "model_a"), opened(call, "model_b"), data, analyzers, **call.of("compare"))
     print_run(result)
-    write_report(call, result, settled_options(result, analyzers))
+    write_report(call, result, analyzers)
 
 
 def recommended(*, agreement: float = 0.95) -> None:
@@ -154,8 +153,7 @@ def measure_exits(call: CommandCall) -> None:
     result: Any = analyze(opened(call), data, [curve], **call.of("analyze"))
     print_run(result)
     _print_curve(result["exit_curve"], agreement)
-    settled = settled_options(result) | {"thresholds": list(map(str, result["exit_curve"].thresholds))}
-    write_report(call, result, settled)
+    write_report(call, result)
 
 
 def _print_curve(curve: Any, agreement: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import LayersimError, without_secrets
@@ -62,13 +63,16 @@ def prepare(call: CommandCall) -> None:
     make_folder(call.options["out"])
 
 
-def write_report(call: CommandCall, report: Any, settled: Mapping[str, Any] | None = None) -> None:
+def write_report(
+    call: CommandCall, report: Any, analyzers: Mapping[str, Any] = MappingProxyType({}), with_run_file: bool = True
+) -> None:
     """Print the numbers of a report, and write its files and its run file to the folder of `--out`.
 
     Args:
         call: the call of the command.
         report: the report.
-        settled: values in the run of options whose default depends on model and data; None if they are unknown.
+        analyzers: analyzers of the run, by name, whose options `--option` sets.
+        with_run_file: whether the options of the run are known.
     """
     from ..core.storage import REPORT_FILE
 
@@ -80,8 +84,8 @@ def write_report(call: CommandCall, report: Any, settled: Mapping[str, Any] | No
     for name in names_of(call.options["format"]):
         method, file, what = FORMATS[name]
         files[what] = getattr(report, method)(out / file) or out / file
-    if settled is not None:
-        files["Config"] = write_run_file(out, RUN_FILE, call, settled, report)
+    if with_run_file:
+        files["Config"] = write_run_file(out, RUN_FILE, call, analyzer_settings(analyzers), report)
     print_files(files)
 
 
@@ -124,27 +128,15 @@ def print_run(report: Any) -> None:
     print(f"{run.model}: {run.tokens} tokens in {run.sequences} rows ({how}){left}{sites}")
 
 
-def settled_options(report: Any, analyzers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values that a run used for options whose default depends on model, data or version.
-
-    Args:
-        report: report of the run.
-        analyzers: analyzers of the run; None if the options of the run are settings of the command.
-    """
-    options = next(iter(report.values())).provenance.options
-    settled = {name: options[name] for name in ("seq_len", "pack", "positions", "batch_size") if options.get(name) is not None}
-    return settled if analyzers is None else settled | {"option": analyzer_settings(analyzers)}
-
-
-def analyzer_settings(analyzers: Mapping[str, Any]) -> list[str]:
-    """All options of the analyzers, in the form of `--option`.
+def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The values of `--option` that set all options of the analyzers; empty without analyzers.
 
     Args:
         analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.
     """
     from ..analyzers.analyzer import as_settings
 
-    return [setting for analyzer in analyzers.values() for setting in as_settings(analyzer)]
+    return {"option": [one for analyzer in analyzers.values() for one in as_settings(analyzer)]} if analyzers else {}
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", numbers: Sequence[str] = ()) -> None:

@@ -100,14 +100,16 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
         folder: folder of the file.
         name: name of the file.
         call: the call of the command.
-        settled: values in the run of options whose default depends on model and data.
-        report: report of the run, whose provenance is recorded; None for a shard.
+        settled: values of options that are written in place of those of the call.
+        report: report of the run, whose record gives the values of options that the call left open; None for a shard.
     """
     import yaml
 
     from ..core.storage import replacing
 
-    options = {key: settled.get(key, value) for key, value in call.options.items()} | dict(settled)
+    used = {} if report is None else _used_options(report)
+    options = {name: value if name in call.given else used.get(name, value) for name, value in call.options.items()}
+    options |= settled
     options = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
     content = {COMMAND: call.command, **{key: _written_value(key, value) for key, value in options.items()}}
     if report is not None:
@@ -132,6 +134,14 @@ def _written_value(name: str, value: Any) -> Any:
     if isinstance(value, (str, Path)):
         return str(Path(value).resolve() if name in PATHS and Path(value).exists() else value)
     return str(value) if value == math.inf else value
+
+
+def _used_options(report: Any) -> dict[str, Any]:
+    """The options that a run recorded, among them those whose default depends on model, data or other options."""
+    options = next(iter(report.values())).provenance.options
+    known = {**options, **options.get("training", {})}
+    # Sites, which `--at` of a stitch names in another form.
+    return {name: value for name, value in known.items() if name != "at" and value is not None}
 
 
 def _record_of(report: Any) -> dict[str, Any]:

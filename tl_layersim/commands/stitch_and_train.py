@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
 from .models_and_data import evaluation_data, named_data, named_model, opened, read_data, read_held_out
 from .options import CommandCall, command, stitch_point
-from .output import make_folder, prepare, print_run, settled_options, write_report, written
+from .output import make_folder, prepare, print_run, write_report, written
 from .run_file import run_file
 
 
@@ -74,8 +74,7 @@ def stitch_models(call: CommandCall) -> None:
         result = stitch_grid(dict(zip(names, models, strict=True)), data, layers=layers, **options)
     report = Report({"stitch": result})
     print_run(report)
-    as_run = _as_run(call, training) | {name: options[name] for name in ("adapter", "fit") if name in options}
-    write_report(call, report, settled_options(report) | as_run)
+    write_report(call, report)
 
 
 def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
@@ -121,14 +120,8 @@ def train_model(call: CommandCall) -> None:
     result: Any = finetune_aligned(opened(call), data, training, eval_data=eval_data, **call.of("finetune_aligned"))
     report = Report({"training": result})
     print_run(report)
-    write_report(call, report, settled_options(report) | _as_run(call, training))
+    write_report(call, report)
     print(f"Model:   {call.options['save_to'].resolve()}")
-
-
-def _as_run(call: CommandCall, training: Any) -> dict[str, Any]:
-    """Values in the run of the settings that are options."""
-    names = {one.name for one in fields(training)} - {"lora", "save_to"}
-    return {name: getattr(training, name) for name in call.options if name in names}
 
 
 def _lora(rank: int | None) -> Any:

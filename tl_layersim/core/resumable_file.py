@@ -55,7 +55,7 @@ def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
         LayersimError: the identities differ; the message shows the differing entries.
     """
     if identity != found:
-        now, then = _differences(identity, found)
+        now, then = differences(identity, found)
         raise LayersimError(f"{path} belongs to another run. It holds {then}, and this call has {now}; pass another path.")
 
 
@@ -161,11 +161,20 @@ class ResumableFile:
             raise
 
 
-def _differences(now: Any, then: Any) -> tuple[str, str]:
-    """The entries in which two identities differ, as one text for each identity."""
+def differences(now: Any, then: Any) -> tuple[str, str]:
+    """The entries in which two identities differ, as one text for each identity.
+
+    Args:
+        now: identity of this run.
+        then: identity of the other run.
+
+    Examples:
+        >>> differences({"model": "a", "data": {"seq_len": 8}}, {"model": "a", "data": {"seq_len": 9}})
+        ('data: seq_len: 8', 'data: seq_len: 9')
+    """
     if isinstance(now, dict) and isinstance(then, dict):
         keys = [key for key in now | then if now.get(key) != then.get(key)]
-        parts = [_differences(now.get(key), then.get(key)) for key in keys]
+        parts = [differences(now.get(key), then.get(key)) for key in keys]
         sides = ([f"{key}: {part[side]}" for key, part in zip(keys, parts, strict=True)] for side in (0, 1))
         given, expected = (", ".join(side) for side in sides)
         return given, expected

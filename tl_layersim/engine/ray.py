@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -74,7 +73,7 @@ class ModelCopy:
         analysis.check()
         return self._identity, analysis.counts, analysis.first_needs_model
 
-    def measure(self, number: int, of: int, first: ShardPart | None) -> tuple[str, int, bytes]:
+    def measure(self, number: int, of: int, first: ShardPart | None) -> bytes:
         """Measure one shard.
 
         Args:
@@ -83,11 +82,10 @@ class ModelCopy:
             first: the result of the first stage; None in the first stage, or if there is none.
 
         Returns:
-            Stage and index of the shard, and the content of its file.
+            The content of the shard's file.
         """
         with TemporaryDirectory() as folder:
-            path = run_shard(self._analysis, self._identity, (number, of), Path(folder) / "shard", first)
-            return read_part(path).stage, number, path.read_bytes()
+            return run_shard(self._analysis, self._identity, (number, of), Path(folder) / "shard", first).read_bytes()
 
 
 class Workers:
@@ -101,9 +99,10 @@ class Workers:
 
     def __init__(self, ray: Any, actors: list[Any], folder: Path) -> None:
         self._ray, self._folder, self._free = ray, folder, list[Any]()
-        self._running: dict[Any, Any] = {actor.describe.remote(): actor for actor in actors}
+        # By Ray's reference to a running call: its worker, and the stage and the index of the shard.
+        self._running: dict[Any, tuple[Any, str, int]] = {actor.describe.remote(): (actor, "", 0) for actor in actors}
         self.identity: dict[str, Any]
-        self.identity, self.counts, self.in_two_stages = self._wait()
+        self.identity, self.counts, self.in_two_stages = self._wait()[2]
 
     def measure(self, stage: str, of: int, first: ShardPart | None) -> list[Path]:
         """Measure all shards, and return their files. The file of a shard comes from the first worker that returns it.
@@ -126,12 +125,12 @@ class Workers:
                     if self._free and given[number] < 2:
                         given[number] += 1
                         actor = self._free.pop()
-                        self._running[actor.measure.remote(number, of, first)] = actor
-                found = self._wait()
-                if found[0] == stage and found[1] not in files:
-                    path = self._folder / f"{stage}-{found[1]}.safetensors"
+                        self._running[actor.measure.remote(number, of, first)] = actor, stage, number
+                of_stage, number, content = self._wait()
+                if of_stage == stage and number not in files:
+                    path = self._folder / f"{stage}-{number}.safetensors"
                     with replacing(path) as file:
-                        file.write(found[2])
+                        file.write(content)
                     self._add(path, files, bar, "`load_model` or `data` gave a worker")
         return list(files.values())
 
@@ -139,19 +138,20 @@ class Workers:
         """Add the file of a shard of this run, and return the number of shards of the run."""
         part = read_part(path)
         if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
-            raise LayersimError(f"{given} a different run from the other parts, with {words}.")
+            raise LayersimError(f"{given} a different run from the other parts: {words}.")
         if part.counts != self.counts:
             raise LayersimError(f"{given} different rows from the other parts, which have {self.counts.tokens} tokens.")
         files[part.number] = path
         bar.update(sum(node.tokens for node in part.tally.tree.nodes))
         return part.of
 
-    def _wait(self) -> Any:
-        """Wait for the next call to end, and return its result."""
+    def _wait(self) -> tuple[str, int, Any]:
+        """Wait for the next call to end, and return the stage and the index of its shard, and its result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
-        self._free.append(self._running.pop(reference))
+        actor, stage, number = self._running.pop(reference)
+        self._free.append(actor)
         try:
-            return self._ray.get(reference)
+            return stage, number, self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, Exception):
                 raise
@@ -179,8 +179,8 @@ def analyze_on_ray(
     give equal bits on all machines: the same hardware, versions and number of threads (`torch.get_num_threads()`; Ray gives a
     worker `num_cpus` threads).
 
-    If this process is not connected to a cluster, the call connects it by `ray.init()`, which joins the cluster at
-    `RAY_ADDRESS` or on this machine, or starts one on this machine.
+    If this process is not connected to a cluster, Ray connects it as `ray.init()` does: it joins the cluster at `RAY_ADDRESS`
+    or on this machine, or starts one on this machine. The process stays connected until `ray.shutdown()`.
 
     Args:
         load_model: a function without arguments that returns the model, of any kind that `analyze` takes, or what `open_model`
@@ -219,7 +219,8 @@ def analyze_on_ray(
             f"`load_model` is {with_article(type(load_model).__name__)}; it must be a function that loads the model, which "
             "each worker loads itself."
         )
-    with _connected() as ray, TemporaryDirectory() as temporary:
+    ray = _ray()
+    with TemporaryDirectory() as temporary:
         folder = Path(checkpoint or temporary)
         folder.mkdir(exist_ok=True)
         # Once for all workers; the data without the rows that this process keeps.
@@ -262,20 +263,12 @@ def _loaded(load_model: Callable[[], Any]) -> OpenedModel:
     return opened
 
 
-@contextmanager
-def _connected() -> Iterator[Any]:
-    """A context manager that connects this process to a Ray cluster, unless it is connected, and yields the package ray."""
+def _ray() -> Any:
+    """The package ray."""
     try:
         import ray
     except ImportError as error:
         raise LayersimError(
             "`analyze_on_ray` needs the package ray, which is not installed: pip install 'tl_layersim[ray]'."
         ) from error
-    was_connected = ray.is_initialized()
-    if not was_connected:
-        ray.init()
-    try:
-        yield ray
-    finally:
-        if not was_connected:
-            ray.shutdown()
+    return ray

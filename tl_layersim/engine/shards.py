@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.resumable_file import ResumableFile
+from ..core.resumable_file import ResumableFile, differences
 from ..core.storage import MALFORMED, checksum, refuse_other_types
 from ..core.sums import SumTree, Tally
 from ..core.wording import brief
@@ -135,7 +135,7 @@ def run_shard(
         if not analysis.first_needs_model:
             raise LayersimError("`first` is given, but no analyzer of this call has a first pass with the model.")
         if words := differing_entries(identity, first.identity):
-            raise LayersimError(f"`first` holds the first stage of another run, with {words}.")
+            raise LayersimError(f"`first` holds the first stage of another run: {words}.")
     # A first pass without the model is a part of each shard.
     stage = FIRST if analysis.first_needs_model and first is None else MAIN
     digest = "" if first is None else checksum("", sums_snapshot(FIRST, first.tally.tree.total().sums))
@@ -291,15 +291,15 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
     if others:
         raise LayersimError(f"`first` names files of the main pass: {_shard_names(others)}.")
     here, head = version("tl_layersim"), parts[0]
-    if others := [part for part in parts if part.identity["version"] != here]:
-        then = others[0].identity["version"]
+    if others := [part for part in parts if part.identity.get("version") != here]:
+        then = others[0].identity.get("version")
         raise LayersimError(
             f"Shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
             "another meaning; install that version."
         )
     if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
         words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
-        raise LayersimError(f"Shards belong to another run than {head.path}, with {words}: {_shard_names(others)}.")
+        raise LayersimError(f"Shards belong to another run than {head.path}: {words}, in {_shard_names(others)}.")
     if others := [part for part in parts if part.counts != head.counts]:
         others[0].refuse_other_counts(f"Shards were measured on other data: {_shard_names(others)}", head.counts)
     if unfinished := [part for part in parts if not part.is_done]:
@@ -322,22 +322,13 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
 
 
 def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """The entries in which the identities of two runs differ, in words.
+    """The entries in which the identities of two runs differ, in words; "" if there are none.
 
     Args:
         now: identity of this run.
         then: identity of the other run.
     """
-    names = {"models": "model", "first": "first stage", "version": "version of tl_layersim"}
-    words = []
-    for key in sorted(now.keys() | then.keys()):
-        mine, other = now.get(key), then.get(key)
-        if mine != other and key == "data" and isinstance(mine, dict) and isinstance(other, dict):
-            options = sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
-            words.append("other options " + ", ".join(f"{name}={other.get(name)!r}" for name in options))
-        elif mine != other:
-            words.append(f"other {names.get(key, key)}")
-    return " and ".join(words)
+    return "" if now == then else "{1}, not {0}".format(*differences(now, then))
 
 
 def _shard_names(parts: Sequence[ShardPart]) -> str:

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..analyzers.analyzer import Analyzer
 from ..core.arguments import typed
 from ..core.errors import LayersimError, shown, without_secrets
 from ..core.results import Report
-from ..core.resumable_file import ResumableFile
+from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_other_types
 from ..core.sums import Sums, SumTree, Tally
 from ..data.batches import Batch
@@ -110,10 +110,6 @@ def parsed(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
     plain = {name: notes[name] for name in RunHeader.__annotations__}
     refuse_other_types(RunHeader, plain)
     header = RunHeader(**plain)
-    if not all(
-        isinstance(recipe["options"], dict) and isinstance(recipe["class"], str) for recipe in header.analyzers.values()
-    ):
-        raise TypeError("analyzers of other types")
     if not all(type(header.place[name]) is int for name in TRAFFIC):
         raise TypeError("traffic of other types")
     models = {name: model_of(header.models[name]) for name in header.analyzers}
@@ -127,17 +123,19 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     for place, (count, names) in enumerate(item["parts"]):
         sums = sums_below(f"part/{number}/{place}", names, tensors)
         parts.append(PartialSums(count, [], {name: own.fields for name, own in sums.items()}))
-    steps = [Step(**(dict(zip(Step._fields, step, strict=True)) | {"tokens": tuple(step[3])})) for step in item["steps"]]
+    steps = [Step._make(step)._replace(tokens=tuple(step[3])) for step in item["steps"]]
     for step in steps:
         refuse_other_types(Step, step._asdict())
     refuse_other_types(Job, {"id": item["id"], "state": item["state"]})
     return Job(item["id"], batches, steps, parts, item["state"])
 
 
-def _batch_notes(batch: Batch) -> dict[str, Any]:
-    """The facts on a batch that a file holds beside its tensors."""
-    names = ("first", "origins", "pooled", "has_tokens", "rows_at_once", "leaf", "capacity", "density")
-    return {name: getattr(batch, name) for name in names} | {"positional": sorted(batch.positional)}
+def _batch_snapshot(batch: Batch) -> Snapshot:
+    """The facts on a batch as plain data, and its tensors; those of further inputs have keys that begin with "input/"."""
+    held = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name != "inputs"}
+    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    facts = {name: value for name, value in held.items() if name not in tensors} | {"positional": sorted(batch.positional)}
+    return facts, tensors | {f"input/{name}": value for name, value in batch.inputs.items()}
 
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
@@ -236,12 +234,9 @@ class RemoteRun:
         tensors: dict[str, Tensor] = {}
         jobs = []
         for number, job in enumerate(self._jobs):
-            for place, batch in enumerate(job.batches):
-                for name, value in (("tokens", batch.tokens), ("attention", batch.attention), ("counted", batch.counted)):
-                    tensors[f"batch/{number}/{place}/{name}"] = value
-                if batch.labels is not None:
-                    tensors[f"batch/{number}/{place}/labels"] = batch.labels
-                tensors |= {f"batch/{number}/{place}/input/{name}": value for name, value in batch.inputs.items()}
+            batches = list(map(_batch_snapshot, job.batches))
+            for place, (_, held) in enumerate(batches):
+                tensors |= {f"batch/{number}/{place}/{name}": value for name, value in held.items()}
             for place, part in enumerate(job.parts):
                 sums = {name: Sums(own) for name, own in part.out.items()}
                 tensors |= sums_snapshot(f"part/{number}/{place}", sums)
@@ -250,7 +245,7 @@ class RemoteRun:
                     "id": job.id,
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
-                    "batches": [_batch_notes(batch) for batch in job.batches],
+                    "batches": [facts for facts, _ in batches],
                     "steps": [list(step) for step in job.steps],
                     "parts": [[part.count, list(part.out)] for part in job.parts],
                 }
@@ -398,17 +393,17 @@ def load_run(
         LayersimError: the file holds no run, or the analyzers, the model or the server are not those of the run.
     """
 
-    def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> KeptRun:
+    def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[KeptRun, dict[str, Analyzer]]:
         if notes.get("version") != version("tl_layersim"):
             raise LayersimError(
                 f"{path} was sent by tl_layersim {notes.get('version')}, and this is {version('tl_layersim')}: sums of "
                 "another version may have another meaning."
             )
-        return parsed(notes, tensors)
+        run = parsed(notes, tensors)
+        return run, restored_analyzers(run[0].analyzers, analyzers)
 
-    run = ResumableFile(path, KIND).read(parse)
+    run, chosen = ResumableFile(path, KIND).read(parse)
     header, models, first, _ = run
-    chosen = restored_analyzers(header.analyzers, analyzers)
     server = header.server if remote is None else remote
     ndif = NdifClient(server, header.model_key, {})
     if ndif.name != header.server:
