@@ -47,9 +47,9 @@ from ..engine.run_arguments import (
 from ..engine.run_description import Analysis
 from ..engine.site_plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from ..remote.open_model import open_source
-from ..sources.forward_arguments import position_counter
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel, records_of
+from ..sources.source import position_counter
 
 # Class attributes that are those of the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
@@ -480,7 +480,7 @@ def compare_grid(
     many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
     for one in opened.values():
         refuse_idle_options(one, True, checkpoint)
-    sources = [open_source(one, either_stack=True) for one in opened.values()]
+    sources = [open_source(one, either_stack=True, at=at) for one in opened.values()]
     plan = plan_sites(sources, chosen, at, per_head)
     described = [source.model for source in sources]
     rule = chosen_rule(data.positions, described, chosen, data.skip_first)

@@ -23,10 +23,9 @@ from ..architectures.site_selection import site_map
 from ..core.errors import LOG, LayersimError, shown
 from ..data.batches import Batch
 from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, no_cache, smallest_arguments
-from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
 from ..sources.nnsight import NNsightSource, kept_of, shippable
-from ..sources.source import OnServer, PartialSums, Source
+from ..sources.source import OnServer, PartialSums, Source, firing_order
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus
@@ -162,8 +161,8 @@ class RemoteSource(NNsightSource, OnServer):
 
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         super().read_at(points)
-        if self._reading.order is None:
-            self._reading = replace(self._reading, widths=widths_without_weights(self.module, points))
+        if self.reading.order is None:
+            self.reading = replace(self.reading, widths=widths_without_weights(self.module, points))
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> Order:
         arguments = forward_arguments(self.module, row, self._model)

@@ -159,30 +159,13 @@ def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
     return list(dict.fromkeys((*module.modules(), *more)))
 
 
-# Kernels set the precision of float32 products, and some of them the kind of attention, for the whole process.
-_KERNELS = threading.RLock()
-_thread_of_kernels: int | None = None
-
-
-@contextmanager
-def kernels_alone() -> Iterator[None]:
-    """A context manager for kernels: other threads run no kernels meanwhile, and probes do not record block calls."""
-    global _thread_of_kernels
-    with _KERNELS:
-        before, _thread_of_kernels = _thread_of_kernels, threading.get_ident()
-        try:
-            yield
-        finally:
-            _thread_of_kernels = before
-
-
 _local = threading.local()
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context manager for forward passes of this package, which probes in the user's loop do not record."""
-    before, _local.unrecorded = getattr(_local, "unrecorded", False), True
+    """A context manager for kernels and forward passes of this package, which probes in the user's loop do not record."""
+    before, _local.unrecorded = is_unrecorded(), True
     try:
         yield
     finally:
@@ -191,4 +174,15 @@ def unrecorded() -> Iterator[None]:
 
 def is_unrecorded() -> bool:
     """Whether this thread runs a kernel, or a forward pass of this package."""
-    return _thread_of_kernels == threading.get_ident() or getattr(_local, "unrecorded", False)
+    return getattr(_local, "unrecorded", False)
+
+
+# Kernels set the precision of float32 products, and some of them the kind of attention, for the whole process.
+_KERNELS = threading.RLock()
+
+
+@contextmanager
+def kernels_alone() -> Iterator[None]:
+    """A context manager for kernels: other threads run no kernels meanwhile, and probes do not record block calls."""
+    with _KERNELS, unrecorded():
+        yield

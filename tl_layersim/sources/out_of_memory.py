@@ -74,31 +74,21 @@ class RowParts:
         """
         total = len(batch.tokens)
         before = size = min(self.rows or total, total)
-        joined: View | None = None
-        start = filled = 0
-        while start < total:
-            part = batch if size == total else batch.part(start, min(start + size, total))
-            view = None
+        while True:
             try:
-                view = run(part)
+                view = run(batch) if size == total else _joined(batch, size, run)
+                break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = indivisible()
-                if len(part.tokens) == 1 or reason:
-                    raise too_large(part, "a forward pass" + (f" ({reason})" if reason else ""), error) from error
-            if view is None:
-                # After the `except` clause, because the traceback holds the activations of the failed forward pass.
-                size = (len(part.tokens) + 1) // 2
-                release_memory()
-                continue
-            if part is batch:
-                return view
-            joined = joined or _empty_view(batch, view)
-            end = filled + view.activations.shape[1]
-            joined.activations[:, filled:end] = view.activations
-            start, filled = start + len(part.tokens), end
-        assert joined is not None
+                if size == 1 or reason:
+                    raise too_large(
+                        batch.part(0, size), "a forward pass" + (f" ({reason})" if reason else ""), error
+                    ) from error
+            # After the `except` clause, because the traceback holds the activations of the failed forward pass.
+            size = (size + 1) // 2
+            release_memory()
         if size < before:
             self.rows = size
             LOG.warning(
@@ -110,17 +100,27 @@ class RowParts:
                 batch.tokens.shape[1],
                 counted(size, "row"),
             )
-        return joined
+        return view
 
 
-def _empty_view(batch: Batch, part: View) -> View:
-    """The view of a batch, like the view of some of its rows, with room for the activations of all rows."""
-    known, device = tokens_alone(batch), part.activations.device
-    sites, _, width = part.activations.shape
-    with refusing_out_of_memory(batch, f"keeping {len(known.sequence)} samples at {sites} sites, {width} wide,"):
-        activations = part.activations.new_empty(sites, len(known.sequence), width)
-    fields: dict[str, Any] = {name: value.to(device) for name, value in known.token_fields().items()}
-    return replace(part, activations=activations, memo={}, **fields)
+def _joined(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
+    """The view of a batch from forward passes over `size` rows each, whose activations are copied into one tensor."""
+    known = tokens_alone(batch)
+    joined: View | None = None
+    filled = 0
+    for start in range(0, len(batch.tokens), size):
+        view = run(batch.part(start, min(start + size, len(batch.tokens))))
+        if joined is None:
+            sites, _, width = view.activations.shape
+            with refusing_out_of_memory(batch, f"keeping {len(known.sequence)} samples at {sites} sites, {width} wide,"):
+                activations = view.activations.new_empty(sites, len(known.sequence), width)
+            fields: dict[str, Any] = {name: value.to(activations.device) for name, value in known.token_fields().items()}
+            joined = replace(view, activations=activations, memo={}, **fields)
+        end = filled + view.activations.shape[1]
+        joined.activations[:, filled:end] = view.activations
+        filled = end
+    assert joined is not None
+    return joined
 
 
 def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:

@@ -260,7 +260,7 @@ class LoopProbe(Probe):
     def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
         """Compare the lens with the model's own logits on the first forward pass that reaches the head."""
         self._checked = True
-        refuse_other_logits(gap, self._source.model, computed)
+        refuse_other_logits(lambda: gap, self._source.model, computed)
 
     def _choose(self, call: Call) -> tuple[Tensor, Tensor]:
         return self._positions.choose(call, self._mask)
