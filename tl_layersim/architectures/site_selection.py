@@ -142,54 +142,39 @@ def _named(known: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
         LayersimError: no hook point is selected.
     """
     sites = {site.point.name: site for site in known.sites}
-    if isinstance(item, str) and (item in sites or known.by_name(item) is not None):
-        return [_one(known, sites, item)]
-    if isinstance(item, str) and (head := _HEAD.match(item)):
-        return [_one_head(known, sites, item, head[1], int(head[2]))]
+    if isinstance(item, str) and (named := _site_called(known, sites, item)):
+        return [named]
     matches: Callable[[str], bool] = item if callable(item) else lambda name: fnmatch.fnmatchcase(name, item)
-    chosen = [name for name in sites if matches(name)]
-    chosen = chosen or [name for name in known.other_names if matches(name) and known.by_name(name) is not None]
-    found = {_tensor_of(one.point): one for one in (_one(known, sites, name) for name in chosen)}
-    if not found:
-        raise _unknown(known, sites, item)
-    return list(found.values())
+    for names in (sites, known.other_names):
+        found = [one for name in names if matches(name) and (one := _site_called(known, sites, name))]
+        if found:
+            return list({_tensor_of(one.point): one for one in found}.values())
+    raise _unknown(known, sites, item)
 
 
-def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site:
-    """The site or other hook point called `name`.
+def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | None:
+    """The site, the head of a site or the other hook point called `name`; None if there is none.
 
     Raises:
-        LayersimError: there is none, or the site and TransformerLens's hook point of this name are different tensors.
+        LayersimError: the site and TransformerLens's hook point of this name are different tensors, or it has no such head.
     """
-    other = known.by_name(name)
-    if name not in sites:
-        if other is None:
-            raise _unknown(known, sites, name)
-        return Site(other, "")
-    site = sites[name]
+    other, site = known.by_name(name), sites.get(name)
+    if site is None:
+        head = None if other is not None else _HEAD.match(name)
+        whole = None if head is None else _site_called(known, sites, head[1])
+        if head is None or whole is None:
+            return None if other is None else Site(other, "")
+        last = len(whole.heads) - 1
+        if int(head[2]) <= last:
+            return Site(whole.head(int(head[2])), "")
+        has = f"{head[1]} has heads 0 to {last}" if whole.heads else f"only {', '.join(HEAD_FAMILIES)} have heads"
+        raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {has}.")
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
             f"`at` is {name!r}, but the hook point of this name in the {known.model} is not the tensor of the family "
             f"{site.family!r}, which is read at {site.point.module}."
         )
     return site
-
-
-def _one_head(known: SiteMap, sites: dict[str, Site], name: str, stem: str, number: int) -> Site:
-    """The hook point of one head.
-
-    Raises:
-        LayersimError: there is no such head.
-    """
-    site = _one(known, sites, stem) if stem in sites or known.by_name(stem) is not None else None
-    if site is None:
-        raise _unknown(known, sites, name)
-    if number < len(site.heads):
-        return Site(site.head(number), "")
-    raise LayersimError(
-        f"`at` is {name!r}, a head that the model does not have; "
-        + (f"{stem} has heads 0 to {len(site.heads) - 1}." if site.heads else f"only {', '.join(HEAD_FAMILIES)} have heads.")
-    )
 
 
 def _tensor_of(point: HookPoint) -> tuple[object, ...]:

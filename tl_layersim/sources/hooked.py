@@ -124,7 +124,14 @@ class HookedSource(CanReadSites):
         self.blocks: list[torch.nn.Module]
         self._is_transformer_lens = is_transformer_lens(model)
         self._open(layers, unembed)
-        self._place_blocks()
+        if self._is_transformer_lens:
+            self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
+            points = tuple(HookPoint(name, name) for name in self._model.layers)
+        else:
+            self.blocks = [self.module.get_submodule(path) for path in self.paths]
+            points = residual_points(self._model.layers, self.paths)
+        self._start_reading(points, tuple(range(len(points))))
+        self.unembed = lens_of(self.module, self._model.head)
         self._check: Callable[[Batch], None] | None = None
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
@@ -141,17 +148,6 @@ class HookedSource(CanReadSites):
             self.embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
-
-    def _place_blocks(self) -> None:
-        """Set the blocks, the hook points of the residual layers, and the head."""
-        if self._is_transformer_lens:
-            self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
-            points = tuple(HookPoint(name, name) for name in self._model.layers)
-        else:
-            self.blocks = [self.module.get_submodule(path) for path in self.paths]
-            points = residual_points(self._model.layers, self.paths)
-        self._start_reading(points, tuple(range(len(points))))
-        self.unembed = lens_of(self.module, self._model.head)
 
     def aside(self) -> bool:
         """Whether probes must ignore the current forward pass."""
@@ -206,11 +202,7 @@ class HookedSource(CanReadSites):
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce_batch(batch, kernels, self.collect(batch))
 
-    def collect(self, batch: Batch) -> View:
-        return self._parts.collect(batch, self._collect, self._indivisible)
-
     def _collect(self, batch: Batch) -> View:
-        """Run one forward pass over the batch and return its view."""
         reader, calls = SiteReader(self.reading.points, self.sites, self.reading.order, batch), list[BlockCall]()
 
         def read(sites: list[int], hidden: Tensor) -> None:

@@ -85,15 +85,7 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 
 class StopForward(Exception):
-    """Exception that ends a forward pass early.
-
-    Args:
-        run: the run to end.
-    """
-
-    def __init__(self, run: ForwardRun) -> None:
-        super().__init__(run)
-        self.run = run
+    """Exception that ends a forward pass early; its argument is the `ForwardRun` to end."""
 
 
 class ForwardRun:
@@ -121,21 +113,28 @@ class ForwardRun:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        return isinstance(error, StopForward) and error.run is self
+        return isinstance(error, StopForward) and error.args[0] is self
 
 
 @contextmanager
 @typed
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     """A context manager that sets every submodule to evaluation mode, and restores each submodule's mode at the end."""
+    with in_mode(module, training=False):
+        yield
+
+
+@contextmanager
+def in_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
+    """A context manager that sets every submodule to training or evaluation mode; restored at the end."""
     modes = [(sub, sub.training) for sub in every_module(module)]
     try:
         for sub, _ in modes:
-            sub.training = False
+            sub.training = training
         yield
     finally:
-        for sub, training in modes:
-            sub.training = training
+        for sub, before in modes:
+            sub.training = before
 
 
 @contextmanager

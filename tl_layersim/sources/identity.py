@@ -199,10 +199,8 @@ def refuse_edits(changes: str, what: str) -> None:
 def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """The paths of all submodules; the path of the model itself is its class name."""
     inner = vars(module).get("original_model")
-    paths: dict[torch.nn.Module, str] = {}
-    for root, prefix in ((module, ""), (inner, "original_model.")):
-        if isinstance(root, torch.nn.Module):
-            paths = {sub: prefix + path for path, sub in root.named_modules()} | paths
+    more = inner.named_modules() if isinstance(inner, torch.nn.Module) else ()
+    paths = {sub: f"original_model.{path}" for path, sub in more} | {sub: path for path, sub in module.named_modules()}
     return {sub: paths[sub] or type(sub).__name__ for sub in every_module(module)}
 
 

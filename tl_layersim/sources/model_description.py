@@ -300,7 +300,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         module: the model.
         paths: paths of its modules.
         named: whether the user named them.
-        strangers: see `StreamTest`.
+        strangers: paths of the modules that do not, see `strangers_among`.
 
     Raises:
         LayersimError: the modules are not blocks, and the user did not name them.

@@ -28,7 +28,7 @@ from .activation_checks import refuse_not_finite
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .identity import edits_of
 from .model_description import describe, processor_of
-from .out_of_memory import is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
+from .out_of_memory import reduce_batch, refusing_out_of_memory
 from .source import CanReadSites
 
 
@@ -79,15 +79,6 @@ def is_edited(model: Any) -> bool:
     return bool(model._edits)
 
 
-def residual_order(blocks: int) -> tuple[int, ...]:
-    """Firing order of hook points: indices into a list of all residual layers, then the input and output of each block."""
-    order = [0]
-    for block in range(blocks):
-        start = blocks + 1 + 2 * block
-        order += [start, block + 1, start + 1]
-    return tuple(order)
-
-
 def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
     """Read the sites of one step inside a trace, and record the call of a block.
 
@@ -120,7 +111,7 @@ K = TypeVar("K", bound=AnyKernel)
 class NNsightSource(CanReadSites):
     """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or another class with `trace`.
 
-    Kernels run inside the trace, and only their sums leave it.
+    Kernels run inside the trace if the model is remote or blocks are called again; else on the view that a trace returns.
 
     Args:
         model: the nnsight model.
@@ -136,8 +127,6 @@ class NNsightSource(CanReadSites):
         nnsight.register("tl_layersim")
         self.envoy, self.where = model, _where(model, remote)
         self._remote, self._in_this_process = remote, remote in (False, "local")
-        # Until a forward pass runs out of memory and its rows are run in parts.
-        self._kernels_in_trace = True
         if not getattr(model, "dispatched", True) and self._in_this_process:
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
@@ -154,7 +143,10 @@ class NNsightSource(CanReadSites):
         self.blocks = [self._envoy_at(path) for path in self.paths]
         # Built from nnsight envoys, which stand for the modules in this process or on a server.
         self.lens = lens_of(self.module, self._model.head, self._envoy_at)
-        self._start_reading(residual_points(self._model.layers, self.paths), residual_order(len(self.paths)))
+        points = residual_points(self._model.layers, self.paths)
+        events, place = (*points, *self._events()), {path: number for number, path in enumerate(self.paths)}
+        order = sorted(range(len(events)), key=lambda event: (place[events[event].module], not events[event].incoming))
+        self._start_reading(points, tuple(order))
 
     def _envoy_at(self, path: str) -> Any:
         """The envoy of the module at a path, also if nnsight renames it, such as a module called `output`."""
@@ -209,17 +201,10 @@ class NNsightSource(CanReadSites):
         return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        if self._kernels_in_trace:
-            try:
+        if self._remote or self.calling:
+            # Blocks are called again inside the trace.
+            with refusing_out_of_memory(batch, f"a forward pass{self._indivisible()}"):
                 return self._traced(batch, kernels)
-            except (RuntimeError, MemoryError) as error:
-                if self._remote or not is_out_of_memory(error):
-                    raise
-                if reason := self._indivisible():
-                    raise too_large(batch, f"a forward pass ({reason})", error) from error
-                self._kernels_in_trace = False
-            release_memory()
-        # Kernels of all rows run after the forward passes of some.
         return reduce_batch(batch, kernels, self.collect(batch))
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -240,7 +225,7 @@ class NNsightSource(CanReadSites):
             )
         # Outside a trace the modules of this process are in place of envoys.
         lens = lens_of(self.module, self._model.head)
-        return replace(self._parts.collect(batch, self._collect, self._indivisible), unembed=lens)
+        return replace(super().collect(batch), unembed=lens)
 
     def _collect(self, batch: Batch) -> View:
         """The view of one forward pass over the batch, without a lens."""

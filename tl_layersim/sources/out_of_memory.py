@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..activations.view import Kernel, Reduced, View, reduce, tokens_alone
-from ..core.errors import LOG, LayersimError
+from ..core.errors import LayersimError
 from ..core.wording import counted, first_line
 from .hooks import kernels_alone
 
@@ -48,63 +48,16 @@ def release_memory() -> None:
         torch.mps.empty_cache()
 
 
-@dataclass
-class RowParts:
-    """Runs a batch in as many forward passes as memory requires, and joins the activations in one view.
+def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
+    """The view of a batch from several forward passes, whose activations are copied into one tensor.
 
-    A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows that
-    worked. The parts keep the width of the batch, so that positions and padding are those of the whole batch.
+    The parts keep the width of the batch, so that positions and padding are those of the whole batch.
 
-    Attributes:
-        rows: largest number of rows in a forward pass; None as long as every batch fits.
+    Args:
+        batch: the rows.
+        size: number of rows of a forward pass.
+        run: function that runs one forward pass over some rows and returns their view.
     """
-
-    rows: int | None = None
-
-    def collect(self, batch: Batch, run: Callable[[Batch], View], indivisible: Callable[[], str]) -> View:
-        """Run a batch and return its view.
-
-        Args:
-            batch: the rows.
-            run: function that runs one forward pass over some rows and returns their view.
-            indivisible: function that returns why the rows must run in one forward pass; "" if they need not.
-
-        Raises:
-            LayersimError: a forward pass of one row, or of rows that must run together, runs out of memory.
-        """
-        total = len(batch.tokens)
-        before = size = min(self.rows or total, total)
-        while True:
-            try:
-                view = run(batch) if size == total else _joined(batch, size, run)
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = indivisible()
-                if size == 1 or reason:
-                    raise too_large(
-                        batch.part(0, size), "a forward pass" + (f" ({reason})" if reason else ""), error
-                    ) from error
-            # After the `except` clause, because the traceback holds the activations of the failed forward pass.
-            size = (size + 1) // 2
-            release_memory()
-        if size < before:
-            self.rows = size
-            LOG.warning(
-                "Out of memory with %d rows in a forward pass (batch of rows %d to %d, %d positions): %s at a time from "
-                "now on. Minibatches stay as they are.",
-                before,
-                batch.first,
-                batch.first + total - 1,
-                batch.tokens.shape[1],
-                counted(size, "row"),
-            )
-        return view
-
-
-def _joined(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
-    """The view of a batch from forward passes over `size` rows each, whose activations are copied into one tensor."""
     known = tokens_alone(batch)
     joined: View | None = None
     filled = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,12 @@ from ..architectures.hook_points import SITE_NAMES, HookPoint, StreamSum, at_poi
 from ..architectures.site_selection import find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.distributed import weight_peers
-from ..core.errors import LayersimError
+from ..core.errors import LOG, LayersimError
+from ..core.wording import counted
 from .forward_arguments import refusing_failed_forward
 from .hooks import ForwardRun, eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
-from .out_of_memory import RowParts, refusing_out_of_memory
+from .out_of_memory import in_parts, is_out_of_memory, refusing_out_of_memory, release_memory, too_large
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -327,43 +329,22 @@ def not_once(name: str, module: str, why: str) -> LayersimError:
     return LayersimError(f"`at` names {name}, but its module {module} does not run exactly once in a pass: {why}.")
 
 
-class StreamTest:
-    """Tests in one forward pass whether the input of each module is the output of the module before it.
+def strangers_among(paths: Sequence[str], seen: Mapping[tuple[str, bool], Tensor]) -> list[str]:
+    """Paths of modules whose input is not the output of the one before, or whose output is a feature map or of another width.
 
     Args:
-        modules: the modules, in order, by path.
-        done: function that receives the paths of modules whose input is another tensor, or whose output is a feature map or has
-            another width. It is called after the last module.
+        paths: paths of the modules, in order.
+        seen: inputs (True) and outputs (False) of the modules that ran in a forward pass, of the first row.
     """
-
-    def __init__(self, modules: Mapping[str, torch.nn.Module], done: Callable[[list[str]], object]) -> None:
-        self.modules, self.done, self.strangers = modules, done, dict[str, None]()
-        self._last: Tensor | None = None
-
-    def places(self) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """The hooks of the test, as arguments of `on_tensor`."""
-        see = [(path, module, incoming) for path, module in self.modules.items() for incoming in (True, False)]
-        return [
-            (module, incoming, partial(self._enter if incoming else self._leave, path)) for path, module, incoming in see[1:]
-        ]
-
-    def _enter(self, path: str, entering: Tensor) -> None:
+    ran = [path for path in paths if (path, False) in seen]
+    strangers = [path for path in ran[:1] if seen[path, False].dim() > 3]
+    for before, path in pairwise(ran):
+        last, given, output = seen[before, False], seen[path, True], seen[path, False]
+        is_map = output.dim() > 3 or output.shape[-1] != last.shape[-1]
         # NaNs are reported elsewhere.
-        given, last = entering.detach()[:1].nan_to_num(), self._last
-        if last is None or given.shape != last.shape or not torch.equal(given, last.to(given).nan_to_num()):
-            self.strangers[path] = None
-
-    def _leave(self, path: str, output: Tensor) -> None:
-        first, last = next(iter(self.modules)), [*self.modules][-1]
-        if path == first:
-            # A new forward pass.
-            self.strangers.clear()
-        if output.dim() > 3 or (path != first and self._last is not None and output.shape[-1] != self._last.shape[-1]):
-            self.strangers[path] = None
-        # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
-        self._last = output.detach()[:1].clone()
-        if path == last:
-            self.done(list(self.strangers))
+        if is_map or given.shape != last.shape or not torch.equal(given.nan_to_num(), last.to(given).nan_to_num()):
+            strangers.append(path)
+    return strangers
 
 
 class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
@@ -378,6 +359,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     paths: list[str]
     residual: SitesRead
     reading: SitesRead
+    _rows: int | None = None  # largest number of rows in a forward pass; None as long as every batch fits
     _named: bool  # whether the user named them
     _model: Model
 
@@ -386,16 +368,55 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self._model
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Read the residual layers, in whole batches until one runs out of memory."""
-        self._parts = RowParts()
+        """Read the residual layers."""
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
+
+    @abstractmethod
+    def _collect(self, batch: Batch) -> View:
+        """Run one forward pass over the batch and return its view."""
+
+    def collect(self, batch: Batch) -> View:
+        """Run the batch in as many forward passes as memory requires, and return the view.
+
+        A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows
+        that worked.
+
+        Raises:
+            LayersimError: a forward pass of one row, or of rows that must run together, runs out of memory.
+        """
+        total = len(batch.tokens)
+        before = size = min(self._rows or total, total)
+        while True:
+            try:
+                view = self._collect(batch) if size == total else in_parts(batch, size, self._collect)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1 or self._indivisible():
+                    raise too_large(batch.part(0, size), f"a forward pass{self._indivisible()}", error) from error
+            # After the `except` clause, because the traceback holds the activations of the failed forward pass.
+            size = (size + 1) // 2
+            release_memory()
+        if size < before:
+            self._rows = size
+            LOG.warning(
+                "Out of memory with %d rows in a forward pass (batch of rows %d to %d, %d positions): %s at a time from "
+                "now on. Minibatches stay as they are.",
+                before,
+                batch.first,
+                batch.first + total - 1,
+                batch.tokens.shape[1],
+                counted(size, "row"),
+            )
+        return view
 
     def _indivisible(self) -> str:
         """Why the rows of a batch must run in one forward pass; "" if they need not."""
         if self.calling:
-            return "an analyzer calls blocks again with all rows of a batch"
+            return " (an analyzer calls blocks again with all rows of a batch)"
         if weight_peers(self.module):
-            return "processes that share the weights must run the same forward passes"
+            return " (processes that share the weights must run the same forward passes)"
         return ""
 
     @property
@@ -464,15 +485,22 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Args:
             end: function that is called after the last module.
         """
+        seen: dict[tuple[str, bool], Tensor] = {}
 
-        def done(strangers: list[str]) -> None:
-            if self._model.stream == "unknown":
+        def see(path: str, incoming: bool, hidden: Tensor) -> None:
+            if path == self.paths[0]:
+                # A new forward pass.
+                seen.clear()
+            # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
+            seen[path, incoming] = hidden.detach()[:1].clone()
+            if path == self.paths[-1] and not incoming and self._model.stream == "unknown":
+                strangers = strangers_among(self.paths, seen)
                 self._model = settled(self._model, self.module, self.paths, self._named, strangers)
                 end()
 
-        if self._model.stream != "unknown":
-            return []
-        return StreamTest({path: self.module.get_submodule(path) for path in self.paths}, done).places()
+        places = [(path, incoming) for path in self.paths for incoming in (True, False)]
+        unknown = self._model.stream == "unknown"
+        return [(self.module.get_submodule(path), side, partial(see, path, side)) for path, side in places[1:] if unknown]
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -31,12 +31,12 @@ from ..data.data import Data
 from ..data.labels import NO_LABEL
 from ..engine.run_arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads
-from ..sources.hooks import eval_mode
+from ..sources.hooks import eval_mode, in_mode
 from ..sources.identity import refuse_quantised
 from ..sources.open_local import OpenedModel
 from .losses import refuse_other_labels
 from .objectives import OBJECTIVES, Objective
-from .residual_stream import open_residual_stream, refuse_float16, training_mode
+from .residual_stream import open_residual_stream, refuse_float16
 from .settings import AlignedTraining, curve_of, open_training_file
 from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
 
@@ -102,7 +102,7 @@ class FineTuning(Descent):
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
         self._bar = bar
-        with super().running(bar), training_mode(self.objective.module):
+        with super().running(bar), in_mode(self.objective.module, training=True):
             yield
 
     def loss_and_gradients(self) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +23,7 @@ from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream, refuse_other_logits
 from ..sources.forward_arguments import device_of, no_cache
 from ..sources.hooked import HookedSource
-from ..sources.hooks import eval_mode, every_module, on_tensor, temporary_hooks
+from ..sources.hooks import eval_mode, on_tensor, temporary_hooks
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 from ..sources.partial_forward import logits_of, read_residuals
@@ -265,19 +264,6 @@ def usable(value: Any) -> Any:
 
 # By model, the paths whose head was checked against the model's logits.
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
-
-
-@contextmanager
-def training_mode(module: nn.Module) -> Iterator[None]:
-    """A context that sets the model to training mode, and restores each module's mode at the end."""
-    before = {part: part.training for part in every_module(module)}
-    try:
-        for part in before:
-            part.training = True
-        yield
-    finally:
-        for part, mode in before.items():
-            part.training = mode
 
 
 def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStream:
