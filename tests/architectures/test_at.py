@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -130,6 +131,19 @@ def test_blocks_once_each():
             block_numbers(at, OUTPUTS[:2], "layers")
     with pytest.raises(LayersimError, match="`layers`"):
         block_numbers([], OUTPUTS, "layers")
+
+
+def test_blocks_by_numbers_of_numpy():
+    model, tokens = tiny_llama(), random_tokens(4, 8)
+    assert items_of(np.array([1, -1])) == items_of([np.int64(1), np.int32(-1)]) == [1, -1]
+    assert block_numbers(np.int64(1), ["a", "b"], "at") == (1,)
+    found = lsim.analyze(model, tokens, lsim.Cosine(), at=[np.int64(0), np.int64(1)])["cosine"]
+    assert found.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+    assert found.provenance.options["at"] == [0, 1]
+    one = np.int64(1)
+    assert lsim.stitch(model, model, tokens, at=(one, one), adapter="identity").layers == (OUTPUTS[1], OUTPUTS[1])
+    assert lsim.prompts.block_jacobians(model, tokens[0], layers=[one]).blocks == (OUTPUTS[1],)
+    assert lsim.EarlyExit(tiny_llama(4), at=one).at == (1,)
 
 
 def test_blocks_that_are_named_keep_their_numbers():

@@ -300,15 +300,16 @@ def test_layers_of_both_stacks_are_refused():
         lsim.analyze(lsim.open_model(t5(), layers=["encoder.block.0", "decoder.block.0"]), rows(), TOKEN_CKA)
 
 
-def test_a_source_that_is_used_again_reads_its_own_stack():
+def test_a_model_that_is_used_again_reads_its_own_stack():
     from tl_layersim.sources.hooked import HookedSource
 
-    source, given = HookedSource(t5()), rows()
-    first = lsim.analyze(source, given, COSINE)["cosine"]
-    lsim.analyze(source, given, COSINE, at="encoder.attn_out")
-    again = lsim.analyze(source, given, COSINE)["cosine"]
-    assert first.layers == again.layers
-    assert torch.equal(first.values, again.values)
+    given = rows()
+    for model, at in ((lsim.open_model(t5()), "encoder.attn_out"), (HookedSource(t5()), "attn_out")):
+        first = lsim.analyze(model, given, COSINE)["cosine"]
+        lsim.analyze(model, given, COSINE, at=at)
+        again = lsim.analyze(model, given, COSINE)["cosine"]
+        assert first.layers == again.layers
+        assert torch.equal(first.values, again.values)
 
 
 def test_two_models_are_compared_at_one_stack():

@@ -9,7 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.architectures.blocks import find_stacks
 from tl_layersim.architectures.site_selection import find_points, site_map
 from tl_layersim.remote.source import order_without_weights
-from tl_layersim.sources.hooked import firing_order
+from tl_layersim.sources.source import firing_order
 
 from ..tiny_models import random_tokens
 from ..wrapped_models import LAYOUTS, build

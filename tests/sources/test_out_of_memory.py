@@ -101,7 +101,7 @@ def test_parts_of_a_batch_give_the_numbers_of_the_whole(source, tmp_path, caplog
     same(found, expected)
     passes = [rows for rows, _ in seen]
     # Two batches, twice because Cosine centres; only the first one is tried whole, and the lens is checked on one row.
-    assert [rows for rows in passes if rows > 2] == ([5, 5, 3] if "NNsight" in source else [5, 3])
+    assert [rows for rows in passes if rows > 2] == [5, 3]
     assert passes.count(2) == 8
     # The width of the whole batch, also where the longest row is in another part.
     assert {width for rows, width in seen if rows == 2} == {20}

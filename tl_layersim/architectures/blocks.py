@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -81,24 +80,6 @@ def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: st
             raise LayersimError(
                 f"`{name}` is {brief(paths)}, but cannot be given for {models}, whose blocks and head are known."
             )
-
-
-def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | None:
-    """Module paths that `at` names in a model with unknown blocks; None if the blocks are known, or `at` names other sites.
-
-    Args:
-        module: the model.
-        at: see `find_points`.
-    """
-    known = encoder_and_decoder(module) or (lists_of_blocks(module) and not has_both_towers(module))
-    items = [at] if isinstance(at, int | str) or callable(at) else list(at)
-    if known or not all(isinstance(item, str) for item in items):
-        return None
-    own = [
-        name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
-    ]
-    matches = [fnmatch.filter(own, item.removesuffix(".input")) for item in items]
-    return list(dict.fromkeys(name for found in matches for name in found)) if all(matches) else None
 
 
 def locate(

@@ -443,7 +443,4 @@ def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos:
 
 def positions_of(shape: Sequence[int], channels: Channels | None = None, name: str = "") -> int:
     """Number of positions in a shape: `batch pos ...`, a feature map, or `batch width` (one position)."""
-    if channels is None or len(shape) < 3:
-        return 1 if len(shape) == 2 else shape[1]
-    places = shape[2:] if channel_axis(shape, channels, name) == 1 else shape[1:-1]
-    return torch.Size(places).numel()
+    return 1 if len(shape) == 2 else to_positions(torch.empty(*shape, device="meta"), channels, name).shape[1]

@@ -155,42 +155,33 @@ def _dtype_of(module: torch.nn.Module, paths: Sequence[str]) -> torch.dtype | No
     return first.dtype if first is not None and first.is_floating_point() else None
 
 
-def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Unembed]:
-    """The module that computes logits (before scale and soft-cap), and the logit lens.
+def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str], HeadModule] | None = None) -> Unembed | None:
+    """The logit lens of a model; None without a head.
 
     Args:
         module: the model.
         head: paths of its modules.
+        module_at: returns what to call in place of the module at a path, which moves inputs to its own device; None for the
+            modules in this process, which are called without their hooks.
     """
-    last = module.get_submodule(head.modules[-1])
-    # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
+    if head is None:
+        return None
+    at = module_at or (lambda path: Quiet(module.get_submodule(path)))
+    last, here = module.get_submodule(head.modules[-1]), module_at is None
     weight = next(last.parameters(), None)
-    return last, replace(
-        lens_of(module, head, lambda path: Quiet(module.get_submodule(path))),
-        device=None if weight is None or weight.is_meta else weight.device,
-        linear=plain_linear(last) if head.parts[-1] == head.modules[-1] else None,
-    )
-
-
-def lens_of(module: torch.nn.Module, head: Head, module_at: Callable[[str], HeadModule]) -> Unembed:
-    """The logit lens of a model; its modules move their inputs to their own device.
-
-    Args:
-        module: the model.
-        head: paths of its modules.
-        module_at: returns what to call in place of the module at a path.
-    """
     return Unembed(
-        norm=module_at(head.norm) if head.norm else None,
-        parts=head_parts(head, module_at),
+        norm=at(head.norm) if head.norm else None,
+        parts=head_parts(head, at),
         reads=head.reads,
         scale=head.scale,
         soft_cap=head.soft_cap,
         scales_input=head.scales_input,
         dtype=_dtype_of(module, head.modules),
-        device=None,
+        # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
+        device=weight.device if here and weight is not None and not weight.is_meta else None,
         norm_dtype=_dtype_of(module, (head.norm,)) if head.norm else None,
         pool=head.pool,
+        linear=plain_linear(last) if here and head.parts[-1] == head.modules[-1] else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,10 +12,22 @@ from typing import Any
 import torch
 from torch.distributed import is_available
 
+from ..core.arguments import Layer
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .blocks import blocks_in, find_stacks, has_encoder_positions, lists_of_blocks, stack_of, stacks_with
+from .blocks import (
+    blocks_in,
+    encoder_and_decoder,
+    find_blocks,
+    find_stacks,
+    has_both_towers,
+    has_encoder_positions,
+    lists_by_stage,
+    lists_of_blocks,
+    stack_of,
+    stacks_with,
+)
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum
 from .hugging_face_sites import module_site_map
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
@@ -34,7 +47,7 @@ def site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
 
 
 def find_points(
-    module: torch.nn.Module, blocks: Sequence[str], at: At | Sequence[At], per_head: bool = False
+    module: torch.nn.Module, blocks: Sequence[str], at: Layer | At | Sequence[Layer | At], per_head: bool = False
 ) -> tuple[HookPoint, ...]:
     """The hook points that `at=` selects.
 
@@ -78,9 +91,18 @@ def find_points(
     return tuple(points)
 
 
-def items_of(at: At | Sequence[At]) -> list[At]:
-    """The argument `at` as a list."""
-    return [at] if isinstance(at, str | int) or callable(at) else list(at)
+def items_of(at: Any) -> list[Any]:
+    """The argument `at` as a list, in which integers of NumPy are ints."""
+    at = as_int(at)
+    return [at] if isinstance(at, str | int) or callable(at) else [as_int(item) for item in at]
+
+
+def as_int(item: Any) -> Any:
+    """An integer of NumPy or another library as an int; anything else is unchanged."""
+    try:
+        return item if isinstance(item, bool) else operator.index(item)
+    except TypeError:
+        return item
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
@@ -120,54 +142,39 @@ def _named(known: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
         LayersimError: no hook point is selected.
     """
     sites = {site.point.name: site for site in known.sites}
-    if isinstance(item, str) and (item in sites or known.by_name(item) is not None):
-        return [_one(known, sites, item)]
-    if isinstance(item, str) and (head := _HEAD.match(item)):
-        return [_one_head(known, sites, item, head[1], int(head[2]))]
+    if isinstance(item, str) and (named := _site_called(known, sites, item)):
+        return [named]
     matches: Callable[[str], bool] = item if callable(item) else lambda name: fnmatch.fnmatchcase(name, item)
-    chosen = [name for name in sites if matches(name)]
-    chosen = chosen or [name for name in known.other_names if matches(name) and known.by_name(name) is not None]
-    found = {_tensor_of(one.point): one for one in (_one(known, sites, name) for name in chosen)}
-    if not found:
-        raise _unknown(known, sites, item)
-    return list(found.values())
+    for names in (sites, known.other_names):
+        found = [one for name in names if matches(name) and (one := _site_called(known, sites, name))]
+        if found:
+            return list({_tensor_of(one.point): one for one in found}.values())
+    raise _unknown(known, sites, item)
 
 
-def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site:
-    """The site or other hook point called `name`.
+def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | None:
+    """The site, the head of a site or the other hook point called `name`; None if there is none.
 
     Raises:
-        LayersimError: there is none, or the site and TransformerLens's hook point of this name are different tensors.
+        LayersimError: the site and TransformerLens's hook point of this name are different tensors, or it has no such head.
     """
-    other = known.by_name(name)
-    if name not in sites:
-        if other is None:
-            raise _unknown(known, sites, name)
-        return Site(other, "")
-    site = sites[name]
+    other, site = known.by_name(name), sites.get(name)
+    if site is None:
+        head = None if other is not None else _HEAD.match(name)
+        whole = None if head is None else _site_called(known, sites, head[1])
+        if head is None or whole is None:
+            return None if other is None else Site(other, "")
+        last = len(whole.heads) - 1
+        if int(head[2]) <= last:
+            return Site(whole.head(int(head[2])), "")
+        has = f"{head[1]} has heads 0 to {last}" if whole.heads else f"only {', '.join(HEAD_FAMILIES)} have heads"
+        raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {has}.")
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
             f"`at` is {name!r}, but the hook point of this name in the {known.model} is not the tensor of the family "
             f"{site.family!r}, which is read at {site.point.module}."
         )
     return site
-
-
-def _one_head(known: SiteMap, sites: dict[str, Site], name: str, stem: str, number: int) -> Site:
-    """The hook point of one head.
-
-    Raises:
-        LayersimError: there is no such head.
-    """
-    site = _one(known, sites, stem) if stem in sites or known.by_name(stem) is not None else None
-    if site is None:
-        raise _unknown(known, sites, name)
-    if number < len(site.heads):
-        return Site(site.head(number), "")
-    raise LayersimError(
-        f"`at` is {name!r}, a head that the model does not have; "
-        + (f"{stem} has heads 0 to {len(site.heads) - 1}." if site.heads else f"only {', '.join(HEAD_FAMILIES)} have heads.")
-    )
 
 
 def _tensor_of(point: HookPoint) -> tuple[object, ...]:
@@ -214,7 +221,7 @@ def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str],
 _BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)\.")
 
 
-def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
+def block_number(layer: Layer, names: Sequence[str], argument: str) -> int:
     """Index of a block in the list of blocks that are read.
 
     Args:
@@ -230,6 +237,7 @@ def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
         >>> block_number(-1, names, "at"), block_number("blocks.0.hook_resid_post", names, "at")
         (1, 0)
     """
+    layer = as_int(layer)
     if isinstance(layer, str) and layer in names:
         return names.index(layer)
     # Blocks that `open_model(layers=...)` chose keep the numbers of their names.
@@ -245,40 +253,45 @@ def block_number(layer: int | str, names: Sequence[str], argument: str) -> int:
     )
 
 
-def block_numbers(layers: int | str | Sequence[int | str], names: Sequence[str], argument: str) -> tuple[int, ...]:
+def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argument: str) -> tuple[int, ...]:
     """Indices of one or several blocks, in the order given; for the arguments see `block_number`.
 
     Raises:
         LayersimError: no block is given, one is given twice, or there is no such block.
     """
-    given = [layers] if isinstance(layers, int | str) else list(layers)
+    given = items_of(layers)
     numbers = tuple(block_number(layer, names, argument) for layer in given)
     if not numbers or len(set(numbers)) < len(numbers):
         raise LayersimError(f"`{argument}` is {given}; it must name one block or more, each once.")
     return numbers
 
 
-def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any) -> tuple[list[str], Any]:
-    """Split `at` into a stack and the sites to read in it; return the block paths of the stack, and `at` without its prefix.
+def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -> list[str] | None:
+    """Module paths of the blocks to read if `at` chooses them; else `layers`.
 
-    A family without the name of a stack belongs to the stack of `home`. Several stages can be read in one call, with names of
-    their stages.
+    A name with a stack or a stage chooses this stack of an encoder-decoder or of a model of stages. Families without one belong
+    to the blocks that are read by default. Several stages can be read in one call, with names of their stages. In a model with
+    unknown blocks, the modules that `at` names are read in place of blocks.
 
     Args:
-        module: an encoder-decoder, or a model of stages.
-        home: paths of the blocks that are read if `at` names no stack.
-        named: whether the user named these blocks; then no other stack can be read.
-        at: see `find_points`.
+        module: the model.
+        layers: the paths that the user names; then no other stack can be read. None to find them by the layout.
+        at: see `find_points`; None for the residual layers.
 
     Raises:
         LayersimError: `at` names no site, sites of both stacks, sites outside the stack of `layers`, or cross-attention sites
             at the encoder's positions.
     """
-    items = items_of(at)
+    if at is None or is_transformer_lens(module):
+        return layers
+    lists, items = lists_of_blocks(module), items_of(at)
+    if not encoder_and_decoder(module) and not lists_by_stage(module):
+        known = layers is not None or (lists and not has_both_towers(module))
+        return layers if known else _modules_named(module, items)
     others = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
     if not others:
-        return home, at
-    lists = lists_of_blocks(module)
+        return layers
+    home = find_blocks(module, layers)
     modules = [point.module for point in find_points(module, find_stacks(module, None) if len(lists) > 1 else home, others)]
     crossing = [path for path in modules if has_encoder_positions(path)]
     if crossing:
@@ -288,23 +301,22 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
         )
     read = stack_of(module, home)
     reached = stacks_with(module, [*modules, *home] if len(others) < len(items) else modules) or [read]
-    if (named and reached != [read]) or ("encoder" in reached and len(reached) > 1):
+    if (layers is not None and reached != [read]) or ("encoder" in reached and len(reached) > 1):
         raise LayersimError(
             f"`at` is {brief(at)}, sites of {' and '.join(reached)}"
-            + (f", but `layers` names blocks of {read or 'no stage'}" if named else ", which have positions of their own")
+            + (f", but `layers` names blocks of {read or 'no stage'}" if layers else ", which have positions of their own")
             + ". Read one stack in a call, such as at='encoder.attn_out'."
         )
-    if len(reached) > 1:
-        # Each stage has a number of positions of its own, so families keep the names of their stages.
-        return home, [f"{read}.{item}" if item in SITE_NAMES else item for item in items]
-    paths = home if reached == [read] else blocks_in(module, lists[reached[0]])
-    return paths, [_without_prefix(lists, item) for item in items]
+    return layers if len(reached) > 1 or reached == [read] else blocks_in(module, lists[reached[0]])
 
 
-def _without_prefix(stacks: Iterable[str], item: Any) -> Any:
-    """Remove the stack prefix of a family; other items are unchanged."""
-    stack, _, family = item.rpartition(".") if isinstance(item, str) else ("", "", "")
-    return family if stack in stacks and family in SITE_NAMES else item
+def _modules_named(module: torch.nn.Module, items: list[At]) -> list[str] | None:
+    """Paths of the modules that names and patterns select; None if an item selects none, or is no name."""
+    own = [
+        name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
+    ]
+    matches = [fnmatch.filter(own, item.removesuffix(".input")) if isinstance(item, str) else [] for item in items]
+    return list(dict.fromkeys(name for found in matches for name in found)) if all(matches) else None
 
 
 def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -> None:

@@ -17,12 +17,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, SupportsIndex, TypeAlias, TypeVar, cast, get_type_hints
 
 from .errors import LayersimTypeError
 from .wording import brief, with_article
 
 _T = TypeVar("_T", bound=Callable[..., Any])
+# A block, by its number (an int, or an integer of NumPy) or by its name.
+Layer: TypeAlias = SupportsIndex | str
 # Of jaxtyping's message: the argument, none for the returned value, and the type that it should have.
 _MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
 
@@ -116,7 +118,7 @@ def _in_words(expected: str) -> str:
     )
     expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
     # Types without their modules.
-    expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None")
+    expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from ..activations.row_pools import ROWS, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
 from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
+from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, in_words
 from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
@@ -34,11 +35,11 @@ from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, plan_sites
 from ..engine.submitted_runs import TOKENS_PER_REQUEST
 from ..remote.open_model import open_source
 from ..remote.requests import MOST_BATCHES, packed_request, packed_result
-from ..sources.forward_arguments import position_counter, shape_of_row
+from ..sources.forward_arguments import shape_of_row
 from ..sources.hooks import kernels_alone
 from ..sources.load_by_name import model_without_weights
 from ..sources.open_local import OpenedModel, is_nnsight
-from ..sources.source import CanReadSites, Source, running
+from ..sources.source import CanReadSites, Source, position_counter, running
 from ..sources.without_weights import CPU_ATTENTION, WeightlessSource, has_no_weights, without_values
 
 # Measured with an NDIF server on one machine, see docs/ndif.md.
@@ -284,7 +285,7 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
     if not isinstance(module, torch.nn.Module):
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
     if has_no_weights(module):
-        return WeightlessSource(module, opened.layers, opened.unembed), module
+        return WeightlessSource(module, blocks_to_read(module, opened.layers, at), opened.unembed), module
     return open_source(OpenedModel(module, opened.layers, opened.unembed), either_stack=True, at=at), module
 
 

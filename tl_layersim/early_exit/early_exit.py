@@ -13,8 +13,8 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.site_selection import block_numbers
-from ..core.arguments import Fraction, PositiveFloat, PositiveInt, Seed, typed
+from ..architectures.site_selection import block_numbers, items_of
+from ..core.arguments import Fraction, Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
@@ -132,7 +132,7 @@ class EarlyExit:
         model: Any,
         threshold: int | float = 0.9,
         *,
-        at: int | str | Sequence[int | str] | None = None,
+        at: Layer | Sequence[Layer] | None = None,
         rule: str = "max-prob",
         curve: ExitCurveResult | None = None,
         costs: ExitCosts | None = None,
@@ -164,7 +164,7 @@ class EarlyExit:
         self.ends = (blocks,) if self.rule.never else ends
         self._verify(ends)
 
-    def _given_blocks(self, at: int | str | Sequence[int | str] | None) -> tuple[int, ...] | None:
+    def _given_blocks(self, at: Layer | Sequence[Layer] | None) -> tuple[int, ...] | None:
         """The numbers of the blocks after which `at` asks for a check, ascending; None if `at` is None.
 
         Raises:
@@ -176,7 +176,7 @@ class EarlyExit:
             return None
         if at == "all":
             return tuple(range(last))
-        layers = [at] if isinstance(at, int | str) else list(at)
+        layers = items_of(at)
         blocks = tuple(sorted(block_numbers(layers, names, "at"))) if layers else ()
         if last in blocks:
             raise LayersimError(f"`at` is {brief(at)}; a check can be made after blocks 0 to {last - 1}.")

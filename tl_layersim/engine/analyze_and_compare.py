@@ -24,10 +24,8 @@ from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..remote.open_model import open_source
-from ..sources.forward_arguments import position_counter
-from ..sources.open_local import OpenedModel, records_of
-from ..sources.source import HasModule
-from ..sources.untrained import refuse_changed, untrained
+from ..sources.open_local import OpenedModel, records_of, refuse_changed, untrained
+from ..sources.source import HasModule, position_counter
 from .report_assembly import make_report
 from .run import run
 from .run_arguments import (

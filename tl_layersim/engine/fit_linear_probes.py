@@ -35,9 +35,8 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..data.labels import NO_LABEL, as_labels
 from ..remote.open_model import open_source
-from ..sources.forward_arguments import position_counter
 from ..sources.open_local import OpenedModel
-from ..sources.source import CanReadSites
+from ..sources.source import position_counter
 from .analyze_and_compare import analyze
 from .run_arguments import with_tokenizer
 from .site_plan import DEFAULT, AtArgument
@@ -264,9 +263,6 @@ def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
     """Number of rows of each data set."""
     # `analyze` verifies the model.
     source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
-    # An encoder and a decoder read different columns.
-    if isinstance(source, CanReadSites):
-        source.in_stack(at)
     described = with_tokenizer(source.model, parts[0].tokenizer)
     return [Batches(part, described, count_positions=position_counter([source])).count_rows() for part in parts]
 

@@ -13,7 +13,8 @@ from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import at_sites
 from ..analyzers.analyzer import Analyzer
 from ..architectures.hook_points import HookPoint
-from ..architectures.site_selection import items_of
+from ..architectures.site_selection import as_int, items_of
+from ..core.arguments import Layer
 from ..core.errors import LayersimError
 from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief
@@ -24,7 +25,7 @@ from ..sources.model_description import Model
 from ..sources.source import CanReadSites, Source
 
 # For type checkers: a block, a family, a name or a pattern, several of these, or a function of names.
-AtArgument: TypeAlias = int | str | Sequence[int | str] | Callable[[str], bool]
+AtArgument: TypeAlias = Layer | Sequence[Layer] | Callable[[str], bool]
 DEFAULT = "resid_post"
 MID = "resid_mid"
 Points = tuple[HookPoint, ...]
@@ -137,18 +138,21 @@ def plan_sites(
     """
     by_source = [_choices(source, analyzers, at, per_head) for source in sources]
     choices = {name: tuple(own[name] for own in by_source) for name in analyzers}
-    given = at if isinstance(at, int | str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else list(at)
+    at = as_int(at)
+    given = at if isinstance(at, int | str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else items_of(at)
     return SitePlan(sources, choices, given, per_head)
 
 
 def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:
-    at = source.in_stack(at) if isinstance(source, CanReadSites) else at
+    at = source.without_stack(at) if isinstance(source, CanReadSites) else at
     wanted = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
     if all(points is None for points in wanted.values()):
+        if isinstance(source, CanReadSites):
+            source.read_at(source.residual.points)
         residual = SiteChoice(tuple(range(len(source.model.layers))))
         return dict.fromkeys(wanted, residual)
     assert isinstance(source, CanReadSites)
-    read = {name: source.residual_points if points is None else points for name, points in wanted.items()}
+    read = {name: source.residual.points if points is None else points for name, points in wanted.items()}
     union = distinct_points(point for points in read.values() for point in points)
     source.read_at(union)
     numbers = {point.name: number for number, point in enumerate(union)}
@@ -192,7 +196,7 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
 
 def _with_ends(source: CanReadSites, points: Points) -> Points:
     """The points with the first and the last residual layer added, which a lens starts from and compares with."""
-    first, last = source.residual_points[0], source.residual_points[-1]
+    first, last = source.residual.points[0], source.residual.points[-1]
     inner = [point for point in points if point.name not in (first.name, last.name)]
     return (first, *inner, last)
 

@@ -411,9 +411,10 @@ def load_run(
     if model is None:
         return RemoteRun(run, chosen, ndif)
     layers, unembed = header.settings.get("layers"), header.settings.get("unembed")
-    source = on_server(open_source(OpenedModel(OpenedModel.of(model).model, layers, unembed, server), either_stack=True))
+    opened = OpenedModel(OpenedModel.of(model).model, layers, unembed, server)
+    source = on_server(open_source(opened, either_stack=True, at=header.sites))
     if tuple(header.sites) != source.sites:
-        source.read_at(source.hook_points(source.in_stack(header.sites), False))
+        source.read_at(source.hook_points(header.sites, False))
     now, then = ((m.name, m.config_hash, m.dtype, m.source) for m in (source.model, next(iter(models.values()))))
     if now != then or without_secrets(source.ndif.model_key) != header.model_key:
         raise LayersimError(

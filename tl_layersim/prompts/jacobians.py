@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View
 from ..architectures.site_selection import block_numbers
-from ..core.arguments import PositiveFloat, Seed, TwoOrMore, typed
+from ..core.arguments import Layer, PositiveFloat, Seed, TwoOrMore, typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
 from ..core.wording import brief
@@ -185,7 +185,7 @@ def block_jacobians(
     model: Any,
     prompt: Any,
     *,
-    layers: int | str | Sequence[int | str] | None = None,
+    layers: Layer | Sequence[Layer] | None = None,
     positions: Any = "last",
     method: Literal["dense", "finite-difference"] = "dense",
     memory_mb: PositiveFloat = 1024,
@@ -256,7 +256,7 @@ def coupling_matrices(
     prompt: Any,
     *,
     along: Along = "depth",
-    layers: int | str | Sequence[int | str] | None = None,
+    layers: Layer | Sequence[Layer] | None = None,
     token: int | None = None,
     positions: list[int] | None = None,
     k: TwoOrMore = 10,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..architectures.blocks import encoder_and_decoder, modules_in_place_of_blocks
-from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.blocks import encoder_and_decoder
+from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
@@ -76,7 +76,7 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
     Args:
         model: the model, an `OpenedModel`, or a source.
         either_stack: whether the caller accepts encoder-decoders. If `layers` names no blocks, their decoder is read.
-        at: the sites that the caller reads. In unknown layouts, modules among them replace the blocks.
+        at: the sites that the caller reads, which may choose the blocks, see `blocks_to_read`.
 
     Raises:
         LayersimError: the type of the model is not supported, or the other arguments do not apply to it.
@@ -84,8 +84,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
     opened = OpenedModel.of(model)
     model, layers = opened.model, opened.layers
     module = model._module if is_nnsight(model) else model
-    if layers is None and at is not None and isinstance(module, torch.nn.Module) and not is_transformer_lens(module):
-        layers = modules_in_place_of_blocks(module, at)
+    if isinstance(module, torch.nn.Module):
+        layers = blocks_to_read(module, layers, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
             f"`tokens_per_request` is {opened.tokens_per_request} with remote={shown(opened.remote)}, but applies only to a "

@@ -22,10 +22,9 @@ from ..architectures.site_selection import site_map
 from ..core.errors import LOG, LayersimError, shown
 from ..data.batches import Batch
 from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, smallest_arguments
-from ..sources.hooked import firing_order
 from ..sources.identity import edits_of
 from ..sources.nnsight import NNsightSource, kept_of, shippable
-from ..sources.source import OnServer, PartialSums, Source
+from ..sources.source import OnServer, PartialSums, Source, firing_order
 from ..sources.without_weights import without_values
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource

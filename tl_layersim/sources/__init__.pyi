@@ -3,6 +3,7 @@
 from .hooks import eval_mode as eval_mode
 from .model_description import Model as Model
 from .open_local import sites as sites
+from .open_local import untrained as untrained
 from .source import CanCountPositions as CanCountPositions
 from .source import CanReadSites as CanReadSites
 from .source import CanReplay as CanReplay
@@ -11,4 +12,3 @@ from .source import HasModule as HasModule
 from .source import OnServer as OnServer
 from .source import PartialSums as PartialSums
 from .source import Source as Source
-from .untrained import untrained as untrained

@@ -29,28 +29,6 @@ from .out_of_memory import is_out_of_memory
 from .source import CanCountPositions, CanReadSites, CanUnembed, Source
 
 
-def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
-    """Compare the lens with the model's logits by `measure`; an exception of the head becomes a `LayersimError`.
-
-    Args:
-        model: the model.
-        measure: function that calls `unembed_gap`.
-
-    Raises:
-        LayersimError: the head cannot be called.
-    """
-    try:
-        return measure()
-    except LayersimError:
-        # The data, not the head, is refused: the error names what is wrong with it.
-        raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        if is_out_of_memory(error):
-            raise
-        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise other_logits(model, f"fails: {last[:160]}") from error
-
-
 def check_lens(source: Source, batch: Batch) -> None:
     """Raise an error if a source's logit lens does not reproduce the model's logits on the batch's first row.
 
@@ -62,26 +40,38 @@ def check_lens(source: Source, batch: Batch) -> None:
             f"{type(source).__name__} has a model with the head {source.model.head}, so it must inherit from `CanUnembed`, "
             "whose `unembed_gap` checks the logit lens."
         )
-    refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(batch)), source.model)
+    refuse_other_logits(lambda: source.unembed_gap(batch), source.model)
 
 
-def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:
+def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: torch.dtype = torch.float32) -> None:
     """Raise an error if a lens does not reproduce the model's logits at the last layer.
 
     Args:
-        gap: output of `unembed_gap`.
+        measure: function that returns the output of `unembed_gap`.
         model: the model.
         computed: the coarsest dtype in which the model's logits were computed, if it is not the dtype of its weights.
+
+    Raises:
+        LayersimError: the lens differs, or the head cannot be called.
     """
-    difference, size = gap.tolist()
+    try:
+        difference, size = measure().tolist()
+    except LayersimError:
+        # The data, not the head, is refused: the error names what is wrong with it.
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise _other_logits(model, f"fails: {last[:160]}") from error
     allowed = rounding(_dtype(model), computed)
     if difference <= allowed * max(size, 1e-3):
         return
     off = "gives logits of another shape" if math.isnan(size) else f"is off by {difference / max(size, 1e-3):.2g} of their size"
-    raise other_logits(model, off)
+    raise _other_logits(model, off)
 
 
-def other_logits(model: Model, given: str) -> LayersimError:
+def _other_logits(model: Model, given: str) -> LayersimError:
     """The error for a lens that does not reproduce the model's logits."""
     return LayersimError(
         f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Name the final norm "
@@ -270,7 +260,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
     row, reference = _attended(batch.first_row), HookedSource(model)
     theirs, output = _hidden_states(reference, row)
     normed, states, sites = theirs.pop("normed", None), [state[0] for state in output.hidden_states], source.model.layers
-    with source.evaluating(), source.reading_at(source.residual_points):
+    with source.evaluating(), source.reading_at(source.residual.points):
         ours = source.collect(row).activations
     if len(ours) != len(theirs):
         raise _differ(source, reference, f"{len(ours) - 1} blocks, and {len(theirs) - 1} in the Hugging Face model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..data.batches import Batch
 from ..data.non_token_inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
 from .model_description import Model
 from .out_of_memory import is_out_of_memory
-from .source import CanCountPositions, Source
 
 # Masks over positions that are known only inside a forward pass, by the stack of an encoder-decoder that they mask.
 INNER_MASKS = {"encoder": "pixel_mask", "decoder": "decoder_attention_mask"}
@@ -160,27 +159,6 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
     if name == "input_features" and bins is not None and length is not None:
         return (bins, 2 * length)
     raise LayersimError(f"The configuration of {model.name} does not give the size of `{name}`.")
-
-
-def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None:
-    """A function that counts the positions of a row without token ids; None if a source does not accept such rows.
-
-    It raises an error if the models give a row different numbers of positions.
-    """
-    able = [source for source in sources if isinstance(source, CanCountPositions)]
-
-    def count(batch: Batch) -> int:
-        counts = [source.count_positions(batch) for source in able]
-        # The mean of a row is one sample in each of them.
-        if len(set(counts)) > 1 and not batch.pooled:
-            raise LayersimError(
-                "The models have different numbers of positions for the same row, so their samples do not match: "
-                + ", ".join(f"{count} in {source.model.name}" for source, count in zip(able, counts, strict=True))
-                + ". positions='mean' compares one sample of each row."
-            )
-        return counts[0]
-
-    return count if len(able) == len(sources) else None
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:

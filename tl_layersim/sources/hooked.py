@@ -5,8 +5,8 @@ Hooks are placed on TransformerLens hook points if the model has them. The model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,112 +18,17 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import BlockCall, record_call
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
-from ..architectures.hook_points import HookPoint, at_point, positions_of, residual_points, to_positions
-from ..architectures.output_heads import open_head
+from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
+from ..architectures.output_heads import lens_of
 from ..architectures.transformer_lens import is_transformer_lens
-from ..architectures.unembed import Unembed, tensor_of, unembed_gap
+from ..architectures.unembed import tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
-from .hooks import ForwardRun, in_this_thread, kernels_alone, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
-from .model_description import describe, open_transformer_lens, settled
+from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
+from .model_description import describe, open_transformer_lens
 from .out_of_memory import reduce_batch, refusing_out_of_memory
-from .source import CanReadSites, SitesRead
-
-
-def firing_order(
-    points: Sequence[HookPoint], modules: Mapping[str, torch.nn.Module], run: Callable[[], Any], pos: int | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The order in which a forward pass reaches hook points (indices of `points`), and the width of each point.
-
-    Args:
-        points: the hook points.
-        modules: the modules of the points, by path.
-        run: runs the forward pass; its errors after the last hook point are ignored.
-        pos: number of positions of a row, if tokens determine it.
-
-    Raises:
-        LayersimError: a module runs more than once in a forward pass, or never.
-    """
-    order: list[int] = []
-    widths: dict[int, int] = {}
-    together: dict[tuple[str, bool], list[int]] = {}
-    for number, point in enumerate(points):
-        together.setdefault((point.module, point.incoming), []).append(number)
-
-    def see(numbers: list[int], given: Tensor) -> None:
-        if numbers[0] in widths:
-            raise not_once(points[numbers[0]].name, points[numbers[0]].module, "it runs more than once in a forward pass")
-        order.extend(numbers)
-        for number in numbers:
-            point = points[number]
-            hidden = to_positions(given, point.channels, point.name, pos)
-            widths[number] = at_point(hidden, point.part, name=point.name).shape[-1]
-
-    # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
-    with temporary_hooks() as handles, torch.no_grad(), kernels_alone():
-        handles += [on_tensor(modules[path], incoming, partial(see, numbers)) for (path, incoming), numbers in together.items()]
-        try:
-            run()
-        except LayersimError:
-            raise
-        except Exception:
-            if len(order) < len(points):
-                raise
-    for number, point in enumerate(points):
-        if number not in widths:
-            raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
-    return tuple(order), tuple(widths[number] for number in range(len(points)))
-
-
-def not_once(name: str, module: str, why: str) -> LayersimError:
-    """The error for a module that does not run exactly once in a forward pass.
-
-    Args:
-        name: name of the hook point.
-        module: path of its module.
-        why: how often the module runs, as a clause.
-    """
-    return LayersimError(f"`at` names {name}, but its module {module} does not run exactly once in a pass: {why}.")
-
-
-class StreamTest:
-    """Tests in one forward pass whether the input of each module is the output of the module before it.
-
-    Args:
-        modules: the modules, in order, by path.
-        done: function that receives the paths of modules whose input is another tensor, or whose output is a feature map or has
-            another width. It is called after the last module.
-    """
-
-    def __init__(self, modules: Mapping[str, torch.nn.Module], done: Callable[[list[str]], object]) -> None:
-        self.modules, self.done, self.strangers = modules, done, dict[str, None]()
-        self._last: Tensor | None = None
-
-    def places(self) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """The hooks of the test, as arguments of `on_tensor`."""
-        see = [(path, module, incoming) for path, module in self.modules.items() for incoming in (True, False)]
-        return [
-            (module, incoming, partial(self._enter if incoming else self._leave, path)) for path, module, incoming in see[1:]
-        ]
-
-    def _enter(self, path: str, entering: Tensor) -> None:
-        # NaNs are reported elsewhere.
-        given, last = entering.detach()[:1].nan_to_num(), self._last
-        if last is None or given.shape != last.shape or not torch.equal(given, last.to(given).nan_to_num()):
-            self.strangers[path] = None
-
-    def _leave(self, path: str, output: Tensor) -> None:
-        first, last = next(iter(self.modules)), [*self.modules][-1]
-        if path == first:
-            # A new forward pass.
-            self.strangers.clear()
-        if output.dim() > 3 or (path != first and self._last is not None and output.shape[-1] != self._last.shape[-1]):
-            self.strangers[path] = None
-        # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
-        self._last = output.detach()[:1].clone()
-        if path == last:
-            self.done(list(self.strangers))
+from .source import CanReadSites
 
 
 class SiteReader:
@@ -210,13 +115,23 @@ class HookedSource(CanReadSites):
         unembed: paths of the final norm and the head; None to find them by the layout.
     """
 
+    # Whether weights on the meta device raise an error.
+    needs_weights = True
+
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
         self.embed: torch.nn.Module | None
         self.blocks: list[torch.nn.Module]
         self._is_transformer_lens = is_transformer_lens(model)
         self._open(layers, unembed)
-        self._place_blocks()
+        if self._is_transformer_lens:
+            self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
+            points = tuple(HookPoint(name, name) for name in self._model.layers)
+        else:
+            self.blocks = [self.module.get_submodule(path) for path in self.paths]
+            points = residual_points(self._model.layers, self.paths)
+        self._start_reading(points, tuple(range(len(points))))
+        self.unembed = lens_of(self.module, self._model.head)
         self._check: Callable[[Batch], None] | None = None
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
@@ -227,41 +142,12 @@ class HookedSource(CanReadSites):
             self.embed, self._model = open_transformer_lens(model)
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
         else:
-            self._check_weights(model)
+            if self.needs_weights:
+                refuse_no_weights(model)
             self.paths, self._named = find_blocks(model, layers), layers is not None
             self.embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
-        self._home, self._head_paths = self.paths, unembed
-
-    def _check_weights(self, model: torch.nn.Module) -> None:
-        """Raise an error if the weights of a model were never loaded."""
-        refuse_no_weights(model)
-
-    def _place_blocks(self) -> None:
-        """Set the blocks, the hook points of the residual layers, and the head."""
-        if self._is_transformer_lens:
-            self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
-            points = tuple(HookPoint(name, name) for name in self._model.layers)
-        else:
-            self.blocks = [self.module.get_submodule(path) for path in self.paths]
-            points = residual_points(self._model.layers, self.paths)
-        self._start_reading(points, tuple(range(len(points))))
-        self.head, self.unembed = self._open_head()
-
-    def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
-        """The module that computes logits (before scale and soft-cap), and the logit lens."""
-        return (None, None) if self._model.head is None else open_head(self.module, self._model.head)
-
-    @property
-    def points_read(self) -> tuple[HookPoint, ...]:
-        """The hook points that forward passes read."""
-        return self._reading.points
-
-    @property
-    def order(self) -> tuple[int, ...] | None:
-        """The order in which a forward pass reaches these hook points; None if it is not known yet."""
-        return self._reading.order
 
     def aside(self) -> bool:
         """Whether probes must ignore the current forward pass."""
@@ -276,7 +162,7 @@ class HookedSource(CanReadSites):
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
-        seen, point = list[int](), self._reading.points[0]
+        seen, point = list[int](), self.reading.points[0]
 
         def note(hidden: Tensor) -> None:
             seen.append(positions_of(hidden.shape, point.channels, point.name))
@@ -293,19 +179,12 @@ class HookedSource(CanReadSites):
         if self._check is not None:
             check, self._check = self._check, None
             check(batch)
-        if self._model.stream == "unknown":
-            row = batch.first_row
-            with refusing_out_of_memory(row), torch.no_grad(), ForwardRun() as forward, self.settling(forward.stop):
-                self._forward(row)
-        if self._reading.order is None:
-            points, row = self._reading.points, batch.short_row
-            modules = {point.module: self._module_at(point.module) for point in points}
-            self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(row), row.token_positions))
+        super().settle(batch)
 
     def note_widths(self, view: View) -> None:
         """Take the widths of the sites from a view, if they are not known yet."""
         if not self.reads_residual:
-            self._reading = replace(self._reading, widths=view.widths)
+            self.reading = replace(self.reading, widths=view.widths)
 
     def _module_at(self, path: str) -> torch.nn.Module:
         """The module at a path, or the TransformerLens hook point with this name."""
@@ -316,47 +195,15 @@ class HookedSource(CanReadSites):
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
         """The sites by tensor: the keys are a module, and whether its input or its output is read."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
-        for site, point in enumerate(self._reading.points):
+        for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
         return together
-
-    @contextmanager
-    def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A context manager whose first forward pass tests whether the modules pass on one residual stream, if this is unknown.
-
-        Args:
-            end: function that is called after the last module.
-        """
-        with temporary_hooks() as handles:
-            for place in self.stream_test(end):
-                handles.append(on_tensor(*place))
-            yield
-
-    def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """The hooks of `settling`, as arguments of `on_tensor`; empty if the test is not needed.
-
-        Args:
-            end: function that is called after the last module.
-        """
-
-        def done(strangers: list[str]) -> None:
-            if self._model.stream == "unknown":
-                self._model = settled(self._model, self.module, self.paths, self._named, strangers)
-                end()
-
-        if self._model.stream != "unknown":
-            return []
-        return StreamTest(dict(zip(self.paths, self.blocks, strict=True)), done).places()
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce_batch(batch, kernels, self.collect(batch))
 
-    def collect(self, batch: Batch) -> View:
-        return self._parts.collect(batch, self._collect, self._indivisible)
-
     def _collect(self, batch: Batch) -> View:
-        """Run one forward pass over the batch and return its view."""
-        reader, calls = SiteReader(self._reading.points, self.sites, self._reading.order, batch), list[BlockCall]()
+        reader, calls = SiteReader(self.reading.points, self.sites, self.reading.order, batch), list[BlockCall]()
 
         def read(sites: list[int], hidden: Tensor) -> None:
             if not self.aside():
@@ -409,10 +256,10 @@ class HookedSource(CanReadSites):
         row = batch.first_row
         seen: list[Tensor] = []
         with refusing_out_of_memory(row), temporary_hooks() as handles, torch.no_grad():
-            handles.append(on_tensor(self._module_at(self.residual_points[-1].module), False, seen.append))
+            handles.append(on_tensor(self._module_at(self.residual.points[-1].module), False, seen.append))
             logits = tensor_of(self.call(row))
             if not seen:
-                raise self._not_in_order(f"no {self.residual_points[-1].name}")
+                raise self._not_in_order(f"no {self.residual.points[-1].name}")
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def _forward(self, batch: Batch) -> None:

@@ -85,15 +85,7 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 
 class StopForward(Exception):
-    """Exception that ends a forward pass early.
-
-    Args:
-        run: the run to end.
-    """
-
-    def __init__(self, run: ForwardRun) -> None:
-        super().__init__(run)
-        self.run = run
+    """Exception that ends a forward pass early; its argument is the `ForwardRun` to end."""
 
 
 class ForwardRun:
@@ -121,21 +113,28 @@ class ForwardRun:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        return isinstance(error, StopForward) and error.run is self
+        return isinstance(error, StopForward) and error.args[0] is self
 
 
 @contextmanager
 @typed
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     """A context manager that sets every submodule to evaluation mode, and restores each submodule's mode at the end."""
+    with in_mode(module, training=False):
+        yield
+
+
+@contextmanager
+def in_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
+    """A context manager that sets every submodule to training or evaluation mode; restored at the end."""
     modes = [(sub, sub.training) for sub in every_module(module)]
     try:
         for sub, _ in modes:
-            sub.training = False
+            sub.training = training
         yield
     finally:
-        for sub, training in modes:
-            sub.training = training
+        for sub, before in modes:
+            sub.training = before
 
 
 @contextmanager
@@ -159,30 +158,13 @@ def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
     return list(dict.fromkeys((*module.modules(), *more)))
 
 
-# Kernels set the precision of float32 products, and some of them the kind of attention, for the whole process.
-_KERNELS = threading.RLock()
-_thread_of_kernels: int | None = None
-
-
-@contextmanager
-def kernels_alone() -> Iterator[None]:
-    """A context manager for kernels: other threads run no kernels meanwhile, and probes do not record block calls."""
-    global _thread_of_kernels
-    with _KERNELS:
-        before, _thread_of_kernels = _thread_of_kernels, threading.get_ident()
-        try:
-            yield
-        finally:
-            _thread_of_kernels = before
-
-
 _local = threading.local()
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context manager for forward passes of this package, which probes in the user's loop do not record."""
-    before, _local.unrecorded = getattr(_local, "unrecorded", False), True
+    """A context manager for kernels and forward passes of this package, which probes in the user's loop do not record."""
+    before, _local.unrecorded = is_unrecorded(), True
     try:
         yield
     finally:
@@ -191,4 +173,15 @@ def unrecorded() -> Iterator[None]:
 
 def is_unrecorded() -> bool:
     """Whether this thread runs a kernel, or a forward pass of this package."""
-    return _thread_of_kernels == threading.get_ident() or getattr(_local, "unrecorded", False)
+    return getattr(_local, "unrecorded", False)
+
+
+# Kernels set the precision of float32 products, and some of them the kind of attention, for the whole process.
+_KERNELS = threading.RLock()
+
+
+@contextmanager
+def kernels_alone() -> Iterator[None]:
+    """A context manager for kernels: other threads run no kernels meanwhile, and probes do not record block calls."""
+    with _KERNELS, unrecorded():
+        yield

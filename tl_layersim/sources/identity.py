@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache, cached_property, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -37,14 +37,9 @@ def is_plain(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and parameter.dtype not in EIGHT_BIT_FLOATS and not packed
 
 
-def quantised_among(modules: Sequence[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Select the modules whose own weights are quantised.
-
-    Args:
-        modules: the modules; weights of submodules do not count.
-    """
-    own = {module: [p for p in module._parameters.values() if p is not None] for module in modules}
-    return {module for module, held in own.items() if PACKED in module._buffers or not all(map(is_plain, held))}
+def is_quantised(module: torch.nn.Module) -> bool:
+    """Whether a module's own weights are quantised; weights of submodules do not count."""
+    return PACKED in module._buffers or not all(is_plain(p) for p in module._parameters.values() if p is not None)
 
 
 def quantised_modules(module: torch.nn.Module) -> list[str]:
@@ -58,8 +53,7 @@ def quantised_modules(module: torch.nn.Module) -> list[str]:
         >>> quantised_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
         []
     """
-    found = quantised_among(list(module.modules()))
-    return [path for path, sub in module.named_modules() if sub in found]
+    return [path for path, sub in module.named_modules() if is_quantised(sub)]
 
 
 def plain_parts(value: Tensor) -> Iterator[Tensor]:
@@ -130,20 +124,18 @@ def hooks_on(module: torch.nn.Module) -> str:
     """
     paths = _paths(module)
     known = {id(sub): f"module {path}" for sub, path in paths.items()}
+    places = [
+        (f"{kind} of {path}", _user_function(hook))
+        for sub, path in [*paths.items(), (None, "every module")]
+        for kind, name in KINDS_OF_HOOKS.items()
+        for hook in (getattr(torch_module, f"_global{name}") if sub is None else getattr(sub, name)).values()
+    ]
+    places += [(f"forward of {path}", _replaced_forward(sub)) for sub, path in paths.items()]
     found = []
-    for sub, path in [*paths.items(), (None, "every module")]:
-        for kind, name in KINDS_OF_HOOKS.items():
-            hooks = getattr(torch_module, f"_global{name}") if sub is None else getattr(sub, name)
-            for hook in hooks.values():
-                function = _user_function(hook)
-                if not _is_own(function):
-                    names = ValueNames(known)
-                    found.append(_marked(f"{kind} of {path}: {names.function(function)}", names))
-    for sub, path in paths.items():
-        forward = _replaced_forward(sub)
-        if forward is not None and not _is_own(forward):
+    for place, function in places:
+        if function is not None and not _is_own(function):
             names = ValueNames(known)
-            found.append(_marked(f"forward of {path}: {names.function(forward)}", names))
+            found.append(_marked(f"{place}: {names.function(function)}", names))
     return "; ".join(found)
 
 
@@ -207,10 +199,8 @@ def refuse_edits(changes: str, what: str) -> None:
 def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """The paths of all submodules; the path of the model itself is its class name."""
     inner = vars(module).get("original_model")
-    paths: dict[torch.nn.Module, str] = {}
-    for root, prefix in ((module, ""), (inner, "original_model.")):
-        if isinstance(root, torch.nn.Module):
-            paths = {sub: prefix + path for path, sub in root.named_modules()} | paths
+    more = inner.named_modules() if isinstance(inner, torch.nn.Module) else ()
+    paths = {sub: f"original_model.{path}" for path, sub in more} | {sub: path for path, sub in module.named_modules()}
     return {sub: paths[sub] or type(sub).__name__ for sub in every_module(module)}
 
 
@@ -444,10 +434,9 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
     Weights that were not loaded are on the meta device.
     """
-    holders, modules = _offloaded(module), every_module(module)
-    quantised = quantised_among(modules)
-    for sub in modules:
-        if sub in quantised:
+    holders = _offloaded(module)
+    for sub in every_module(module):
+        if is_quantised(sub):
             # bitsandbytes and HQQ keep scales in objects of their own, which the state dict contains.
             stored = [value for value in sub.state_dict().values() if isinstance(value, Tensor)]
             yield from ((part, False) for value in stored for part in plain_parts(value))

@@ -92,8 +92,12 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
 
     with _refusing(name, trust_remote_code, option) as options, torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(name, **options)
-        cls = _model_class(config, trust_remote_code)
-        return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
+        return _made(_model_class(config, trust_remote_code), config, trust_remote_code)
+
+
+def _made(cls: Any, config: Any, trust_remote_code: bool) -> Any:
+    """Make a model of a class, or of the class that an auto class finds, from its configuration."""
+    return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
 
 
 # Fields of a config.json that transformers converts to others.
@@ -134,8 +138,7 @@ def model_without_weights(config: Any) -> Any:
     cls = transformers.AutoModelForCausalLM if causal and not config.architectures else _model_class(config, False)
     dtype = getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
-        auto = issubclass(cls, transformers.models.auto.auto_factory._BaseAutoModelClass)
-        model = cls.from_config(config) if auto else cls(config)
+        model = _made(cls, config, False)
     return model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
 
 

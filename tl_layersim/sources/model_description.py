@@ -165,7 +165,16 @@ def describe(
         tokenizer: the model's own, None if it has none.
         unembed: paths of final norm and head if the user names them; else None.
         named: whether the user named the blocks.
+
+    Raises:
+        LayersimError: the blocks lie in both stacks of an encoder-decoder, or pass on `pos batch width`.
     """
+    refuse_positions_first(module, blocks)
+    if two_sides(module) and len(stacks_with(module, blocks)) > 1:
+        raise in_both_stacks(module)
+    names, stream = locate(module, blocks, named)
+    basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
+    basis += NORMS_BETWEEN if stack_of(module, blocks) == "decoder" and norms_between_layers(module) else ""
     config = getattr(module, "config", None)
     text = text_config(config)
     if config is not None and hasattr(config, "to_dict"):
@@ -189,29 +198,13 @@ def describe(
         tokenizer=tokenizer,
         calls="gradients",
         attention=_attention(module, text),
-        **stack_fields(module, blocks, unembed, named),
-    )
-
-
-def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None, named: bool) -> dict[str, Any]:
-    """The fields of `Model` that depend on the blocks; for the arguments see `describe`.
-
-    Raises:
-        LayersimError: the blocks lie in both stacks of an encoder-decoder, or pass on `pos batch width`.
-    """
-    refuse_positions_first(module, blocks)
-    if two_sides(module) and len(stacks_with(module, blocks)) > 1:
-        raise in_both_stacks(module)
-    names, stream = locate(module, blocks, named)
-    basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
-    basis += NORMS_BETWEEN if stack_of(module, blocks) == "decoder" and norms_between_layers(module) else ""
-    return data_fields(module, blocks[0]) | {
-        "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
-        "layers": names,
-        "stream": stream,
+        basis=basis if names[0].endswith(".hook_resid_pre") else MODULES,
+        layers=names,
+        stream=stream,
         # The logits are computed from the decoder, or from the last stage.
-        "head": find_head(module, blocks, unembed) if is_last_stack(module, blocks) else None,
-    }
+        head=find_head(module, blocks, unembed) if is_last_stack(module, blocks) else None,
+        **data_fields(module, blocks[0]),
+    )
 
 
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
@@ -307,7 +300,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         module: the model.
         paths: paths of its modules.
         named: whether the user named them.
-        strangers: see `StreamTest`.
+        strangers: paths of the modules that do not, see `strangers_among`.
 
     Raises:
         LayersimError: the modules are not blocks, and the user did not name them.

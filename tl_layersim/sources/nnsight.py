@@ -19,19 +19,17 @@ from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
 from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
-from ..architectures.output_heads import lens_of, open_head
+from ..architectures.output_heads import lens_of
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
 from ..data.batches import Batch
 from .activation_checks import refuse_not_finite
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
-from .hooked import StreamTest, firing_order
-from .hooks import on_tensor, temporary_hooks
 from .identity import edits_of
-from .model_description import describe, processor_of, settled
-from .out_of_memory import is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
-from .source import CanReadSites, OnServer, SitesRead
+from .model_description import describe, processor_of
+from .out_of_memory import reduce_batch, refusing_out_of_memory
+from .source import CanReadSites, OnServer
 
 
 @dataclass
@@ -120,20 +118,6 @@ def is_edited(model: Any) -> bool:
     return bool(model._edits)
 
 
-def block_events(paths: list[str]) -> tuple[HookPoint, ...]:
-    """The hook points of each block's input and output."""
-    return tuple(HookPoint(path, path, incoming) for path in paths for incoming in (True, False))
-
-
-def residual_order(blocks: int) -> tuple[int, ...]:
-    """Firing order of hook points: indices into a list of all residual layers, then the input and output of each block."""
-    order = [0]
-    for block in range(blocks):
-        start = blocks + 1 + 2 * block
-        order += [start, block + 1, start + 1]
-    return tuple(order)
-
-
 def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
     """Read the sites of one step inside a trace, and record the call of a block.
 
@@ -166,7 +150,7 @@ K = TypeVar("K", bound=AnyKernel)
 class NNsightSource(CanReadSites):
     """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or another class with `trace`.
 
-    Kernels run inside the trace, and only their sums leave it.
+    Kernels run inside the trace if the model is remote or blocks are called again; else on the view that a trace returns.
 
     Args:
         model: the nnsight model.
@@ -182,67 +166,43 @@ class NNsightSource(CanReadSites):
         nnsight.register("tl_layersim")
         self.envoy, self.where = model, _where(model, remote)
         self._remote, self._in_this_process = remote, remote in (False, "local")
-        # Until a forward pass runs out of memory and its rows are run in parts.
-        self._kernels_in_trace = True
         if not getattr(model, "dispatched", True) and self._in_this_process:
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
         self.module: torch.nn.Module = model._module
         if self._in_this_process:
             refuse_no_weights(self.module)
-        self.paths = self._home = find_blocks(self.module, layers)
-        self._named, self._head_paths = layers is not None, unembed
+        self.paths, self._named = find_blocks(self.module, layers), layers is not None
         where = f" (remote={shown(remote)})" if remote else ""
         tokenizer = getattr(model, "tokenizer", None)
         known = describe(self.module, self.paths, type(model).__name__ + where, tokenizer, unembed, self._named)
         changes = "; ".join(filter(None, (edits_of(model), known.changes)))
         self._model = replace(known, processor=processor_of(model) or known.processor, changes=changes)
-        self._place_blocks()
-
-    def _place_blocks(self) -> None:
         self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
         self.blocks = [self._envoy_at(path) for path in self.paths]
         # Built from nnsight envoys, which stand for the modules in this process or on a server.
-        self.lens = None if self._model.head is None else lens_of(self.module, self._model.head, self._envoy_at)
-        self._start_reading(residual_points(self._model.layers, self.paths), residual_order(len(self.paths)))
+        self.lens = lens_of(self.module, self._model.head, self._envoy_at)
+        points = residual_points(self._model.layers, self.paths)
+        events, place = (*points, *self._events()), {path: number for number, path in enumerate(self.paths)}
+        order = sorted(range(len(events)), key=lambda event: (place[events[event].module], not events[event].incoming))
+        self._start_reading(points, tuple(order))
 
     def _envoy_at(self, path: str) -> Any:
         """The envoy of the module at a path, also if nnsight renames it, such as a module called `output`."""
         return self._envoys[id(self.module.get_submodule(path))]
 
-    def settle(self, batch: Batch) -> None:
-        row = batch.short_row
-        if self._model.stream == "unknown":
-            strangers: list[str] = []
-            test = StreamTest({path: self.module.get_submodule(path) for path in self.paths}, strangers.extend)
-            with (
-                refusing_out_of_memory(row),
-                refusing_failed_forward(self.module),
-                temporary_hooks() as handles,
-                torch.no_grad(),
-            ):
-                handles += [on_tensor(*place) for place in test.places()]
-                self._forward_here(row)
-            self._model = settled(self._model, self.module, self.paths, self._named, strangers)
-        if self._reading.order is None:
-            points = self._reading.points
-            order, widths = self._find_order((*points, *block_events(self.paths)), row)
-            self._reading = SitesRead(points, order, widths[: len(points)])
+    def _events(self) -> tuple[HookPoint, ...]:
+        return tuple(HookPoint(path, path, incoming) for path in self.paths for incoming in (True, False))
 
-    def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The order in which a forward pass reaches these hook points, and their widths, see `firing_order`."""
-        modules = {point.module: self.module.get_submodule(point.module) for point in events}
-        return firing_order(events, modules, lambda: self._forward_here(row), row.token_positions)
-
-    def _forward_here(self, row: Batch) -> Any:
-        """One forward pass of the module in this process, outside nnsight."""
-        return call_on(device_of(self.module), self.module, *forward_arguments(self.module, row, self._model))
+    def call(self, batch: Batch) -> Any:
+        # Outside nnsight.
+        return call_on(device_of(self.module), self.module, *forward_arguments(self.module, batch, self._model))
 
     def steps(self) -> list[TraceStep]:
         """The module inputs and outputs that a trace reads, in the order of the forward pass."""
-        points, order = self._reading.points, self._reading.order
+        points, order = self.reading.points, self.reading.order
         assert order is not None
-        events = (*points, *block_events(self.paths))
+        events = (*points, *self._events())
         steps: list[TraceStep] = []
         # Edits do not apply to a block that is called again.
         graphs = self.calling and is_edited(self.envoy)
@@ -264,7 +224,7 @@ class NNsightSource(CanReadSites):
 
     def count_positions(self, batch: Batch) -> int:
         args, options = forward_arguments(self.module, batch, self._model)
-        point = self._reading.points[0]
+        point = self.reading.points[0]
         read = self._envoy_at(point.module)
         with refusing_out_of_memory(batch), refusing_failed_forward(self.module):
             shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options))
@@ -275,17 +235,10 @@ class NNsightSource(CanReadSites):
         return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        if self._kernels_in_trace:
-            try:
+        if self._remote or self.calling:
+            # Blocks are called again inside the trace.
+            with refusing_out_of_memory(batch, f"a forward pass{self._indivisible()}"):
                 return self._traced(batch, kernels)
-            except (RuntimeError, MemoryError) as error:
-                if self._remote or not is_out_of_memory(error):
-                    raise
-                if reason := self._indivisible():
-                    raise too_large(batch, f"a forward pass ({reason})", error) from error
-                self._kernels_in_trace = False
-            release_memory()
-        # Kernels of all rows run after the forward passes of some.
         return reduce_batch(batch, kernels, self.collect(batch))
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -308,8 +261,8 @@ class NNsightSource(CanReadSites):
                 "model in this process."
             )
         # Outside a trace the modules of this process are in place of envoys.
-        lens = None if self._model.head is None else open_head(self.module, self._model.head)[1]
-        return replace(self._parts.collect(batch, self._collect, self._indivisible), unembed=lens)
+        lens = lens_of(self.module, self._model.head)
+        return replace(super().collect(batch), unembed=lens)
 
     def _collect(self, batch: Batch) -> View:
         """The view of one forward pass over the batch, without a lens."""

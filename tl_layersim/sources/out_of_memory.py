@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..activations.view import Kernel, Reduced, View, reduce, tokens_alone
-from ..core.errors import LOG, LayersimError
+from ..core.errors import LayersimError
 from ..core.wording import counted, first_line
 from .hooks import kernels_alone
 
@@ -48,79 +48,32 @@ def release_memory() -> None:
         torch.mps.empty_cache()
 
 
-@dataclass
-class RowParts:
-    """Runs a batch in as many forward passes as memory requires, and joins the activations in one view.
+def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
+    """The view of a batch from several forward passes, whose activations are copied into one tensor.
 
-    A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows that
-    worked. The parts keep the width of the batch, so that positions and padding are those of the whole batch.
+    The parts keep the width of the batch, so that positions and padding are those of the whole batch.
 
-    Attributes:
-        rows: largest number of rows in a forward pass; None as long as every batch fits.
+    Args:
+        batch: the rows.
+        size: number of rows of a forward pass.
+        run: function that runs one forward pass over some rows and returns their view.
     """
-
-    rows: int | None = None
-
-    def collect(self, batch: Batch, run: Callable[[Batch], View], indivisible: Callable[[], str]) -> View:
-        """Run a batch and return its view.
-
-        Args:
-            batch: the rows.
-            run: function that runs one forward pass over some rows and returns their view.
-            indivisible: function that returns why the rows must run in one forward pass; "" if they need not.
-
-        Raises:
-            LayersimError: a forward pass of one row, or of rows that must run together, runs out of memory.
-        """
-        total = len(batch.tokens)
-        before = size = min(self.rows or total, total)
-        joined: View | None = None
-        start = filled = 0
-        while start < total:
-            part = batch if size == total else batch.part(start, min(start + size, total))
-            view = None
-            try:
-                view = run(part)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = indivisible()
-                if len(part.tokens) == 1 or reason:
-                    raise too_large(part, "a forward pass" + (f" ({reason})" if reason else ""), error) from error
-            if view is None:
-                # After the `except` clause, because the traceback holds the activations of the failed forward pass.
-                size = (len(part.tokens) + 1) // 2
-                release_memory()
-                continue
-            if part is batch:
-                return view
-            joined = joined or _empty_view(batch, view)
-            end = filled + view.activations.shape[1]
-            joined.activations[:, filled:end] = view.activations
-            start, filled = start + len(part.tokens), end
-        assert joined is not None
-        if size < before:
-            self.rows = size
-            LOG.warning(
-                "Out of memory with %d rows in a forward pass (batch of rows %d to %d, %d positions): %s at a time from "
-                "now on. Minibatches stay as they are.",
-                before,
-                batch.first,
-                batch.first + total - 1,
-                batch.tokens.shape[1],
-                counted(size, "row"),
-            )
-        return joined
-
-
-def _empty_view(batch: Batch, part: View) -> View:
-    """The view of a batch, like the view of some of its rows, with room for the activations of all rows."""
-    known, device = tokens_alone(batch), part.activations.device
-    sites, _, width = part.activations.shape
-    with refusing_out_of_memory(batch, f"keeping {len(known.sequence)} samples at {sites} sites, {width} wide,"):
-        activations = part.activations.new_empty(sites, len(known.sequence), width)
-    fields: dict[str, Any] = {name: value.to(device) for name, value in known.token_fields().items()}
-    return replace(part, activations=activations, memo={}, **fields)
+    known = tokens_alone(batch)
+    joined: View | None = None
+    filled = 0
+    for start in range(0, len(batch.tokens), size):
+        view = run(batch.part(start, min(start + size, len(batch.tokens))))
+        if joined is None:
+            sites, _, width = view.activations.shape
+            with refusing_out_of_memory(batch, f"keeping {len(known.sequence)} samples at {sites} sites, {width} wide,"):
+                activations = view.activations.new_empty(sites, len(known.sequence), width)
+            fields: dict[str, Any] = {name: value.to(activations.device) for name, value in known.token_fields().items()}
+            joined = replace(view, activations=activations, memo={}, **fields)
+        end = filled + view.activations.shape[1]
+        joined.activations[:, filled:end] = view.activations
+        filled = end
+    assert joined is not None
+    return joined
 
 
 def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +15,17 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
-from ..architectures.blocks import encoder_and_decoder, find_stacks, lists_by_stage
-from ..architectures.hook_points import HookPoint, StreamSum, channels_at, has_convolution
-from ..architectures.site_selection import choose_stack, find_points, items_of, refuse_sharded_sites, stream_sums
+from ..architectures.blocks import find_stacks, lists_by_stage, stack_of
+from ..architectures.hook_points import SITE_NAMES, HookPoint, StreamSum, at_point, channels_at, has_convolution, to_positions
+from ..architectures.site_selection import find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.distributed import weight_peers
-from ..core.errors import LayersimError
-from .hooks import eval_mode
-from .model_description import Model, stack_fields
-from .out_of_memory import RowParts
+from ..core.errors import LOG, LayersimError
+from ..core.wording import counted
+from .forward_arguments import refusing_failed_forward
+from .hooks import ForwardRun, eval_mode, kernels_alone, on_tensor, temporary_hooks
+from .model_description import Model, settled
+from .out_of_memory import in_parts, is_out_of_memory, refusing_out_of_memory, release_memory, too_large
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -248,70 +252,263 @@ class SitesRead:
     widths: tuple[int, ...] = ()
 
 
+def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None:
+    """A function that counts the positions of a row without token ids; None if a source does not accept such rows.
+
+    It raises an error if the models give a row different numbers of positions.
+    """
+    able = [source for source in sources if isinstance(source, CanCountPositions)]
+
+    def count(batch: Batch) -> int:
+        counts = [source.count_positions(batch) for source in able]
+        # The mean of a row is one sample in each of them.
+        if len(set(counts)) > 1 and not batch.pooled:
+            raise LayersimError(
+                "The models have different numbers of positions for the same row, so their samples do not match: "
+                + ", ".join(f"{count} in {source.model.name}" for source, count in zip(able, counts, strict=True))
+                + ". positions='mean' compares one sample of each row."
+            )
+        return counts[0]
+
+    return count if len(able) == len(sources) else None
+
+
+def firing_order(
+    points: Sequence[HookPoint], modules: Mapping[str, torch.nn.Module], run: Callable[[], Any], pos: int | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The order in which a forward pass reaches hook points (indices of `points`), and the width of each point.
+
+    Args:
+        points: the hook points.
+        modules: the modules of the points, by path.
+        run: runs the forward pass; its errors after the last hook point are ignored.
+        pos: number of positions of a row, if tokens determine it.
+
+    Raises:
+        LayersimError: a module runs more than once in a forward pass, or never.
+    """
+    order: list[int] = []
+    widths: dict[int, int] = {}
+    together: dict[tuple[str, bool], list[int]] = {}
+    for number, point in enumerate(points):
+        together.setdefault((point.module, point.incoming), []).append(number)
+
+    def see(numbers: list[int], given: Tensor) -> None:
+        if numbers[0] in widths:
+            raise not_once(points[numbers[0]].name, points[numbers[0]].module, "it runs more than once in a forward pass")
+        order.extend(numbers)
+        for number in numbers:
+            point = points[number]
+            hidden = to_positions(given, point.channels, point.name, pos)
+            widths[number] = at_point(hidden, point.part, name=point.name).shape[-1]
+
+    # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
+    with temporary_hooks() as handles, torch.no_grad(), kernels_alone():
+        handles += [on_tensor(modules[path], incoming, partial(see, numbers)) for (path, incoming), numbers in together.items()]
+        try:
+            run()
+        except LayersimError:
+            raise
+        except Exception:
+            if len(order) < len(points):
+                raise
+    for number, point in enumerate(points):
+        if number not in widths:
+            raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
+    return tuple(order), tuple(widths[number] for number in range(len(points)))
+
+
+def not_once(name: str, module: str, why: str) -> LayersimError:
+    """The error for a module that does not run exactly once in a forward pass.
+
+    Args:
+        name: name of the hook point.
+        module: path of its module.
+        why: how often the module runs, as a clause.
+    """
+    return LayersimError(f"`at` names {name}, but its module {module} does not run exactly once in a pass: {why}.")
+
+
+def strangers_among(paths: Sequence[str], seen: Mapping[tuple[str, bool], Tensor]) -> list[str]:
+    """Paths of modules whose input is not the output of the one before, or whose output is a feature map or of another width.
+
+    Args:
+        paths: paths of the modules, in order.
+        seen: inputs (True) and outputs (False) of the modules that ran in a forward pass, of the first row.
+    """
+    ran = [path for path in paths if (path, False) in seen]
+    strangers = [path for path in ran[:1] if seen[path, False].dim() > 3]
+    for before, path in pairwise(ran):
+        last, given, output = seen[before, False], seen[path, True], seen[path, False]
+        is_map = output.dim() > 3 or output.shape[-1] != last.shape[-1]
+        # NaNs are reported elsewhere.
+        if is_map or given.shape != last.shape or not torch.equal(given.nan_to_num(), last.to(given).nan_to_num()):
+            strangers.append(path)
+    return strangers
+
+
 class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     """A source that reads hook points of a module: the residual layers, or others by name.
 
     Attributes:
         paths: paths of its blocks, those of one stack in an encoder-decoder.
+        residual: the hook points of the residual layers.
+        reading: the hook points that forward passes read.
     """
 
     paths: list[str]
-    _home: list[str]  # the paths with which the source was opened
+    residual: SitesRead
+    reading: SitesRead
+    _rows: int | None = None  # largest number of rows in a forward pass; None as long as every batch fits
     _named: bool  # whether the user named them
-    _head_paths: list[str] | None  # the modules of the head that the user named
     _model: Model
 
     @property
     def model(self) -> Model:
         return self._model
 
-    @abstractmethod
-    def _place_blocks(self) -> None:
-        """Set the blocks, the head and the residual layers by the paths of the blocks."""
-
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Read the residual layers, in whole batches until one runs out of memory."""
-        self._parts = RowParts()
-        self._residual = self._reading = SitesRead(self._with_channels(points), order)
+        """Read the residual layers."""
+        self.residual = self.reading = SitesRead(self._with_channels(points), order)
+
+    @abstractmethod
+    def _collect(self, batch: Batch) -> View:
+        """Run one forward pass over the batch and return its view."""
+
+    def collect(self, batch: Batch) -> View:
+        """Run the batch in as many forward passes as memory requires, and return the view.
+
+        A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows
+        that worked.
+
+        Raises:
+            LayersimError: a forward pass of one row, or of rows that must run together, runs out of memory.
+        """
+        total = len(batch.tokens)
+        before = size = min(self._rows or total, total)
+        while True:
+            try:
+                view = self._collect(batch) if size == total else in_parts(batch, size, self._collect)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1 or self._indivisible():
+                    raise too_large(batch.part(0, size), f"a forward pass{self._indivisible()}", error) from error
+            # After the `except` clause, because the traceback holds the activations of the failed forward pass.
+            size = (size + 1) // 2
+            release_memory()
+        if size < before:
+            self._rows = size
+            LOG.warning(
+                "Out of memory with %d rows in a forward pass (batch of rows %d to %d, %d positions): %s at a time from "
+                "now on. Minibatches stay as they are.",
+                before,
+                batch.first,
+                batch.first + total - 1,
+                batch.tokens.shape[1],
+                counted(size, "row"),
+            )
+        return view
 
     def _indivisible(self) -> str:
         """Why the rows of a batch must run in one forward pass; "" if they need not."""
         if self.calling:
-            return "an analyzer calls blocks again with all rows of a batch"
+            return " (an analyzer calls blocks again with all rows of a batch)"
         if weight_peers(self.module):
-            return "processes that share the weights must run the same forward passes"
+            return " (processes that share the weights must run the same forward passes)"
         return ""
 
     @property
     def reads_residual(self) -> bool:
         """Whether the sites are the residual layers."""
-        return self._reading is self._residual
+        return self.reading is self.residual
 
     @property
     def is_settled(self) -> bool:
         """Whether everything about the sites is known without a forward pass."""
-        return self.model.stream != "unknown" and self._reading.order is not None
+        return self.model.stream != "unknown" and self.reading.order is not None
 
     @abstractmethod
+    def call(self, batch: Batch) -> Any:
+        """Run one forward pass of the module in this process over all inputs of the batch."""
+
+    def _module_at(self, path: str) -> torch.nn.Module:
+        """The module that a hook point reads."""
+        return self.module.get_submodule(path)
+
+    def _events(self) -> tuple[HookPoint, ...]:
+        """Hook points beside those of the sites whose place in the order of a forward pass must be known."""
+        return ()
+
     def settle(self, batch: Batch) -> None:
         """Run the batch's first row to find out what is unknown about the sites.
 
         It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
         the sites that `read_at` chose.
         """
+        if self._model.stream == "unknown":
+            row = batch.first_row
+            with (
+                refusing_out_of_memory(row),
+                refusing_failed_forward(self.module),
+                torch.no_grad(),
+                ForwardRun() as forward,
+                self.settling(forward.stop),
+            ):
+                self.call(row)
+        if self.reading.order is None:
+            points = self.reading.points
+            order, widths = self._find_order((*points, *self._events()), batch.short_row)
+            self.reading = SitesRead(points, order, widths[: len(points)])
+
+    def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The order in which a forward pass reaches these hook points, and their widths, see `firing_order`."""
+        modules = {point.module: self._module_at(point.module) for point in events}
+        with refusing_failed_forward(self.module):
+            return firing_order(events, modules, lambda: self.call(row), row.token_positions)
+
+    @contextmanager
+    def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A context manager whose first forward pass tests whether the modules pass on one residual stream, if this is unknown.
+
+        Args:
+            end: function that is called after the last module.
+        """
+        with temporary_hooks() as handles:
+            handles += [on_tensor(*place) for place in self.stream_test(end)]
+            yield
+
+    def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
+        """The hooks of `settling`, as arguments of `on_tensor`; empty if the test is not needed.
+
+        Args:
+            end: function that is called after the last module.
+        """
+        seen: dict[tuple[str, bool], Tensor] = {}
+
+        def see(path: str, incoming: bool, hidden: Tensor) -> None:
+            if path == self.paths[0]:
+                # A new forward pass.
+                seen.clear()
+            # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
+            seen[path, incoming] = hidden.detach()[:1].clone()
+            if path == self.paths[-1] and not incoming and self._model.stream == "unknown":
+                strangers = strangers_among(self.paths, seen)
+                self._model = settled(self._model, self.module, self.paths, self._named, strangers)
+                end()
+
+        places = [(path, incoming) for path in self.paths for incoming in (True, False)]
+        unknown = self._model.stream == "unknown"
+        return [(self.module.get_submodule(path), side, partial(see, path, side)) for path, side in places[1:] if unknown]
 
     @property
     def sites(self) -> tuple[str, ...]:
-        return self.model.layers if self.reads_residual else tuple(point.name for point in self._reading.points)
+        return self.model.layers if self.reads_residual else tuple(point.name for point in self.reading.points)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return self._reading.widths
-
-    @property
-    def residual_points(self) -> tuple[HookPoint, ...]:
-        """The hook points of the residual layers."""
-        return self._residual.points
+        return self.reading.widths
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
         """The hook points that `at` names, see `find_points`.
@@ -321,8 +518,11 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """
         # Names with a stage may lie in other stages than the one whose residual stream is read.
         prefixes = tuple(f"{stage}." for stage in lists_by_stage(self.module))
-        several = any(isinstance(item, str) and item.startswith(prefixes) for item in items_of(at))
-        blocks = find_stacks(self.module, None) if several else self.paths
+        blocks = self.paths
+        if any(isinstance(item, str) and item.startswith(prefixes) for item in items_of(at)):
+            # Each stage has a number of positions of its own, so families keep the names of their stages.
+            stage, blocks = stack_of(self.module, self.paths), find_stacks(self.module, None)
+            at = [f"{stage}.{item}" if item in SITE_NAMES else item for item in items_of(at)]
         points = find_points(self.module, blocks, at, per_head)
         refuse_sharded_sites(self.module, points)
         return self._with_channels(points)
@@ -338,32 +538,27 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """The sums on the residual stream that contain a site chosen by `read_at`."""
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
-    def in_stack(self, at: Any) -> Any:
-        """Select the stack of an encoder-decoder that `at` names, and return `at` without the stack's name.
+    def without_stack(self, at: Any) -> Any:
+        """`at` without the name of the stack that is read in front of families.
 
         Args:
             at: see `hook_points`.
         """
-        if not lists_by_stage(self.module) and not encoder_and_decoder(self.module):
-            return at
-        paths, at = choose_stack(self.module, self._home, self._named, at)
-        if paths != self.paths:
-            self.paths = paths
-            head = self._head_paths if paths == self._home else None
-            self._model = replace(self._model, **stack_fields(self.module, paths, head, self._named))
-            self._place_blocks()
-        return at
+        prefix, items = f"{stack_of(self.module, self.paths)}.", items_of(at)
+        own = [item.removeprefix(prefix) if isinstance(item, str) else item for item in items]
+        families = [plain if plain in SITE_NAMES else item for plain, item in zip(own, items, strict=True)]
+        return at if families == items else families
 
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         """Read these hook points instead of the residual layers in later forward passes."""
-        self._reading = self._residual if points == self._residual.points else SitesRead(points, None)
+        self.reading = self.residual if points == self.residual.points else SitesRead(points, None)
 
     @contextmanager
     def reading_at(self, points: tuple[HookPoint, ...]) -> Iterator[None]:
         """A context manager in which forward passes read other hook points."""
-        before = self._reading
+        before = self.reading
         self.read_at(points)
         try:
             yield
         finally:
-            self._reading = before
+            self.reading = before

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..activations.view import View
 from ..architectures.blocks import POST_NORM, PRE_NORM, has_both_towers, is_post_norm, layer_names
 from ..architectures.layouts import CLASSES, TOWERS_BY_TYPE, Tower
-from ..architectures.output_heads import open_head
+from ..architectures.output_heads import lens_of
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..core.wording import brief, with_article
@@ -65,7 +65,9 @@ class TowerSource(HookedSource):
 
     def projected(self) -> Unembed:
         """The tower's final norm and projection, a map from residuals to the shared embedding space."""
-        return open_head(self.clip, self.tower.head)[1]
+        lens = lens_of(self.clip, self.tower.head)
+        assert lens is not None
+        return lens
 
     def _own(self, batch: Batch) -> Batch:
         """The batch with only this tower's inputs, and only the position at which the tower is read counted."""
@@ -103,7 +105,13 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
     Raises:
         LayersimError: the model is of another kind.
     """
-    vision, text = find_towers(clip)
+    kind = str(getattr(getattr(clip, "config", None), "model_type", None))
+    if not isinstance(clip, torch.nn.Module) or not has_both_towers(clip):
+        raise LayersimError(f"`clip` is {brief(clip)}; it must be {CLASSES}.")
+    if kind not in TOWERS_BY_TYPE:
+        more = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
+        raise LayersimError(f"`clip` is {with_article(type(clip).__name__)}{more}; it must be {CLASSES}.")
+    vision, text = TOWERS_BY_TYPE[kind]
     return TowerSource(clip, vision), TowerSource(clip, text)
 
 
@@ -143,24 +151,6 @@ def unit(x: Tensor) -> Tensor:
     """Normalise vectors to norm 1, in float64; a zero vector becomes NaN."""
     x = x.detach().double()
     return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
-
-
-def find_towers(model: Any) -> tuple[Tower, Tower]:
-    """The vision and the text tower of a model.
-
-    Args:
-        model: a Hugging Face model with both towers.
-
-    Raises:
-        LayersimError: the model is of another kind.
-    """
-    kind = str(getattr(getattr(model, "config", None), "model_type", None))
-    if isinstance(model, torch.nn.Module) and has_both_towers(model):
-        if kind in TOWERS_BY_TYPE:
-            return TOWERS_BY_TYPE[kind]
-        more = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
-        raise LayersimError(f"`clip` is {with_article(type(model).__name__)}{more}; it must be {CLASSES}.")
-    raise LayersimError(f"`clip` is {brief(model)}; it must be {CLASSES}.")
 
 
 def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: str) -> None:

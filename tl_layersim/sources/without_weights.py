@@ -34,8 +34,7 @@ class WeightlessSource(HookedSource):
     Forward passes and kernels run as in `analyze`, inside `without_values`.
     """
 
-    def _check_weights(self, model: torch.nn.Module) -> None:
-        """Accept every model, because weights are not needed."""
+    needs_weights = False
 
     def count_positions(self, batch: Batch) -> int:
         with without_values():

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..architectures.blocks import entering
 from ..architectures.site_selection import block_number
-from ..core.arguments import NonNegativeFloat, typed
+from ..core.arguments import Layer, NonNegativeFloat, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.result_declarations import Provenance
 from ..core.storage import refuse_unwritable, refuse_unwritable_folder
@@ -33,11 +33,10 @@ from ..engine.run_arguments import shared_tokens, with_tokenizer
 from ..lens.target_tokens import answers, usual_labels
 from ..many.compare_grid import group_labels
 from ..remote.open_model import open_split_model
-from ..sources.forward_arguments import position_counter
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel, records_of
-from ..sources.partial_forward import SplitModel
-from ..sources.source import refuse_inference_weights
+from ..sources.partial_forward import LocalSplitModel, SplitModel
+from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
 from .fitting import Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
@@ -45,7 +44,6 @@ from .stitch_results import StitchGrid, StitchResult, over_batches
 from .stitched_model import StitchedModel
 
 JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
-Layer = int | str
 
 
 @dataclass(frozen=True)
@@ -210,8 +208,8 @@ class StitchExperiment:
                 f"`fit` is {self.fit!r}, which needs gradients through {upper.name}; the sandbox of this server computes no "
                 "gradients. Use fit='lstsq'."
             )
-        if (local := back.local) is not None:
-            refuse_inference_weights(local.module)
+        if isinstance(back, LocalSplitModel):
+            refuse_inference_weights(back.module)
         if upper.dtype == "torch.float16":
             raise LayersimError(
                 f"`fit` is {self.fit!r}, but gradients vanish in float16, the dtype of {upper.name}; use fit='lstsq' or "
@@ -381,14 +379,14 @@ class StitchExperiment:
 
     def _report_traffic(self) -> None:
         """Print the number of bytes and requests that a stitch with a remote model needs, before any is sent."""
-        remote = [each for each in self.models if each.local is None]
+        remote = [each for each in self.models if not isinstance(each, LocalSplitModel)]
         if not remote:
             return
         positions = [sum(b.tokens.numel() for b in part) for part in (self.fit_data, self.evaluation)]
         width = max(each.model.d_model or 0 for each in self.models)
         bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
         words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
-        if "sgd" in self.fit and any(each.local is None for each in self.backs):
+        if "sgd" in self.fit and not all(isinstance(each, LocalSplitModel) for each in self.backs):
             mean = positions[0] / max(len(self.fit_data), 1)
             words += f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} steps"
         requests = 2 * (len(self.fit_data) + len(self.evaluation))
@@ -403,7 +401,7 @@ def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
     return {name: torch.stack([score[name].double() for score in scores]) for name in names}
 
 
-def point_number(model: Model, layer: int | str, argument: str) -> int:
+def point_number(model: Model, layer: Layer, argument: str) -> int:
     """Index of a point of the residual stream: 0 before block 0, 1 after it, and so on.
 
     Args:
@@ -417,7 +415,7 @@ def point_number(model: Model, layer: int | str, argument: str) -> int:
     # The residual that enters block i is the one that left block i - 1.
     names = {name: number for number, name in enumerate(model.layers)}
     names |= {entering(name): number for number, name in enumerate(model.layers[1:])}
-    return names[layer] if layer in names else block_number(layer, model.layers[1:], argument) + 1
+    return names[layer] if isinstance(layer, str) and layer in names else block_number(layer, model.layers[1:], argument) + 1
 
 
 def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
@@ -457,11 +455,11 @@ def _join(
     front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer: Any
 ) -> Callable[[Adapter], StitchedModel] | None:
     """A function from an adapter to the stitched model; None if a model is on a server."""
-    lower, upper = front.local, back.local
-    if lower is None or upper is None:
+    if not isinstance(front, LocalSplitModel) or not isinstance(back, LocalSplitModel):
         return None
-    described = upper.described_as(replace(upper.model, tokenizer=tokenizer))
-    return lambda adapter: StitchedModel(lower, described, adapter.to(upper.device), at)
+    described = copy.copy(back)
+    described.model = replace(back.model, tokenizer=tokenizer)
+    return lambda adapter: StitchedModel(front, described, adapter.to(back.device), at)
 
 
 @typed

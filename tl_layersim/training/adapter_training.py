@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..architectures.site_selection import block_numbers
-from ..core.arguments import PositiveFloat, PositiveInt, Seed, typed
+from ..core.arguments import Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.results import Result, axes
 from ..core.resumable_file import ResumableFile, Snapshot
@@ -379,7 +379,7 @@ def train_adapters(
     model: Any,
     data: Any,
     *,
-    at: int | str | Sequence[int | str] | None = None,
+    at: Layer | Sequence[Layer] | None = None,
     rank: PositiveInt = 8,
     steps: PositiveInt = 200,
     lr: PositiveFloat = 3e-3,

@@ -31,7 +31,7 @@ from ..data.data import Data
 from ..data.labels import NO_LABEL
 from ..engine.run_arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads
-from ..sources.hooks import eval_mode, every_module
+from ..sources.hooks import eval_mode, in_mode
 from ..sources.identity import refuse_quantised
 from ..sources.open_local import OpenedModel
 from .losses import refuse_other_labels
@@ -102,10 +102,7 @@ class FineTuning(Descent):
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
         self._bar = bar
-        # `eval_mode` restores the mode of each module.
-        with super().running(bar), eval_mode(self.objective.module):
-            for module in every_module(self.objective.module):
-                module.training = True
+        with super().running(bar), in_mode(self.objective.module, training=True):
             yield
 
     def loss_and_gradients(self) -> float:

@@ -20,7 +20,7 @@ from ..data.batches import next_tokens, refuse_other_ids
 from ..data.labels import NO_LABEL, as_labels
 from ..data.padding_masks import as_mask
 from ..remote.open_model import open_source
-from ..sources.activation_checks import lens_gap, need_stream, refuse_other_logits
+from ..sources.activation_checks import need_stream, refuse_other_logits
 from ..sources.forward_arguments import device_of, no_cache
 from ..sources.hooked import HookedSource
 from ..sources.hooks import eval_mode
@@ -252,8 +252,7 @@ class ResidualStream:
             return torch.stack([(ours - theirs).norm(), theirs.norm()])
 
         with torch.no_grad():
-            found = lens_gap(self.source.model, gap)
-        refuse_other_logits(found, self.source.model)
+            refuse_other_logits(gap, self.source.model)
         return classes
 
 

@@ -21,7 +21,7 @@ from ..activations.block_call import CACHES, first_tensor
 from ..activations.view import SiteBuffer, View
 from ..architectures.blocks import encoder_and_decoder, stack_of
 from ..architectures.hook_points import to_positions
-from ..architectures.output_heads import open_head
+from ..architectures.output_heads import lens_of
 from ..architectures.transformer_lens import is_transformer_lens, right_padding
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, warn
@@ -31,8 +31,9 @@ from ..data.labels import NO_LABEL
 from ..data.padding_masks import mask_of, masked_warning
 from ..data.positions import Positions
 from ..sources.activation_checks import refuse_other_logits
-from ..sources.hooked import HookedSource, not_once, whole_tensor
+from ..sources.hooked import HookedSource, whole_tensor
 from ..sources.hooks import StopForward, is_unrecorded, on_enter, on_leave, temporary_hooks
+from ..sources.source import not_once
 
 
 class ProbeHook:
@@ -303,14 +304,14 @@ class Recorder:
         on_error: Callable[[Exception], None],
         compare: bool,
     ) -> None:
-        self.source, self.points, self.order = source, source.points_read, source.order
+        self.source, self.points, self.order = source, source.reading.points, source.reading.order
         self.names, self.pooled = source.sites, pooled
         self.choose, self.on_view, self.on_error, self.compare = choose, on_view, on_error, compare
         # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
         self.direct = is_transformer_lens(source.module)
         # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
         self.inside = source.reads_residual
-        output = source.residual_points[-1].name
+        output = source.residual.points[-1].name
         self.output_site = next((site for site, point in enumerate(self.points) if point.name == output), None)
         self.side = stack_side(source)
         start = getattr(getattr(source.module, "config", None), "decoder_start_token_id", None)
@@ -339,8 +340,9 @@ class Recorder:
                 handles.append(self._on_enter(source.blocks[0], self._see_mask))
             for (module, incoming), sites in source.modules_read().items():
                 handles.append(self._watch(module, incoming, partial(self._see, sites)))
-            if self.compare and source.head is not None:
-                handles.append(on_leave(source.head, self._hook(self._see_logits)))
+            if self.compare and source.model.head is not None:
+                head = source.module.get_submodule(source.model.head.modules[-1])
+                handles.append(on_leave(head, self._hook(self._see_logits)))
             yield
 
     # ---- registration of hooks
@@ -474,7 +476,7 @@ class Recorder:
         with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
             attended = torch.ones(len(hidden), dtype=torch.bool)
             gap = unembed_gap(lens, hidden, logits, attended, finished=False)
-        refuse_other_logits(gap, self.source.model, logits.dtype)
+        refuse_other_logits(lambda: gap, self.source.model, logits.dtype)
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
         """Store the sites that are parts of a module's input or output."""
@@ -553,8 +555,7 @@ class Recorder:
 
     def _lens(self) -> Unembed | None:
         """The logit lens, made anew for each forward pass because weights may change dtype, device or module in a loop."""
-        head = self.source.model.head
-        return None if head is None else open_head(self.source.module, head)[1]
+        return lens_of(self.source.module, self.source.model.head)
 
     def _view(self, reading: Pass) -> View:
         buffer, read = reading.buffer, reading.call.tokens
