@@ -271,9 +271,13 @@ def _variables(
     heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
     names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
     if names:
-        each = [compare(lambda whole, one, name=name: heads[id(one)].get(name, math.nan)) for name in names]
+        each = [compare(partial(_headline, heads, name)) for name in names]
         found["headline"] = torch.stack(each), {"quantity": names} | last, {}
     return found
+
+
+def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, result: Result) -> float:
+    return heads[id(result)].get(name, math.nan)
 
 
 def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
