@@ -12,7 +12,7 @@ import xarray
 
 import tl_layersim as lsim
 from tl_layersim.reporting.lines_and_bars import Ends, Series, lines
-from tl_layersim.reporting.style import BLUE, DASHES, GREEN, GREY, ORANGE, PURPLE, with_subtitle
+from tl_layersim.reporting.style import BLUE, DASHES, GREEN, GREY, ORANGE, PURPLE, with_size, with_subtitle
 
 from .helpers import ROOT
 
@@ -38,7 +38,7 @@ class Picture(NamedTuple):
 def side_by_side(*figures: Any) -> Picture:
     """A picture of figures that are readable in a column of 600 pixels."""
     for figure in figures:
-        figure.update_layout(font_size=LARGER, legend_font_size=LARGER)
+        with_size(figure, None, None, BESIDE).update_layout(font_size=LARGER, legend_font_size=LARGER)
     return Picture([(figure, BESIDE) for figure in figures], min(HIGHEST, max(figure.layout.height for figure in figures)))
 
 

@@ -64,23 +64,16 @@ SITE_COLUMNS = ("layer", "row_layer", "column_layer")
 NUMBERS = ("value", "low", "high", "se", "untrained")
 
 
-def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) -> pandas.DataFrame:
-    """Concatenate the tables of fields. Columns: names, then labels with site labels first, then numbers.
-
-    Args:
-        tables: tables with the columns `field`, perhaps `analyzer`, labels and numbers.
-        numbers: names of the columns of numbers; every table has the first.
-    """
+def joined_tables(tables: Sequence[pandas.DataFrame]) -> pandas.DataFrame:
+    """Concatenate tables of `field_lines`. Columns: names, then labels with site labels first, then numbers."""
     import pandas
 
     if not tables:
-        return pandas.DataFrame({name: [] for name in ("analyzer", "field", numbers[0])})
+        return pandas.DataFrame({name: [] for name in ("analyzer", "field", "value")})
     found = pandas.concat(tables, ignore_index=True)
-    names = [name for name in ("analyzer", "field") if name in found.columns]
-    labels = [name for name in found.columns if name not in (*names, *numbers)]
-    first = [name for name in SITE_COLUMNS if name in labels]
-    order = [*names, *first, *(name for name in labels if name not in first)]
-    found = found[[*order, *(name for name in numbers if name in found.columns)]]
+    labels = [name for name in found.columns if name not in ("analyzer", "field", *NUMBERS)]
+    order = ["analyzer", "field", *SITE_COLUMNS, *(name for name in labels if name not in SITE_COLUMNS), *NUMBERS]
+    found = found[[name for name in order if name in found.columns]]
     for name in labels:
         own = [list(table[name].cat.categories) for table in tables if name in table and hasattr(table[name], "cat")]
         if own:
@@ -89,19 +82,19 @@ def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) ->
     return found
 
 
-def tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
-    """One table for each field of a result, with the same number columns."""
-    tables = []
-    for field, own in declarations(result).items():
-        if bool(getattr(result, field).isnan().all()):
-            continue
-        table = label_table({axis: result.coordinates(axis) for axis in own.axes})
-        table.insert(0, "analyzer", name)
-        table.insert(1, "field", own.name)
-        for column, numbers in numbers_of(result, field).items():
-            table[column] = numbers.numpy().reshape(-1)
-        tables.append(table)
-    return tables
+def field_lines(name: str, result: Any, field: str) -> pandas.DataFrame:
+    """The table of one field in a report: `analyzer`, `field`, labels and numbers, one line for each entry.
+
+    Args:
+        name: name of the result.
+        result: the result that has the field.
+        field: name of the attribute.
+    """
+    own = declarations(result)[field]
+    table = label_table({axis: result.coordinates(axis) for axis in own.axes})
+    table.insert(0, "analyzer", name)
+    table.insert(1, "field", own.name)
+    return table.assign(**{column: numbers.numpy().reshape(-1) for column, numbers in numbers_of(result, field).items()})
 
 
 def numbers_of(result: Any, field: str) -> dict[str, Tensor]:

@@ -5,11 +5,44 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-_SITE_NAME = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
+FINAL_NORM = "ln_final.hook_normalized"
+_SITE = re.compile(
+    r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([\w.]*hook_\w+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
+)
 # Places within a block; others are in parallel.
 _DEPTHS = {"resid_pre": 0, "attn_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_post": 4}
+
+
+class SiteParts(NamedTuple):
+    """Parts of the TransformerLens name of a site.
+
+    Attributes:
+        stack: "encoder", "decoder", "text" or "vision"; "" for a model with one stack.
+        block: number of the block, as text; "" for the final norm.
+        place: rest of the name after the block, such as "hook_attn_out".
+        head: number of the head, as text; "" for other sites.
+    """
+
+    stack: str
+    block: str
+    place: str
+    head: str
+
+
+def parse_site(name: str) -> SiteParts | None:
+    """The parts of a TransformerLens name; None for other names.
+
+    Examples:
+        >>> parse_site("blocks.3.attn.hook_z[5]")
+        SiteParts(stack='', block='3', place='attn.hook_z', head='5')
+    """
+    match = _SITE.fullmatch(name)
+    if match is None:
+        return None
+    stack, block, place, head = match.groups("")
+    return SiteParts(stack, block, place or FINAL_NORM, head)
 
 
 def site_in_words(name: str) -> str:
@@ -21,12 +54,12 @@ def site_in_words(name: str) -> str:
         >>> site_in_words("blocks.2.hook_attn_out"), site_in_words("blocks.2.attn.hook_z[5]"), site_in_words("model.norm")
         ('attn_out of block 2', 'head L2H5 (z)', 'model.norm')
     """
-    match = _SITE_NAME.fullmatch(name)
-    if match is None:
+    site = parse_site(name)
+    if site is None or not site.block:
         return name
-    stack, block, place, head = match.groups()
-    whole = f"{stack} block {block}" if stack else f"block {block}"
-    if head is not None:
+    stack, block, place, head = site
+    place, whole = place.rpartition("hook_")[2], f"{stack} block {block}" if stack else f"block {block}"
+    if head:
         return f"head L{block}H{head} ({place})" + (f" of the {stack}" if stack else "")
     if place == "resid_post":
         return whole
@@ -48,13 +81,17 @@ def in_depth_order(sites: Sequence[str]) -> bool:
         >>> in_depth_order(["blocks.0.hook_attn_out", "blocks.1.hook_attn_out", "blocks.0.hook_mlp_out"])
         False
     """
-    places = [match.groups() for match in map(_SITE_NAME.fullmatch, sites) if match]
-    depths = [(int(block), _DEPTHS.get(place, 2)) for _, block, place, _ in places]
+    found = [site for site in map(parse_site, sites) if site is not None and site.block]
     return (
-        len({stack for stack, *_ in places}) < 2
-        and all(head is None for *_, head in places)
-        and all(before < after for before, after in itertools.pairwise(depths))
+        len({site.stack for site in found}) < 2
+        and not any(site.head for site in found)
+        and all(before < after for before, after in itertools.pairwise(map(_depth, found)))
     )
+
+
+def _depth(site: SiteParts) -> tuple[int, int]:
+    """The block of a site, and the order of its place within the block."""
+    return int(site.block), _DEPTHS.get(site.place.rpartition("hook_")[2], 2)
 
 
 def depth_key(site: Any) -> Any:
@@ -64,5 +101,5 @@ def depth_key(site: Any) -> Any:
         >>> depth_key("blocks.3.hook_resid_post") > depth_key("blocks.0.hook_resid_post"), depth_key("model.norm")
         (True, None)
     """
-    match = _SITE_NAME.fullmatch(site) if isinstance(site, str) else None
-    return match and (match[1] or "", int(match[2]), _DEPTHS.get(match[3], 2))
+    found = parse_site(site) if isinstance(site, str) else None
+    return None if found is None or not found.block else (found.stack, *_depth(found))

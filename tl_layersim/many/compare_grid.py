@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, PoolKernel
-from ..activations.view import Kernel, View
+from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
 from ..core.arguments import typed
 from ..core.errors import LayersimError, recorded_warnings, warn
@@ -40,8 +40,8 @@ from ..sources.open_local import OpenedModel
 
 # Class attributes that are those of the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
-# Options that identify the analyzer in a checkpoint, and that the results of pairs do not record.
-IDENTITY = ("analyzer", "code")
+# The option that identifies the analyzer in a checkpoint, and that results do not record.
+IDENTITY = "analyzer"
 
 
 @typed
@@ -83,15 +83,8 @@ class ModelGrid(Result):
     quantity: str
     results: Report
 
-    @property
-    def row_models(self) -> tuple[str, ...]:
-        """Names of the models of the rows."""
-        return self.models
-
-    @property
-    def column_models(self) -> tuple[str, ...]:
-        """Names of the models of the columns."""
-        return self.models
+    def coordinates(self, axis: str) -> tuple[Any, ...]:
+        return self.models if axis in ("row_model", "column_model") else super().coordinates(axis)
 
     def declared(self, field: str = "values") -> Declaration:
         own = super().declared(field)
@@ -244,8 +237,7 @@ class AllPairs(Analyzer):
 
     def options(self) -> dict[str, Any]:
         cls = type(self.measure)
-        identity = dict(zip(IDENTITY, (f"{cls.__module__}.{cls.__qualname__}", code_digest(self.measure)), strict=True))
-        return self.measure.options() | identity
+        return self.measure.options() | {IDENTITY: [f"{cls.__module__}.{cls.__qualname__}", code_digest(self.measure)]}
 
     def first_kernel(self) -> Kernel | None:
         kernel = self.measure.first_kernel()
@@ -266,10 +258,14 @@ class AllPairs(Analyzer):
 
     def exchange(self) -> Exchange | None:
         own = self.measure.exchange()
-        return None if own is None else replace(own, join=partial(join_all_pairs, pairs=self.pairs, join=own.join))
+        return (
+            None if own is None else replace(own, join=partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, own.join)))
+        )
 
     def compute(self, sums: Sums, run: Run) -> ModelGrid:
         numbers = range(len(self.models))
+        options = {name: value for name, value in run.provenance.options.items() if name != IDENTITY}
+        run = replace(run, provenance=replace(run.provenance, options=options))
         with _warned_once(self.models):
             results = {f"{a} {b}": self._result(sums, run, (a, b)) for a, b in self.pairs}
         every = [[either_order(results, a, b) for b in numbers] for a in numbers]
@@ -286,7 +282,7 @@ class AllPairs(Analyzer):
             quantity=getattr(_result_class(self.measure), "distance_name", "Distance") if self.distance is None else "Distance",
             results=Report(results),
             layers=(),
-            provenance=replace(run.provenance, options=_without_identity(run.provenance.options)),
+            provenance=run.provenance,
         )
 
     def _first(self, first: Sums, pair: tuple[int, int]) -> Sums:
@@ -295,8 +291,7 @@ class AllPairs(Analyzer):
     def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
         """The result of one pair, as `compare` returns it."""
         models = [run.models[number] for number in pair]
-        options = _without_identity(run.provenance.options)
-        provenance = replace(run.provenance, options=options, **record_of_models(models))
+        provenance = replace(run.provenance, **record_of_models(models))
         about = (provenance, self._first(run.first, pair), models[0].head, models[0].stream, tuple(models))
         try:
             return self.measure.compute(sums_of_pair(sums, pair), Run(models[0].layers, models[1].layers, *about))
@@ -313,19 +308,14 @@ def _result_class(analyzer: Analyzer) -> Any:
         return None
 
 
-def _without_identity(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in IDENTITY}
-
-
-def all_pairs_kernel(*views: View, kernels: Mapping[tuple[int, int], Kernel]) -> dict[str, Tensor]:
-    """Outputs of two-view kernels for all pairs of several views; each name begins with the indices of the pair.
+def all_pairs_kernel(*views: Any, kernels: Mapping[tuple[int, int], Callable[..., dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """Outputs of functions of two models for all pairs of several models; each name begins with the indices of the pair.
 
     Args:
-        *views: the view of each model on the same tokens.
-        kernels: the kernels, by pair of views.
+        *views: the view of each model on the same tokens, or its statistics of one batch.
+        kernels: the kernels of two views, or the functions that join two statistics (see `Exchange`), by pair.
     """
-    outputs = {(a, b): kernel(views[a], views[b]) for (a, b), kernel in kernels.items()}
-    return _named_by_pair(outputs)
+    return _named_by_pair({(a, b): kernel(views[a], views[b]) for (a, b), kernel in kernels.items()})
 
 
 def all_pairs_of_pools(
@@ -345,17 +335,6 @@ def all_pairs_of_pools(
         sums: function that sums over a pool, see `PoolKernel`.
     """
     return _named_by_pair({(a, b): sums([sides[a], sides[b]], [widths[a], widths[b]], *about) for a, b in pairs})
-
-
-def join_all_pairs(*statistics: Any, pairs: list[tuple[int, int]], join: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Join the prepared statistics of many models pair by pair.
-
-    Args:
-        *statistics: statistics of one batch, one entry for each model.
-        pairs: indices of the models of each pair.
-        join: function that joins two statistics, see `Exchange`.
-    """
-    return _named_by_pair({(a, b): join(statistics[a], statistics[b]) for a, b in pairs})
 
 
 def _named_by_pair(outputs: Mapping[tuple[int, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -204,19 +204,22 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
 
 
 def _statistics(
-    first: Any, second: Any, function: Callable[[Any], Any], paired: bool, level: float, out_of: str = ""
+    first: Any, second: Any, function: Callable[[Any, Any], Any], paired: bool, level: float, out_of: str = ""
 ) -> Tensor:
     """Compute `STATISTICS` of a number or tensor of two results, along a last axis; p-values are not adjusted.
 
     Args:
         first: result of the first run, with its replicates.
         second: result of the second run, with its replicates.
-        function: function of a result that returns a number or a tensor, of the same shape for both results.
+        function: function of a result on all data, and of this result or one of its replicates, that returns a number or a
+            tensor, of the same shape for both results.
         paired: whether block j of one run has the same data as block j of the other.
         level: confidence level of the intervals.
         out_of: for counts, the attribute whose sum is the total.
     """
-    (a, without_a), (b, without_b) = (with_and_without_blocks(result, function, out_of) for result in (first, second))
+    (a, without_a), (b, without_b) = (
+        with_and_without_blocks(whole, partial(function, whole), out_of) for whole in (first, second)
+    )
     if paired:
         error = standard_error(b - a, without_b - without_a)
         degrees = degrees_of_freedom(b - a, without_b - without_a)
@@ -245,17 +248,26 @@ def _variables(
         sizes = [tuple(torch.as_tensor(what(result)).shape) for result in (first, second)]
         if sizes[0] != sizes[1]:
             raise LayersimError(f"`what` returns shapes {sizes[0]} and {sizes[1]} for the two results; they must be equal.")
-        return {"what": (compare(what), {f"dim_{n}": range(size) for n, size in enumerate(sizes[0])} | last, {})}
+        return {
+            "what": (
+                compare(lambda whole, one: what(one)),
+                {f"dim_{n}": range(size) for n, size in enumerate(sizes[0])} | last,
+                {},
+            )
+        }
     found: dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]] = {}
     for field, own in declarations(second).items():
         labels: dict[str, Any] = {axis: list(second.coordinates(axis)) for axis in own.axes}
-        grids = {axis: _grid(first, second, axis) for axis in own.axes if relative_depth and axis in SITE_AXES}
+        grids = {
+            axis: min(len(sites_along(result, axis)) for result in (first, second))
+            for axis in own.axes
+            if relative_depth and axis in SITE_AXES
+        }
         same = all(first.coordinates(axis) == second.coordinates(axis) for axis in own.axes if axis not in grids)
         if own.within is not None and same and not bool(getattr(second, field).isnan().all()):
             labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
-            read = partial(_read, first, second, field=field, relative_depth=relative_depth)
             words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
-            found[own.name] = compare(read, out_of=own.out_of), labels | last, words
+            found[own.name] = compare(partial(_read, field, grids), out_of=own.out_of), labels | last, words
     heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
     names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
     if names:
@@ -264,22 +276,16 @@ def _variables(
     return found
 
 
-def _headline(heads: dict[int, dict[str, float]], name: str, result: Result) -> float:
+def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, result: Result) -> float:
     return heads[id(result)].get(name, math.nan)
 
 
-def _grid(first: Result, second: Result, axis: str) -> int:
-    """Number of sites of the model with fewer sites."""
-    return min(len(sites_along(first, axis)), len(sites_along(second, axis)))
-
-
-def _read(first: Result, second: Result, result: Result, field: str, relative_depth: bool) -> Tensor:
-    """A field of a result or a replicate, at relative depths if asked for."""
-    is_first = result is first or any(result is one for one in first.replicates)
-    values = aligned(result, first if is_first else second, field)
-    for dim, axis in enumerate(result.tensor_fields()[field] if relative_depth else ()):
-        if axis in SITE_AXES:
-            values = at_depths(values, dim, len(sites_along(result, axis)), _grid(first, second, axis), axis)
+def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
+    """A field of a result or of its replicate. Axes of sites with a grid are interpolated at so many relative depths."""
+    values = aligned(result, whole, field)
+    for dim, axis in enumerate(result.tensor_fields()[field]):
+        if axis in grids:
+            values = at_depths(values, dim, len(sites_along(result, axis)), grids[axis], axis)
     return values
 
 

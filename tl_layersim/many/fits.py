@@ -11,7 +11,6 @@ import numpy as np
 
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError
-from ..core.intervals import field_named
 from ..core.report_tables import BLOCK_AXES, SITE_AXES
 from ..core.results import Result
 from ..core.wording import brief, with_article
@@ -116,17 +115,14 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
 
 def _array(result: Result, field: str) -> xarray.DataArray:
     """A field of a result, with the mean over untrained models beside it."""
+    import pandas
     import xarray
 
-    held, own = field_named(result, field), result.declared(field)
-    about = {"long_name": own.label, "model": result.provenance.model, "tokens": result.provenance.tokens}
-    about |= {"units": own.unit} if own.unit else {}
-    labels: dict[str, list[Any]] = {axis: list(result.coordinates(axis)) for axis in own.axes}
-    values, twins = getattr(result, held).numpy(), result.of_untrained(held)
-    if twins is None:
-        return xarray.DataArray(values, labels, own.axes, field, about)
-    both = np.stack([values, twins.mean(0).numpy()])
-    return xarray.DataArray(both, {"weights": ["trained", "untrained"], **labels}, ("weights", *own.axes), field, about)
+    table, name = result.to_xarray(), result.declared(field).name
+    array = table[name]
+    if (untrained := f"{name}_untrained") in table:
+        array = xarray.concat([array, table[untrained]], pandas.Index(["trained", "untrained"], name="weights"))
+    return array.rename(field).assign_attrs(model=result.provenance.model, tokens=result.provenance.tokens)
 
 
 def fit_exponential(x: Any, y: Any) -> LeastSquares:

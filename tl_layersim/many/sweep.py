@@ -37,71 +37,33 @@ from ..sources.out_of_memory import release_memory
 CHECKED_ROWS = 1000
 
 
-class SweepFolder:
-    """Folder with the reports of finished models as files; without a path, nothing is kept.
-
-    Args:
-        path: path of the folder, which is made if it does not exist; None for none.
-        analyzers: the analyzers, by name.
-        data: the data of the call.
-        options: further keywords of the call.
+def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, options: Mapping[str, Any]) -> None:
+    """Make the folder of a sweep if it does not exist, and record what the sweep measures.
 
     Raises:
         LayersimError: the folder cannot be written to, or holds another sweep.
     """
+    if path.parent.is_dir() and not path.exists():
+        path.mkdir()
+    refuse_unwritable_folder(path, "checkpoint")
+    reading = {name: getattr(data, name) for name in (*OPTIONS, "tokenizer")}
+    identity = {
+        "analyzers": {
+            name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)] for name, analyzer in analyzers.items()
+        },
+        "options": {name: ValueNames().named(value) for name, value in sorted({**options, **reading}.items())},
+        "data": data_digest(data.source),
+        "version": version("tl_layersim"),
+    }
+    record = ResumableFile(path / "sweep.safetensors", "sweep_folder", identity)
+    if record.resume(lambda notes, tensors: True) is None and rank_and_size()[0] == 0:
+        record.write({}, {})
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        analyzers: Mapping[str, Analyzer],
-        data: Data,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.path = None if path is None else Path(path)
-        if self.path is None:
-            return
-        if self.path.parent.is_dir() and not self.path.exists():
-            self.path.mkdir()
-        refuse_unwritable_folder(self.path, "checkpoint")
-        reading = {name: getattr(data, name) for name in (*OPTIONS, "tokenizer")}
-        identity = {
-            "analyzers": {
-                name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)]
-                for name, analyzer in analyzers.items()
-            },
-            "options": {name: ValueNames().named(value) for name, value in sorted({**options, **reading}.items())},
-            "data": data_digest(data.source),
-            "version": version("tl_layersim"),
-        }
-        record = ResumableFile(self.path / "sweep.safetensors", "sweep_folder", identity)
-        if record.resume(lambda notes, tensors: True) is None and rank_and_size()[0] == 0:
-            record.write({}, {})
 
-    def report(self, key: int | float | str) -> Report | None:
-        """The saved report of a model; None if the model was not measured before."""
-        if self.path is None or not (path := self._file(key)).exists():
-            return None
-        return Report.load(path)
-
-    def partial(self, key: int | float | str) -> Path | None:
-        """The checkpoint file for the analysis of one model."""
-        return None if self.path is None else self._file(key).with_suffix(".partial")
-
-    def keep(self, key: int | float | str, report: Report) -> None:
-        """Write the report of a model, and remove its checkpoint file."""
-        partial = self.partial(key)
-        if partial is None:
-            return
-        rank = rank_and_size()[0]
-        if rank == 0:
-            report.save(self._file(key))
-        Path(f"{partial}.rank{rank}" if rank else partial).unlink(missing_ok=True)
-
-    def _file(self, key: int | float | str) -> Path:
-        assert self.path is not None
-        # The digest tells keys apart that differ in signs which file names cannot have.
-        name = re.sub(r"[^\w.-]", "_", str(key))[:60]
-        return self.path / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
+def _report_file(folder: Path, key: Any) -> Path:
+    """The file of a finished model's report. Its digest tells keys apart that differ in signs which file names cannot have."""
+    name = re.sub(r"[^\w.-]", "_", str(key))[:60]
+    return folder / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
 
 
 def data_digest(data: Any) -> str:
@@ -189,23 +151,29 @@ def sweep(
             raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must hold models, or functions that load one.")
     if data.read_once:
         raise LayersimError("`data` can be read only once, and a sweep reads it for each model. Pass list(data).")
-    folder = SweepFolder(checkpoint, chosen, data, options)
-    reports = {key: report for key in keys if (report := folder.report(key)) is not None}
+    files: dict[Any, Path | None] = dict.fromkeys(keys)
+    if checkpoint is not None:
+        _open_folder(Path(checkpoint), chosen, data, options)
+        files = {key: _report_file(Path(checkpoint), key) for key in keys}
+    reports = {key: Report.load(file) for key, file in files.items() if file is not None and file.exists()}
     bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
     for key, model in zip(bar, models.values(), strict=True):
         bar.set_postfix_str(str(key))
         if key in reports:
             continue
         try:
-            reports[key] = _measure_model(model, data, chosen, folder.partial(key), options)
-            folder.keep(key, reports[key])
+            reports[key] = _measure_model(model, data, chosen, files[key], options)
         except BaseException as error:
-            where = f" in {folder.path}; the same call continues from there" if folder.path else ""
+            where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
             kept = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}. Reports of {len(reports)} are kept{where}."
             if not isinstance(error, Exception):
-                error.add_note(kept if folder.path else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
+                error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
                 raise
-            raise _failed(key, error, {k: reports[k] for k in keys if k in reports}, kept) from error
+            why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
+            more = " They are in error.reports." if reports else ""
+            failed = SweepError(f"Model {key!r} of the sweep could not be measured: {why}\n{kept}{more}")
+            failed.reports = {k: reports[k] for k in keys if k in reports}
+            raise failed from error
     found = {key: reports[key] for key in keys}
     _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
     return found
@@ -221,27 +189,24 @@ def is_loader(model: Any) -> bool:
 
 
 def _measure_model(
-    model: Any, data: Data, analyzers: Mapping[str, Analyzer], partial: Any, options: Mapping[str, Any]
+    model: Any, data: Data, analyzers: Mapping[str, Analyzer], file: Path | None, options: Mapping[str, Any]
 ) -> Report:
-    """The report of a model. A function is first called to load the model, which is freed after it is measured."""
+    """The report of a model, kept in a file. A function is called to load the model, which is freed after it is measured."""
     loads = is_loader(model)
     if loads:
         model = model()
+    partial = None if file is None else file.with_suffix(".partial")
     report: Report = analyze(model, data, analyzers, checkpoint=partial, **options)
     if loads:
         # Models are in reference cycles, which plain counting does not free.
         del model
         release_memory()
+    if file is not None:
+        rank = rank_and_size()[0]
+        if rank == 0:
+            report.save(file)
+        Path(f"{partial}.rank{rank}" if rank else f"{partial}").unlink(missing_ok=True)
     return report
-
-
-def _failed(key: Any, error: Exception, measured: dict[Any, Report], kept: str) -> SweepError:
-    why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
-    failed = SweepError(
-        f"Model {key!r} of the sweep could not be measured: {why}\n{kept}" + (" They are in error.reports." if measured else "")
-    )
-    failed.reports = measured
-    return failed
 
 
 def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:

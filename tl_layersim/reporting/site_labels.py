@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from ..core.site_names import SiteParts, parse_site
 
 AXES = {
     "affected": "Affected block",
@@ -84,40 +86,6 @@ STACK_TITLES = {
     ("decoder", "After block"): "After decoder layer",
 }
 STREAM = ("hook_resid_pre", "hook_resid_post")
-FINAL_NORM = "ln_final.hook_normalized"
-_SITE = re.compile(
-    r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
-)
-
-
-class SiteParts(NamedTuple):
-    """Parts of the TransformerLens name of a site.
-
-    Attributes:
-        stack: "encoder", "decoder", "text" or "vision"; "" for a model with one stack.
-        block: number of the block, as text; "" for the final norm.
-        place: rest of the name after the block, such as "hook_attn_out".
-        head: number of the head, as text; "" for other sites.
-    """
-
-    stack: str
-    block: str
-    place: str
-    head: str
-
-
-def parse_site(name: str) -> SiteParts | None:
-    """The parts of a TransformerLens name; None for other names.
-
-    Examples:
-        >>> parse_site("blocks.3.attn.hook_z[5]")
-        SiteParts(stack='', block='3', place='attn.hook_z', head='5')
-    """
-    match = _SITE.fullmatch(name)
-    if match is None:
-        return None
-    stack, block, place, head = match.groups("")
-    return SiteParts(stack, block, place or FINAL_NORM, head)
 
 
 def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:

@@ -42,6 +42,8 @@ DIVERGING = "RdBu_r"
 WIDTH, HEIGHT = 600, 400
 # Most tick labels on an axis of sites.
 MOST_TICKS = 24
+# Labels without room are skipped, not turned, if they are more than these and have at most so many letters, as "embed".
+FEW, SHORT = 10, 5
 # Most heads with a label each; of more, the first head of a block has one.
 MOST_HEADS = 16
 # Pixels above the title, where plotly shows its buttons; of a colour bar; and of a colour bar in a paper.
@@ -215,13 +217,6 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
     bars += [layout.coloraxis.colorbar] if layout.coloraxis.colorscale else []
     labels = {name: max([*map(_letters, _tick_texts(fig, name))], default=0) for name in "xy"}
-    for axis in fig.select_xaxes():
-        texts = [_letters(text) for text in axis.ticktext or ()]
-        share = (axis.domain[1] - axis.domain[0]) if axis.domain else 1.0
-        room = (size.width - 3 * labels["y"] * letter - 90) * share / max(len(texts), 1)
-        if axis.tickangle is None and any(letter * (a + b) / 2 + 3 > room for a, b in pairwise(texts)):
-            axis.tickangle = -90
-    turned = max((abs(math.sin(math.radians(axis.tickangle or 0))) for axis in fig.select_xaxes()), default=0.0)
     left = min(2.2 * size.font + 14 + max(labels["y"], 4.5) * letter, 0.45 * size.width)
     right: float = (PAPER_BAR if paper else BAR) if bars else 10 if paper else 24
     wide = size.width - left - right
@@ -235,10 +230,12 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     for axes, room in ((fig.select_xaxes(), wide), (fig.select_yaxes(), plot)):
         for axis in axes:
             share = (axis.domain[1] - axis.domain[0]) if axis.domain else 1.0
+            _fit_ticks(axis, room * share, size)
             if axis.title.text:
                 axis.title.text = _broken(axis.title.text, room * share / letter)
     for bar in bars:
         bar.title.text = _broken(bar.title.text or "", plot / letter)
+    turned = max((abs(math.sin(math.radians(axis.tickangle or 0))) for axis in fig.select_xaxes()), default=0.0)
     x_lines = max(((axis.title.text or "").count("<br>") for axis in fig.select_xaxes()), default=0)
     bottom = (2.4 + 1.3 * x_lines) * size.font + 12 + max(turned * labels["x"] * letter, size.font)
     title = _broken((layout.title.text or "").replace("<br>", " "), (size.width - 40) / (0.49 * size.title))
@@ -250,7 +247,7 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     # Titles of panels stand above the first row.
     top += 1.6 * size.font * any((note.y, note.yref, note.yanchor) == (1, "paper", "bottom") for note in layout.annotations)
     if paper:
-        _for_paper(fig, size, wide, plot, columns)
+        _for_paper(fig, size, wide / max(columns, 1))
     return fig.update_layout(
         title={
             "text": title,
@@ -280,22 +277,34 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     )
 
 
-def _for_paper(fig: go.Figure, size: Size, wide: float, high: float, columns: int) -> None:
-    """Adapt a figure to a paper: one font size, fewer ticks if labels have no room, and numbers in cells if they have room."""
-    for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
-        texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
-        longest = max(map(_letters, texts), default=0)
-        each = LETTER * size.font * longest + 6 if across and longest > 3 and not axis.tickangle else size.font + 3
-        step = max(1, math.ceil(len(texts) * each / (wide if across else high)))
-        axis.tickfont.size = None
-        if step > 1:
-            axis.update(ticktext=texts[::step], tickvals=list(axis.tickvals)[::step])
+def _fit_ticks(axis: Any, room: float, size: Size) -> None:
+    """Turn long or few labels below an axis that would overlap. Skip others, and in a paper all that have no room."""
+    texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
+    letters = [_letters(text) for text in texts]
+
+    def crowded(step: int) -> bool:
+        shown = letters[::step]
+        flat = across and not axis.tickangle
+        needs = [LETTER * size.font * (a + b) / 2 + 3 for a, b in pairwise(shown)] if flat else [size.font + 3]
+        return max(needs, default=0) * len(shown) > room
+
+    turns = len(texts) <= FEW or max(letters) > SHORT
+    if across and axis.tickangle is None and turns and crowded(1):
+        axis.tickangle = -90
+    step = next((step for step in range(1, len(texts)) if not crowded(step)), 1)
+    if step > 1 and (size.template == PAPER or (across and not axis.tickangle)):
+        axis.update(ticktext=texts[::step], tickvals=list(axis.tickvals)[::step])
+
+
+def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
+    """Adapt a figure to a paper: one font size, and numbers in cells if they have room."""
+    fig.update_xaxes(tickfont_size=None).update_yaxes(tickfont_size=None)
     fig.update_annotations(font_size=size.font)
     for trace in fig.data:
         if trace.type == "heatmap" and trace.texttemplate:
             longest = max((_letters(text) for row in trace.text for text in row), default=0)
             trace.textfont.size = size.font
-            if longest * LETTER * size.font > wide / max(columns, 1):
+            if longest * LETTER * size.font > cell:
                 # Dots are findings, and have room.
                 trace.text = [["•" if "•" in text else "" for text in row] for row in trace.text]
 
