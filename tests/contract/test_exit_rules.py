@@ -169,7 +169,7 @@ def synthetic_check(dtype: torch.dtype, seed: int = 0) -> CheckedTokens:
 
 
 def test_an_unknown_rule_is_refused_with_the_names_of_all(model):
-    for call in (lsim.EarlyExit, lsim.early_exit.ExitCosts.count, lsim.early_exit.ExitCosts.measure):
+    for call in (lsim.EarlyExit, lsim.early_exit.ExitCosts.measure):
         with pytest.raises(lsim.LayersimError, match=r"`rule`.*no-such-rule") as caught:
             call(model, rule="no-such-rule")
         for name, _ in RULES:
@@ -209,7 +209,7 @@ def test_a_rule_in_a_new_file_is_found_by_its_name(model, tmp_path, monkeypatch)
         expected = torch.cat([sure, torch.ones_like(sure[:1])]).int().argmax(0) + 1
         assert torch.equal(exits, expected)
         assert len(exits.unique()) > 1
-        assert lsim.early_exit.ExitCosts.count(model, rule="entropy").full_check
+        assert lsim.early_exit.ExitCosts.measure(model, rule="entropy", repeats=3).full_check
         assert len(early.generate(tokens, max_new_tokens=3, eos_token_id=()).tokens[0]) == 3
     finally:
         sys.modules.pop("tl_layersim.early_exit.rules.entropy", None)

@@ -14,7 +14,6 @@ from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.engine import submitted_runs as saved_runs
 from tl_layersim.engine.run_files import tallies_of
 from tl_layersim.stitching.fitting import Progress
-from tl_layersim.stitching.stitch import StitchRun, read_start
 from tl_layersim.training.settings import curve_of, open_training_file
 
 from ..views import provenance
@@ -31,8 +30,7 @@ def read_checkpoint(path: Path) -> Any:
     if kind == "checkpoint":
         return ResumableFile(path, kind, identity).read(tallies_of)
     if kind == "stitches":
-        stitches = Progress(path, identity)
-        return [stitches.get(key, StitchRun.read if stitches.done(key) else read_start) for key in stitches._notes]
+        return Progress(path, identity).states
     if kind == "training":
         return open_training_file(path, identity).read(curve_of)
     return ResumableFile(path, kind).read(saved_runs.parsed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,16 +51,6 @@ class TestCosts:
         assert given.speedup == pytest.approx(full / naive((1, 4)))
         assert given.exits == pytest.approx({1: gone[1], 4: gone[4] - gone[1], 6: 1 - gone[4]})
 
-    def test_parameters_counted(self):
-        model = tiny_llama(3)
-        costs = ExitCosts.count(model)
-        assert costs.block == sum(p.numel() for p in model.model.layers[0].parameters())
-        assert costs.head == costs.check == VOCABULARY * 32
-        assert costs.full_check
-        assert ExitCosts.count(model, shortlist=[1, 2, 3]).check == 3 * 32
-        assert ExitCosts.count(model, rule="cosine").check == 0
-        assert not ExitCosts.count(model, rule="cosine").full_check
-
     def test_measured_costs_are_times(self):
         costs = ExitCosts.measure(tiny_llama(4), batch=2, repeats=3, context=8)
         assert costs.blocks == 4
@@ -72,20 +63,29 @@ class TestCosts:
         shares = exited_fractions(curve, 0.5, 8)
         exits = curve.at(0.5).exits
         assert shares[:7] == pytest.approx([float(exits[: i + 1].sum() / exits.sum()) for i in range(7)])
-        early = EarlyExit(demo, 0.5, curve=curve)
-        assert early.at == early.plan.at == plan_for(ExitCosts.count(demo), shares).at
+        costs = ExitCosts(block=1, check=0.5, head=0.5, blocks=8)
+        early = EarlyExit(demo, 0.5, curve=curve, costs=costs)
+        assert early.at == early.plan.at == plan_for(costs, shares).at
         assert "is expected" in str(early.plan)
         with pytest.warns(lsim.LayersimWarning, match="slower"):
-            EarlyExit(demo, 0.9, curve=curve, at="all")
+            EarlyExit(demo, 0.9, curve=curve, costs=replace(costs, check=5.0), at="all")
+        with pytest.raises(lsim.LayersimError, match="`costs` is None"):
+            EarlyExit(demo, 0.5, curve=curve)
         for model, options, words in (
             (demo, {"threshold": 0.7}, r"`threshold`.*0\.7"),
             (demo, {"threshold": 0.5, "rule": "margin"}, r"`curve`.*margin"),
             (tiny_llama(), {"threshold": 0.5}, r"`curve`.* 8 blocks.* 3"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
-                EarlyExit(model, curve=curve, **options)
+                EarlyExit(model, curve=curve, costs=costs, **options)
 
     def test_few_layers_without_a_curve(self):
-        assert evenly_spread(ExitCosts(block=1, check=0.1, head=0.1, blocks=12)) == (1, 4, 6, 9)
-        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=12)) == (5,)
-        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=1)) == ()
+        assert evenly_spread(12, 0.1 / 12.1) == evenly_spread(12, 0.0) == (1, 4, 6, 9)
+        assert evenly_spread(12, 0.08) == (3, 7)
+        assert evenly_spread(12, 5 / 17) == (5,)
+        assert evenly_spread(1, 5 / 6) == ()
+        # Checks over three words, and of cosines, read next to nothing.
+        model = tiny_llama(12)
+        block = sum(p.numel() for p in model.model.layers[0].parameters())
+        assert EarlyExit(model).at == evenly_spread(12, VOCABULARY * 32 / (12 * block + VOCABULARY * 32))
+        assert EarlyExit(model, shortlist=[1, 2, 3]).at == EarlyExit(model, rule="cosine").at == (1, 4, 6, 9)

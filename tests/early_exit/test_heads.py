@@ -92,11 +92,12 @@ def test_exits_are_those_of_the_curve():
     ]
     exits = EarlyExit(model, 0.5, at="all", heads=heads).logits(tokens).exits
     assert torch.bincount(exits.flatten(), minlength=7)[1:].tolist() == curve.exits[0].tolist()
-    planned = EarlyExit(model, 0.5, curve=curve, heads=heads)
+    costs = lsim.early_exit.ExitCosts(block=1, check=0.1, head=0.1, blocks=6)
+    planned = EarlyExit(model, 0.5, curve=curve, costs=costs, heads=heads)
     assert planned.plan.at == planned.at
     for other in (None, near_heads(model, seed=1)):
         with pytest.raises(lsim.LayersimError, match=r"`curve`.*ExitHeads.*`heads`"):
-            EarlyExit(model, 0.5, curve=curve, heads=other)
+            EarlyExit(model, 0.5, curve=curve, costs=costs, heads=other)
 
 
 def test_threshold_one_is_the_model():

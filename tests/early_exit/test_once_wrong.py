@@ -91,8 +91,9 @@ class TestWhatWasOnceWrong:
 
     def test_a_curve_of_other_weights_is_told(self):
         curve = lsim.analyze(tiny_llama(seed=1), random_tokens(), lsim.ExitCurve())["exit_curve"]
+        costs = lsim.early_exit.ExitCosts(block=1, check=0.1, head=0.1, blocks=3)
         with pytest.warns(lsim.LayersimWarning, match="weights differ from those"):
-            early = lsim.EarlyExit(tiny_llama(), 0.5, curve=curve)
+            early = lsim.EarlyExit(tiny_llama(), 0.5, curve=curve, costs=costs)
         assert "max-prob > 0.5" in repr(early)
 
     def test_classes_are_not_capped_as_words_are(self):

@@ -1,4 +1,4 @@
-"""Registry of the extensions of one kind: all classes with a common base that the modules of a package define."""
+"""Registry of the extensions of one kind: all classes with a common base that a package and its modules define."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The extensions of one kind: the concrete subclasses of a class that the modules of a package define.
+    """The extensions of one kind: the concrete subclasses of a class that a package and its modules define.
 
     A new module in the package, or in a folder that is added to its `__path__`, needs no other edit.
 
@@ -59,8 +59,8 @@ class Registry(Generic[T]):
 @functools.cache
 def _discovered(package: str, path: tuple[str, ...], base: Any) -> dict[str, type[Any]]:
     classes: dict[str, type[Any]] = {}
-    for info in pkgutil.iter_modules(path):
-        module = importlib.import_module(f"{package}.{info.name}")
+    for module_name in (package, *(f"{package}.{info.name}" for info in pkgutil.iter_modules(path))):
+        module = importlib.import_module(module_name)
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, base) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
                 name = getattr(cls, "name", None)

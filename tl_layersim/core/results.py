@@ -26,6 +26,7 @@ from .report_tables import (
     Correction,
     adjusted,
     distinct_tests,
+    field_lines,
     field_table,
     headline_table,
     joined_tables,
@@ -34,7 +35,6 @@ from .report_tables import (
     markdown,
     numbers_of,
     result_table,
-    tables_of,
 )
 from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, without_nan
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
@@ -553,7 +553,13 @@ class Report(Mapping[str, Any]):
             >>> len(losses), losses["value"].is_monotonic_decreasing
             (8, True)
         """
-        return joined_tables([table for name, result in self.items() for table in tables_of(name, result)], NUMBERS)
+        tables = [
+            field_lines(name, result, field)
+            for name, result in self.items()
+            for field in result.tensor_fields()
+            if not bool(getattr(result, field).isnan().all())
+        ]
+        return joined_tables(tables)
 
     def to_xarray(self) -> xarray.DataTree:
         """The labelled tables of all results in one tree, with a node for each result; see `Result.to_xarray`.
@@ -597,17 +603,13 @@ class Report(Mapping[str, Any]):
             >>> len(found), bool((found["p_adjusted"] >= found["p_value"]).all())  # 36 pairs of layers, and the maximum
             (37, True)
         """
-        tables = []
-        for name, result in self.items():
-            for field, names in result.tensor_fields().items():
-                tested = distinct_tests(result, field) if field.endswith(("p_value", "p_values")) else None
-                if tested is not None and bool(tested.any()):
-                    table = label_table({axis: result.coordinates(axis) for axis in names})
-                    table["p_value"] = getattr(result, field).numpy().reshape(-1)
-                    table.insert(0, "analyzer", name)
-                    table.insert(1, "field", field)
-                    tables.append(table[tested.numpy().reshape(-1)])
-        found = joined_tables(tables, ("p_value",))
+        tables = [
+            field_lines(name, result, field)[tested.numpy().reshape(-1)]
+            for name, result in self.items()
+            for field in result.tensor_fields()
+            if field.endswith(("p_value", "p_values")) and bool((tested := distinct_tests(result, field)).any())
+        ]
+        found = joined_tables(tables).drop(columns=list(NUMBERS[1:]), errors="ignore").rename(columns={"value": "p_value"})
         [corrected] = adjusted([(torch.tensor(found["p_value"].to_numpy(dtype=float)), False)], method)
         return found.assign(p_adjusted=corrected.numpy())
 

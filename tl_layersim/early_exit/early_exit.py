@@ -28,8 +28,7 @@ from ..sources.open_local import OpenedModel
 from .exit_checks import ExitCheck, ExitLens, shortlist_ids
 from .exit_costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
 from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows
-from .rules import EXIT_RULES
-from .rules.built_in import MaxProbRule
+from .rules import EXIT_RULES, MaxProbRule
 from .segments import FullSequence
 from .supported_models import (
     check_decoding,
@@ -92,14 +91,13 @@ class EarlyExit:
             through all layers and no check is made.
         at: blocks after which a check is made: numbers from 0, negative from the end, names such as `blocks.3.hook_resid_post`,
             or `"all"`. There is no check after the last block. Default: the cheapest set by `costs` on `curve`; without a curve
-            at most four evenly spread blocks, whose checks cost at most a sixth of the model (but at least one block).
+            at most four evenly spread blocks, whose checks read at most a sixth of the model's weights (but at least one).
         rule: name of the exit rule. `"max-prob"`: the largest probability at the layer, through the model's own final norm and
             head; `"margin"`: the largest minus the second largest; `"patience"`: the prediction is the same at `threshold`
             checks in a row; `"cosine"`: the cosine similarity of the residuals that enter and leave the block, without
             unembedding.
         curve: an `ExitCurveResult` of this model, from which layers are chosen; for `"max-prob"` only.
-        costs: costs of the parts of a decoding step; default `ExitCosts.count(model)`. `ExitCosts.measure(model)` times them
-            here.
+        costs: costs of the parts of a decoding step, which `curve` needs: `ExitCosts.measure(model)`.
         shortlist: token ids over which checks compute probabilities, in place of the whole vocabulary; these probabilities are
             too large. Tokens are always chosen from the whole vocabulary.
         heads: `ExitHeads` of the layers below the last, or their file: checks after a layer, and tokens that exit there, are
@@ -152,13 +150,12 @@ class EarlyExit:
             self.heads.check(self.split_model.model, self.unembed.linear)
             own = self.heads.plain.on(self.split_model.device)
             self.lens = ExitLens(self.unembed, blocks, own, self.heads.norm == "final")
-        costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids)
         given = self._given_blocks(at)
         self.plan = None if curve is None else self._plan(curve, costs, given)
         if self.plan is not None:
             self.at = self.plan.at
         else:
-            self.at = evenly_spread(costs) if given is None else given
+            self.at = evenly_spread(blocks, self._share_of_check()) if given is None else given
         # Numbers of blocks after which tokens may exit.
         ends = (*(block + 1 for block in self.at), blocks)
         self.ends = (blocks,) if self.rule.never else ends
@@ -182,12 +179,25 @@ class EarlyExit:
             raise LayersimError(f"`at` is {brief(at)}; a check can be made after blocks 0 to {last - 1}.")
         return blocks
 
-    def _plan(self, curve: ExitCurveResult, costs: ExitCosts, given: tuple[int, ...] | None) -> ExitPlan:
+    def _share_of_check(self) -> float:
+        """The weights that a check reads, as a fraction of those of the blocks and the head."""
+        known = self.split_model.source.model.head
+        assert known is not None
+        modules = [self.split_model.module.get_submodule(path) for path in known.modules]
+        blocks, head = (sum(p.numel() for one in of for p in one.parameters()) for of in (self.split_model.blocks, modules))
+        if not self.rule.reads_logits:
+            return 0.0
+        ids = self.rule.shortlist
+        return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
+
+    def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, given: tuple[int, ...] | None) -> ExitPlan:
         """The plan by an exit curve, with warnings if its weights are others or its checks do not pay.
 
         Raises:
-            LayersimError: the curve measures other rules or thresholds, or was measured with other heads.
+            LayersimError: there are no costs, or the curve was measured with other rules, thresholds or heads.
         """
+        if costs is None:
+            raise LayersimError("`costs` is None; `curve` needs the costs of checks, ExitCosts.measure(model).")
         if not isinstance(self.rule, MaxProbRule):
             raise LayersimError(
                 f"`curve` cannot be used with rule={self.rule.name!r}: an exit curve measures exits of {MaxProbRule.name!r}."
@@ -227,7 +237,7 @@ class EarlyExit:
                 if self.rule.reads_logits:
                     need_classes(outputs)
                 if self.generates:
-                    check_decoding(split_model, self.unembed, ends)
+                    check_decoding(split_model, self.lens, ends)
 
     def __repr__(self) -> str:
         layers = ", ".join(map(str, self.at)) or "none"

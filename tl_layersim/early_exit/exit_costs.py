@@ -1,4 +1,4 @@
-"""Costs of decoding steps with early exit, and the choice of the blocks after which checks pay."""
+"""Measured costs of decoding steps with early exit, and the choice of the blocks after which checks pay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.unembed import Unembed
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError
 from ..sources.partial_forward import LocalSplitModel
@@ -41,14 +40,13 @@ class ExitCosts:
         full_check: whether a check computes a full unembedding, which tokens that exit there do not pay again.
 
     Source:
-        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, on the cost of confidence measures. Counting by weights read is
-        this package's.
+        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, on the cost of confidence measures.
 
     Examples:
         >>> import tl_layersim as lsim
-        >>> costs = lsim.early_exit.ExitCosts.count(lsim.demo_model())
-        >>> costs.check > costs.block
-        True
+        >>> costs = lsim.early_exit.ExitCosts.measure(lsim.demo_model(), repeats=3)
+        >>> costs.blocks, costs.check > 0
+        (8, True)
     """
 
     block: NonNegativeFloat
@@ -58,38 +56,6 @@ class ExitCosts:
     start: NonNegativeFloat = 0.0
     batch: PositiveInt = 1
     full_check: bool = True
-
-    @staticmethod
-    @typed
-    def count(
-        model: Any,
-        *,
-        rule: str = "max-prob",
-        shortlist: Any = None,
-        batch: PositiveInt = 1,
-    ) -> ExitCosts:
-        """Costs as numbers of parameters read: proportional to time if reading weights is the bottleneck (small batches).
-
-        Args:
-            model: as in `EarlyExit`.
-            rule: rule of the checks, see `EarlyExit`.
-            shortlist: shortlist of the checks, see `EarlyExit`.
-            batch: number of rows.
-        """
-        rule_class, split_model, _, ids = _opened(model, rule, shortlist)
-        sizes = [sum(p.numel() for p in block.parameters()) for block in split_model.blocks]
-        known = split_model.model.head
-        paths = known.modules if known is not None else ()
-        head = sum(p.numel() for path in paths for p in split_model.module.get_submodule(path).parameters())
-        check = head if ids is None else len(ids) * (split_model.model.d_model or 0)
-        return ExitCosts(
-            block=sum(sizes) / len(sizes),
-            check=float(check) if rule_class.reads_logits else 0.0,
-            head=float(head),
-            blocks=len(sizes),
-            batch=batch,
-            full_check=rule_class.reads_logits and ids is None,
-        )
 
     @staticmethod
     @typed
@@ -115,21 +81,22 @@ class ExitCosts:
             clock: returns the time in seconds. On a CPU that is shared with other programs, with one thread,
                 `time.thread_time` leaves out their time.
         """
-        rule_class, split_model, lens, ids = _opened(model, rule, shortlist)
+        rule_class = EXIT_RULES.named(rule)
+        split_model, unembed = open_for_early_exit(model)
+        ids = shortlist_ids(shortlist, rule_class, split_model, unembed)
         blocks = len(split_model.blocks)
         limit = (split_model.model.context or 1 << 20) - repeats - 2
         if blocks < 2 or repeats < FEWEST_REPEATS or limit < 1:
             raise LayersimError(
                 f"`model` has {blocks} blocks and a context of {split_model.model.context}, and `repeats` is {repeats}; at "
-                f"least 2 blocks, {FEWEST_REPEATS} repeats and a context of `repeats` + 3 are needed. Use "
-                "ExitCosts.count(model)."
+                f"least 2 blocks, {FEWEST_REPEATS} repeats and a context of `repeats` + 3 are needed."
             )
-        rule_at = rule_class(rule_class.unreachable, ids)
-        check = ExitCheck(ExitLens(lens, blocks), rule_at)
+        never = rule_class(rule_class.unreachable, ids)
+        check = TimedCheck(ExitLens(unembed, blocks), never, clock)
         with split_model.evaluating(), torch.no_grad():
             prompt = synthetic_inputs(split_model, batch, min(context, limit))["input_ids"]
-            times = _times(split_model, check, prompt, repeats, clock)
-        return ExitCosts(**times, blocks=blocks, batch=batch, full_check=rule_at.gives_logits)
+            times = _times(split_model, check, prompt, repeats)
+        return ExitCosts(**times, blocks=blocks, batch=batch, full_check=never.gives_logits)
 
     def full(self) -> float:
         """The cost of a step of the full model."""
@@ -153,16 +120,41 @@ class ExitCosts:
         return cost + some * self.check + exits
 
 
-def _opened(model: Any, rule: str, shortlist: Any) -> tuple[type[ExitRule], LocalSplitModel, Unembed, Tensor | None]:
-    """The rule, the blocks of the model, its norm and head, and the ids of the shortlist."""
-    rule_class = EXIT_RULES.named(rule)
-    split_model, lens = open_for_early_exit(model)
-    return rule_class, split_model, lens, shortlist_ids(shortlist, rule_class, split_model, lens)
+class TimedCheck(ExitCheck):
+    """A check that notes how long it takes, and how long the head takes at the end of a step.
+
+    Args:
+        lens: as in `ExitCheck`.
+        rule: as in `ExitCheck`.
+        clock: returns the time in seconds.
+
+    Attributes:
+        seconds: of the last step, the seconds of the check (False) and of the head (True).
+    """
+
+    def __init__(self, lens: ExitLens, rule: ExitRule, clock: Callable[[], float]) -> None:
+        super().__init__(lens, rule)
+        self.clock, self.seconds = clock, dict[bool, float]()
+
+    def __call__(
+        self,
+        leaving: Tensor,
+        entering: Tensor,
+        index: Tensor,
+        layer: int,
+        last: bool,
+        read: tuple[Tensor, bool] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        # Blocks that still run on a GPU are no part of the check.
+        float(leaving[0, 0])
+        start = self.clock()
+        exits, logits = super().__call__(leaving, entering, index, layer, last, read)
+        (exits if logits is None else logits.argmax(-1)).tolist()
+        self.seconds[last] = self.clock() - start
+        return exits, logits
 
 
-def _times(
-    split_model: LocalSplitModel, check: ExitCheck, prompt: Tensor, repeats: int, clock: Callable[[], float]
-) -> dict[str, float]:
+def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repeats: int) -> dict[str, float]:
     """The costs of a block, a check, the head and the rest of a decoding step, in seconds.
 
     Args:
@@ -170,59 +162,25 @@ def _times(
         check: the check that is timed; no token exits.
         prompt: `row column`, token ids.
         repeats: number of times that each part is timed. The minimum counts, because other work only adds to a time.
-        clock: returns seconds.
     """
     blocks, low = len(split_model.blocks), max(1, len(split_model.blocks) // 4)
-    unembed, index = check.lens.unembed, torch.arange(len(prompt))
-    # Of the newest token of each row, `row d_model`: leaving and entering the last block of a step.
-    newest: list[Tensor] = []
-    check.restart(index.tolist())
-
-    def run_head() -> None:
-        unembed(newest[0]).argmax(-1).tolist()
-
-    def run_check() -> None:
-        check(newest[0], newest[1], index, low, False)[0].tolist()
-
-    def step(ends: tuple[int, ...], part: Callable[[], None] | None = None) -> Callable[[], None]:
-        """A function that runs a decoding step, with a part after the blocks of the first of `ends`."""
-
-        def decide(layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
-            newest[:] = x, entering
-            if part is not None and layer == ends[0]:
-                part()
-            return rows
-
-        state = Decoding(split_model, ends, prompt, None, prompt.shape[1] + repeats + 2, decide)
-
-        def run() -> None:
+    room = prompt.shape[1] + repeats + 2
+    states = [Decoding(split_model, ends, check, prompt, None, room) for ends in ((low,), (low, blocks))]
+    rounds = list[tuple[float, ...]]()
+    for _ in range(repeats + 2):
+        rest = list[float]()
+        for state in states:
+            check.seconds.clear()
             with state.hooked():
+                start = check.clock()
                 state.run()
+                rest.append(check.clock() - start - sum(check.seconds.values()))
             state.append(prompt[:, 0])
-
-        return run
-
-    # A check and the head are timed in a step, where the weights of the blocks displace theirs from the processor's cache.
-    calls = [step((blocks,)), step((low,)), step((low, blocks), run_check), step((blocks,), run_head), run_check, run_head]
-    for call in calls[:4]:
-        # The prompt itself.
-        call()
-    rounds = [[seconds_of(call, clock) for call in calls] for _ in range(repeats + 1)][1:]
-    full, short, checked, unembedded, check_alone, head_alone = (min(column) for column in zip(*rounds, strict=True))
+        rounds.append((*rest, check.seconds[False], check.seconds[True]))
+    # Not the prompt itself, nor the first step.
+    short, full, asked, head = map(min, zip(*rounds[2:], strict=True))
     block = max(0.0, (full - short) / (blocks - low))
-    return {
-        "block": block,
-        "check": max(check_alone, checked - full),
-        "head": max(head_alone, unembedded - full),
-        "start": max(0.0, short - low * block),
-    }
-
-
-def seconds_of(call: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """The seconds that a call takes."""
-    start = clock()
-    call()
-    return clock() - start
+    return {"block": block, "check": asked, "head": head, "start": max(0.0, short - low * block)}
 
 
 @dataclass(frozen=True)
@@ -286,11 +244,14 @@ def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> l
     return [*fractions[:-1], 0.0]
 
 
-def evenly_spread(costs: ExitCosts) -> tuple[int, ...]:
-    """Evenly spread blocks for checks: at most four, whose checks cost at most a sixth of the model, and at least one."""
-    full = costs.blocks * costs.block + costs.head
-    count = 4 if costs.check == 0 else int(full / 6 / costs.check)
-    count = min(max(1, min(4, count)), costs.blocks - 1)
+def evenly_spread(blocks: int, check: float) -> tuple[int, ...]:
+    """Evenly spread blocks for checks: at most four, whose checks cost at most a sixth of the model, and at least one.
+
+    Args:
+        blocks: number of blocks of the model.
+        check: cost of a check as a fraction of that of the model.
+    """
+    count = min(max(1, min(4, int(1 / 6 / check) if check else 4)), blocks - 1)
     # From numbers of blocks that have run to the number of the block after which a check is made.
-    blocks = [round(costs.blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
-    return tuple(sorted({min(costs.blocks - 2, max(0, block)) for block in blocks}))
+    chosen = [round(blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
+    return tuple(sorted({min(blocks - 2, max(0, block)) for block in chosen}))

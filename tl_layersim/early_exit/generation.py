@@ -155,42 +155,28 @@ def generate_rows(
     """
     tokens, attended = (None if x is None else x.to(split_model.device) for x in prompts)
     assert tokens is not None
-    # Indices, in the original batch, of the rows that are not complete.
-    rows = list(range(len(tokens)))
-    new_tokens, exits = ([list[int]() for _ in rows] for _ in range(2))
-    # Of the current step: logits and exit of each row that is not complete.
-    chosen: dict[int, tuple[Tensor, int]] = {}
+    new_tokens, exits = ([list[int]() for _ in tokens] for _ in range(2))
     steps = full_block_tokens = 0
-
-    def decide(layer: int, running: list[int], x: Tensor, entering: Tensor) -> list[int]:
-        flags, logits = check(x, entering, torch.tensor(running), layer, layer == ends[-1])
-        if logits is None:
-            return running
-        gone = [row for row, flag in zip(running, flags.tolist(), strict=True) if flag]
-        chosen.update({row: (logits[i : i + 1], layer) for i, row in enumerate(gone)})
-        return [row for row in running if row not in chosen]
-
-    state = Decoding(split_model, ends, tokens, attended, tokens.shape[1] + max_new_tokens, decide)
+    state = Decoding(split_model, ends, check, tokens, attended, tokens.shape[1] + max_new_tokens)
+    kept = list(range(len(tokens)))
     with split_model.evaluating(), torch.no_grad(), state.hooked():
-        while rows:
-            chosen.clear()
-            check.restart(rows)
+        while kept:
+            rows = state.numbers
             full_block_tokens += ends[-1] * len(rows) * (state.tokens.shape[1] if steps == 0 else 1)
             state.run()
             steps += 1
             on_tokens(len(rows))
-            new = sampler(torch.cat([chosen[i][0] for i in range(len(rows))]), rows, state.tokens)
+            new = sampler(torch.cat([state.exited[i][0] for i in range(len(rows))]), rows, state.tokens)
             kept = []
             for i, (row, token) in enumerate(zip(rows, new.tolist(), strict=True)):
                 new_tokens[row].append(token)
-                exits[row].append(chosen[i][1])
+                exits[row].append(state.exited[i][1])
                 if len(new_tokens[row]) < max_new_tokens and token not in stop:
                     kept.append(i)
             if kept:
                 state.append(new)
             if 0 < len(kept) < len(rows):
                 state.keep(kept)
-            rows = [rows[i] for i in kept]
     return Generated(
         tokens=tuple(map(torch.tensor, new_tokens)),
         texts=tuple("" if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True) for row in new_tokens),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -28,10 +28,6 @@ from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
 from ..sources.partial_forward import LocalSplitModel
 from .cache import ColumnCache, Columns
 from .exit_checks import ExitCheck
-
-# Called at the end of a segment with the number of blocks that have run, the rows that ran them, and `row d_model` of their
-# newest tokens (leaving and entering the last of these blocks). Returns the rows that continue.
-Decide = Callable[[int, list[int], Tensor, Tensor], list[int]]
 
 
 @contextmanager
@@ -53,6 +49,7 @@ class Segments(ABC):
     Args:
         split_model: the model.
         ends: for each segment, the number of blocks up to its end; the last is that of the highest block that runs.
+        check: decides after each segment which rows or positions exit.
 
     Attributes:
         block_calls: block calls so far, whatever the number of tokens in each.
@@ -60,8 +57,8 @@ class Segments(ABC):
         segment: index of the segment that runs.
     """
 
-    def __init__(self, split_model: LocalSplitModel, ends: tuple[int, ...]) -> None:
-        self.split_model, self.ends = split_model, ends
+    def __init__(self, split_model: LocalSplitModel, ends: tuple[int, ...], check: ExitCheck) -> None:
+        self.split_model, self.ends, self.check = split_model, ends, check
         self.block_calls = self.block_tokens = self.segment = 0
         self._stopped, self._forward = False, ForwardRun()
 
@@ -127,23 +124,28 @@ class Decoding(Segments):
     Args:
         split_model: the model.
         ends: as in `Segments`.
+        check: decides after each segment which rows exit.
         tokens: `row column`, padded on the left.
         attended: `row column`, False at padding; None if no row is padded.
         room: largest number of columns.
-        decide: chooses the rows that continue.
+
+    Attributes:
+        numbers: index of each row among those that were given; `keep` drops rows.
+        exited: of the last step, the logits `1 vocabulary` and the number of blocks at the exit of each row.
     """
 
     def __init__(
         self,
         split_model: LocalSplitModel,
         ends: tuple[int, ...],
+        check: ExitCheck,
         tokens: Tensor,
         attended: Tensor | None,
         room: int,
-        decide: Decide,
     ) -> None:
-        super().__init__(split_model, ends)
-        self.tokens, self.attended, self.decide = tokens, attended, decide
+        super().__init__(split_model, ends, check)
+        self.tokens, self.attended, self.numbers = tokens, attended, list(range(len(tokens)))
+        self.exited: dict[int, tuple[Tensor, int]] = {}
         self.pads = None if attended is None else (~attended).sum(1)
         # For each segment and row, the number of columns that have run through it.
         self.columns_run = [[0] * len(tokens) for _ in ends]
@@ -159,6 +161,8 @@ class Decoding(Segments):
 
     def run(self) -> None:
         self.rows = list(range(len(self.tokens)))
+        self.exited.clear()
+        self.check.restart(self.numbers)
         super().run()
 
     def append(self, new: Tensor) -> None:
@@ -170,7 +174,7 @@ class Decoding(Segments):
     def keep(self, rows: list[int]) -> None:
         """Keep these rows and drop all others."""
         index = torch.tensor(rows, device=self.tokens.device)
-        self.tokens = self.tokens[index]
+        self.tokens, self.numbers = self.tokens[index], [self.numbers[row] for row in rows]
         if self.attended is not None and self.pads is not None:
             self.attended, self.pads = self.attended[index], self.pads[index]
         self.columns_run = [[columns[row] for row in rows] for columns in self.columns_run]
@@ -205,8 +209,13 @@ class Decoding(Segments):
         columns = self.columns
         for row in self.rows:
             self.columns_run[number][row] = columns.end
-        continuing = self.decide(self.ends[number], self.rows, hidden[:, -1], entering[:, -1])
-        if number + 1 == len(self.ends):
+        layer, last = self.ends[number], number + 1 == len(self.ends)
+        exits, logits = self.check(hidden[:, -1], entering[:, -1], torch.tensor(self.rows), layer, last)
+        if logits is not None:
+            gone = [row for row, flag in zip(self.rows, exits.tolist(), strict=True) if flag]
+            self.exited.update({row: (logits[i : i + 1], layer) for i, row in enumerate(gone)})
+        continuing = [row for row in self.rows if row not in self.exited]
+        if last:
             self.rows = []
             return False
         above = self.columns_run[number + 1]
@@ -250,8 +259,8 @@ class FullSequence(Segments):
         causal: bool = False,
         attended: Tensor | None = None,
     ) -> None:
-        super().__init__(split_model, ends)
-        self.check, self.inputs, self.causal, self.attended, self.tokens = check, inputs, causal, attended, 0
+        super().__init__(split_model, ends, check)
+        self.inputs, self.causal, self.attended, self.tokens = inputs, causal, attended, 0
         self.running = positions.clone()
         self.exits = torch.zeros(positions.shape, dtype=torch.int64)
         self.logits = torch.empty(0)

@@ -143,7 +143,7 @@ def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
         ) from error
 
 
-def check_decoding(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...]) -> None:
+def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...]) -> None:
     """Compare cached decoding of two padded rows, with exits at all depths and pending tokens, to the model's own forward pass.
 
     Raises:
@@ -152,24 +152,20 @@ def check_decoding(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[i
     ids = synthetic_inputs(split_model, 2, PROMPT + NEW)["input_ids"]
     attended = torch.ones_like(ids, dtype=torch.bool)
     attended[1, :PAD] = False
-    logits: dict[int, Tensor] = {}
-
-    def decide(layer: int, rows: list[int], x: Tensor, _entering: Tensor) -> list[int]:
-        if layer == ends[-1]:
-            logits.update(zip(rows, unembed(x), strict=True))
-            return []
-        # Another depth at each step and in each row; all blocks at the last step.
-        return [row for row in rows if step == NEW or ends[(step + 2 * row) % len(ends)] > layer]
-
-    state = Decoding(split_model, ends, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW, decide)
+    # Another depth at each step and in each row; all blocks at the last step.
+    depths = torch.tensor([[ends[(step + 2 * row) % len(ends)] for row in range(2)] for step in range(NEW)] + [[ends[-1]] * 2])
+    check = ExitCheck(lens, depths[0])
+    state = Decoding(split_model, ends, check, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW)
     with state.hooked():
         for step in range(NEW + 1):
             if step:
                 state.append(ids[:, PROMPT + step - 1])
+            check.rule = depths[step]
             state.run()
     for row in range(2):
         own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model.module)))[0, -1]
-        _refuse_different(split_model, logits[row], own, "when tokens exit early and run through the upper blocks later")
+        ours = state.exited[row][0][0]
+        _refuse_different(split_model, ours, own, "when tokens exit early and run through the upper blocks later")
 
 
 def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> int:

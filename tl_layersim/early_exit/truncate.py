@@ -125,7 +125,9 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
 
 def _copy_weights(model: Any, short: Any) -> None:
     """Copy every parameter and buffer of the short model from the model."""
-    original = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    parts = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    # A TransformerBridge that was made of the model wraps its modules in place.
+    original = {name.replace("._original_component", ""): x for name, x in parts.items()}
     copied = dict(short.named_parameters(remove_duplicate=False)) | dict(short.named_buffers(remove_duplicate=False))
     missing = [name for name in copied if name not in original or original[name].shape != copied[name].shape]
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -162,9 +163,7 @@ class ActivationStore:
     def __init__(self, front: SplitModel, layer: int, batches: tuple[Batch, ...]) -> None:
         self.front, self.layer, self.batches = front, layer, batches
         self._kept: Tensor | None = None
-        self._starts = [0]
-        for batch in batches:
-            self._starts.append(self._starts[-1] + batch.tokens.numel())
+        self._starts = [0, *itertools.accumulate(batch.tokens.numel() for batch in batches)]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -188,9 +187,6 @@ class ActivationStore:
             LayersimError: memory or disk is too small.
             OSError: the disk has no room for the file.
         """
-        if self._kept is not None:
-            yield
-            return
         first = self.front.hidden(self.batches[0], self.layer)
         width, total = first.shape[-1], self._starts[-1]
         size = total * width * first.element_size()

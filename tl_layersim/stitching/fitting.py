@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from tqdm.auto import tqdm
 
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Seed, typed
@@ -26,43 +27,29 @@ from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 
-T = TypeVar("T")
+# Sums over each batch of the evaluation: targets, cross-entropy and correct predictions of the stitched model and of the back.
+JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 
 class Progress:
-    """The state of each stitch of a call, by name, and the file that stores these states.
+    """The state of each stitch of a call, and the file that stores these states.
 
     Args:
         path: path of the file; None to keep no state.
         identity: models, data and settings of the call. A file with another identity raises an error.
+
+    Attributes:
+        states: by name of the stitch, its notes and its tensors. The notes say whether it is `done`; its tensors are then
+            those in `JUDGED`, the `curve`, and the `weight` and `bias` of the adapter.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
         self.file = ResumableFile(path, "stitches", identity)
-        # By stitch; names of tensors begin with the name of their stitch.
-        self._notes, self._tensors = self.file.resume(_states_of) or ({}, {})
-
-    def get(self, key: str, parse: Callable[[dict[str, Any], Mapping[str, Tensor]], T]) -> T | None:
-        """The state of a stitch, read by `parse` from its notes and tensors; None if none is stored.
-
-        Raises:
-            LayersimError: the file lacks a note or a tensor.
-        """
-        if key not in self._notes:
-            return None
-        own = {name.removeprefix(f"{key}/"): x for name, x in self._tensors.items() if name.startswith(f"{key}/")}
-        with self.file.parsing():
-            return parse(self._notes[key], own)
+        self.states: dict[str, Snapshot] = self.file.resume(_states_of) or {}
 
     def done(self, key: str) -> bool:
-        """Whether a stitch is complete in the file."""
-        return key in self._notes and bool(self._notes[key]["done"])
-
-    def put(self, key: str, note: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Record the state of a stitch; the next `save` writes it."""
-        if self.file.path is not None:
-            others = {name: x for name, x in self._tensors.items() if not name.startswith(f"{key}/")}
-            self._notes[key], self._tensors = note, others | {f"{key}/{name}": x for name, x in tensors.items()}
+        """Whether a stitch is complete."""
+        return key in self.states and bool(self.states[key][0]["done"])
 
     def save(self) -> None:
         """Write all states."""
@@ -75,15 +62,30 @@ class Progress:
 
     def snapshot(self) -> Snapshot | None:
         """All states, for the file; None if there is no state yet."""
-        return ({"stitches": self._notes}, self._tensors) if self._notes else None
+        notes = {key: note for key, (note, _) in self.states.items()}
+        tensors = {f"{key}/{name}": x for key, (_, own) in self.states.items() for name, x in own.items()}
+        return ({"stitches": notes}, tensors) if notes else None
 
 
-def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    notes: dict[str, dict[str, Any]] = {key: dict(note) for key, note in header["stitches"].items()}
-    for note in notes.values():
+def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Snapshot]:
+    """The states in a file. Raises an error if a note or a tensor is missing or malformed."""
+    states = dict[str, Snapshot]()
+    for key, note in header["stitches"].items():
+        own = {name.removeprefix(f"{key}/"): x for name, x in tensors.items() if name.startswith(f"{key}/")}
         if type(note["done"]) is not bool:
             raise TypeError(f"done is {note['done']!r}")
-    return notes, tensors
+        start_of_state(note, own)
+        missing = {*JUDGED, "curve"} - own.keys() if note["done"] else {"curve"} - own.keys()
+        if missing or not isinstance(note["explained"], float) or not isinstance(note["stopped"], int):
+            raise ValueError(f"{key} lacks {', '.join(missing) or 'a number'}")
+        states[key] = note, own
+    return states
+
+
+def start_of_state(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
+    """The adapter in a state: the fitted one of a finished stitch, or the one from which its training started."""
+    prefix = "" if note["done"] else "start "
+    return Adapter(note["kind"], tensors.get(f"{prefix}weight"), tensors.get(f"{prefix}bias"))
 
 
 Features = Callable[[Tensor], Tensor]
@@ -319,21 +321,21 @@ class StitchDescent(Descent):
         self.start, self.explained, self.acts = start, explained, acts
         self.back, self.layer, self.targets = back, layer, targets
         self.training, self.progress, self.key, self.dtype = training, progress, key, start.weight.dtype
-        self.fixed = [part.to(back.device) for part in (start.weight, start.bias) if part is not None]
+        # Weight and bias by name, as all parts of an adapter below.
+        self.fixed = {name: part.to(back.device) for name, part in start.named_buffers()}
         # Units of the learnt weight and bias, measured on the first batch.
-        self.units = (1.0, 1.0)
+        self.units = {"weight": 1.0, "bias": 1.0}
         if training.relative:
             batch = acts.batches[0]
             # Apple's GPUs have no float64.
             u = start.definition.features(attended(batch, acts[0]).cpu())
             there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
-            self.units = (there / typical_size(u), there)
-        self.learnt = [nn.Parameter(torch.zeros_like(part)) for part in self.fixed]
-        optimiser = torch.optim.SGD(self.learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
-        title = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
-        super().__init__(title, dict(zip(("weight", "bias"), self.learnt, strict=False)), optimiser, training)
+            self.units = {"weight": there / typical_size(u), "bias": there}
+        learnt = {name: nn.Parameter(torch.zeros_like(part)) for name, part in self.fixed.items()}
+        optimiser = torch.optim.SGD(learnt.values(), lr=training.rate(0), momentum=training.momentum, nesterov=True)
+        super().__init__(f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}", learnt, optimiser, training)
         self.best, self.stopped = math.inf, -1
-        self._best_parts: dict[str, Tensor] = {}
+        self._best: dict[str, Tensor] = {}
         self._shuffle = Shuffle(len(acts), training.seed)
         self._status = ""
 
@@ -341,34 +343,36 @@ class StitchDescent(Descent):
         """Load the state that `snapshot` recorded."""
         self.curve, self.best, self.stopped = tensors["curve"].tolist(), note["best"], note["stopped"]
         self.load(tensors)
-        self._best_parts = {name: value for name, value in tensors.items() if name.startswith("best/")}
+        self._best = {name: tensors[f"best/{name}"] for name in self.fixed if f"best/{name}" in tensors}
 
     def snapshot(self) -> Snapshot | None:
         # In the middle of a step, the last recorded state counts.
         if self.consistent:
             note = {"done": False, "kind": self.start.kind, "best": self.best, "stopped": self.stopped}
-            parts = {
-                "start weight": self.start.weight,
-                "start bias": self.start.bias,
-                "curve": torch.tensor(self.curve, dtype=torch.float64),
-            }
             # Copies: a later step changes parameters in place.
-            tensors = {name: value.clone() for name, value in self.tensors().items()} | self._best_parts
-            tensors |= {name: part for name, part in parts.items() if part is not None}
-            self.progress.put(self.key, note | {"explained": self.explained}, tensors)
+            tensors = {name: value.clone() for name, value in self.tensors().items()}
+            tensors |= {f"start {name}": part for name, part in self.start.named_buffers()}
+            tensors |= {f"best/{name}": part for name, part in self._best.items()}
+            tensors["curve"] = torch.tensor(self.curve, dtype=torch.float64)
+            self.progress.states[self.key] = note | {"explained": self.explained}, tensors
         return self.progress.snapshot()
 
-    def parts_of(self, learnt: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def parts_of(self, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weight and bias of the adapter: initial values plus learnt changes times their units."""
-        whole = [part + more * unit for part, more, unit in zip(self.fixed, learnt, self.units, strict=False)]
-        return whole[0], whole[1] if len(whole) > 1 else None
+        return {name: part + learnt[name] * self.units[name] for name, part in self.fixed.items()}
+
+    def entering(self, index: int, learnt: Mapping[str, Tensor]) -> Tensor:
+        """The output of the adapter with learnt changes for a batch, `batch pos d_back`."""
+        hidden = self.acts[index].to(self.back.device, self.dtype)
+        x: Tensor = functional_call(self.start, self.parts_of(learnt), hidden)
+        return x
 
     def loss_and_gradients(self) -> float:
-        index, device = self._shuffle.row(self.step), self.back.device
+        index = self._shuffle.row(self.step)
         with torch.enable_grad():
-            x = self.start.definition.apply(self.acts[index].to(device, self.dtype), *self.parts_of(self.learnt))
+            x = self.entering(index, self.parameters)
             loss, gradient = self.back.loss_and_gradient(self.acts.batches[index], self.targets[index], self.layer, x)
-        torch.autograd.backward(x, gradient.to(device, self.dtype))
+        torch.autograd.backward(x, gradient.to(x))
         return loss
 
     def diverges(self, losses: Sequence[float]) -> bool:
@@ -386,10 +390,14 @@ class StitchDescent(Descent):
             self._status = f"loss {recent:.3f}"
             if recent < self.best:
                 self.best = recent
-                self._best_parts = {f"best/{name}": part.detach().clone() for name, part in self.parameters.items()}
+                self._best = self._now()
 
     def status(self) -> str:
         return self._status
+
+    def _now(self) -> dict[str, Tensor]:
+        """Copies of the learnt changes."""
+        return {name: part.detach().clone() for name, part in self.parameters.items()}
 
     def run(self) -> Adapter:
         """Train to the last step, and return the adapter to keep: the last, or, if the loss exploded or rose, the best one.
@@ -400,13 +408,10 @@ class StitchDescent(Descent):
             run_steps(self, self.progress.file)
         self.snapshot()
         last, best, start = "the last one", "the best one on the way", "the one that it started from"
-        ends: dict[str, list[Tensor]] = {}
-        if self.stopped < 0:
-            ends[last] = [parameter.detach() for parameter in self.learnt]
-        if self._best_parts:
-            pairs = zip(self.parameters, self.fixed, strict=True)
-            ends[best] = [self._best_parts[f"best/{name}"].to(part) for name, part in pairs]
-        ends[start] = [torch.zeros_like(part) for part in self.fixed]
+        ends = {last: self._now()} if self.stopped < 0 else {}
+        if self._best:
+            ends[best] = {name: part.to(self.fixed[name]) for name, part in self._best.items()}
+        ends[start] = {name: torch.zeros_like(part) for name, part in self.fixed.items()}
         losses = {name: self._loss_of(ends[name]) for name in (last, start) if last in ends}
         chosen = last
         if last not in ends or not losses[last] <= losses[start]:
@@ -421,16 +426,14 @@ class StitchDescent(Descent):
                 f"{what}. Losses on the training batches: {said}. The adapter kept is {chosen}; try "
                 f"StitchTraining(lr={rate:g})."
             )
-        weight, bias = self.parts_of(ends[chosen])
-        return Adapter(self.start.kind, weight.cpu(), None if bias is None else bias.cpu())
+        return Adapter(self.start.kind, **{name: part.cpu() for name, part in self.parts_of(ends[chosen]).items()})
 
-    def _loss_of(self, learnt: Sequence[Tensor]) -> float:
+    def _loss_of(self, learnt: Mapping[str, Tensor]) -> float:
         """Loss with learnt changes on a few evenly spaced batches of the fit."""
-        parts = self.parts_of(learnt)
         total, count = 0.0, 0.0
         for index in range(0, len(self.acts), max(1, len(self.acts) // LOOK)):
             with torch.no_grad():
-                x = self.start.definition.apply(self.acts[index].to(parts[0]), *parts)
+                x = self.entering(index, learnt)
             scores = self.back.score(self.acts.batches[index], self.targets[index], self.layer, x)
             total, count = total + float(scores["loss"]), count + float(scores["count"])
         return total / count

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..architectures.site_selection import block_number
 from ..core.arguments import Layer, NonNegativeFloat, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.result_declarations import Provenance
+from ..core.resumable_file import Snapshot
 from ..core.storage import refuse_unwritable, refuse_unwritable_folder
 from ..core.sums import Tally
 from ..core.wording import brief, counted
@@ -39,41 +40,9 @@ from ..sources.partial_forward import LocalSplitModel, SplitModel
 from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
-from .fitting import Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
+from .fitting import JUDGED, Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of, start_of_state
 from .stitch_results import StitchGrid, StitchResult, over_batches
 from .stitched_model import StitchedModel
-
-JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
-
-
-@dataclass(frozen=True)
-class StitchRun:
-    """A finished stitch: targets, losses and correct predictions by batch, the adapter, and the record of its fit."""
-
-    judged: Mapping[str, Tensor]
-    curve: tuple[float, ...]
-    adapter: Adapter
-    explained: float
-    stopped: int
-
-    def note(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The stitch as notes and tensors for a file."""
-        parts = {"weight": self.adapter.weight, "bias": self.adapter.bias}
-        tensors = dict(self.judged) | {name: part for name, part in parts.items() if part is not None}
-        plain = {"done": True, "kind": self.adapter.kind, "explained": self.explained, "stopped": self.stopped}
-        return plain, tensors | {"curve": torch.tensor(self.curve, dtype=torch.float64)}
-
-    @staticmethod
-    def read(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StitchRun:
-        """The stitch from the notes and tensors of a file."""
-        adapter = Adapter(note["kind"], tensors.get("weight"), tensors.get("bias"))
-        judged = {name: tensors[name] for name in JUDGED}
-        return StitchRun(judged, tuple(tensors["curve"].tolist()), adapter, note["explained"], note["stopped"])
-
-
-def read_start(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Adapter, float]:
-    """The initial adapter of a training, and R² of its least squares, from the notes and tensors of a file."""
-    return Adapter(note["kind"], tensors["start weight"], tensors.get("start bias")), note["explained"]
 
 
 def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
@@ -87,8 +56,6 @@ def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
 
 class StitchExperiment:
     """Fits and evaluates each stitch of one call of `stitch` or `stitch_grid`.
-
-    A context: inside it dropout is off and no gradient reaches the models' weights.
 
     Args:
         pairs: front and back model of each stitch.
@@ -154,9 +121,6 @@ class StitchExperiment:
         self._columns = found_in(self.batches, *([] if held_out is None else [held_out]))
         wide = any(each.model.dtype == "torch.float64" for each in self.models)
         self.dtype = torch.float64 if wide else torch.float32
-        self._back_scores: dict[SplitModel, dict[str, Tensor]] = {}
-        self._checked: set[tuple[SplitModel, int]] = set()
-        self._stack = ExitStack()
 
     def _choose_fit(self, adapter: str | Adapter, fit: Fit | None, training: StitchTraining | None, ridge: float) -> None:
         """Set the adapter and its fit.
@@ -187,7 +151,7 @@ class StitchExperiment:
         """
         lower, upper, weight = front.model, back.model, None if self.given is None else self.given.weight
         widths = (lower.d_model, upper.d_model)
-        if self.kind.needs_equal_widths and None not in widths and widths[0] != widths[1]:
+        if not self.kind.has_weight and None not in widths and widths[0] != widths[1]:
             raise LayersimError(
                 f"`adapter` is {self.kind.name!r}, which needs residual streams of equal width; {lower.name} has width "
                 f"{widths[0]} and {upper.name} {widths[1]}."
@@ -215,16 +179,6 @@ class StitchExperiment:
                 f"`fit` is {self.fit!r}, but gradients vanish in float16, the dtype of {upper.name}; use fit='lstsq' or "
                 "bfloat16."
             )
-
-    def __enter__(self) -> StitchExperiment:
-        self._report_traffic()
-        for each in self.models:
-            self._stack.enter_context(each.evaluating())
-            each.settle(self.evaluation[0])
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
 
     def options(self) -> dict[str, Any]:
         """The adapter and its fit, for the provenance."""
@@ -277,45 +231,64 @@ class StitchExperiment:
         warn_of_unused(self.labels, replace(provenance, sequences=sum(len(b.tokens) for b in (*fit, *held_out))))
         return provenance
 
-    def activations(self, front: SplitModel, layer: int) -> tuple[ActivationStore, ActivationStore]:
-        """The front model's activations at a layer, on the fit data and on the evaluation data."""
-        return ActivationStore(front, layer, self.fit_data), ActivationStore(front, layer, self.evaluation)
+    def run(self, stitches: Mapping[str, tuple[SplitModel, int, SplitModel, int]], progress: Progress) -> dict[str, Snapshot]:
+        """Fit and evaluate the stitches that the file does not hold yet, and return the notes and tensors of all by name.
 
-    def cell(
-        self, key: str, back: SplitModel, layer: int, acts: tuple[ActivationStore, ActivationStore], keep: Progress
-    ) -> StitchRun:
-        """Fit and evaluate one stitch, or read it from the file.
+        Meanwhile dropout is off and no gradient reaches the models' weights.
 
         Args:
-            key: name of the stitch in the file.
-            back: the back model.
-            layer: its layer.
-            acts: see `activations`.
-            keep: the states of the stitches.
+            stitches: front, its layer, back and its layer, by name of the stitch.
+            progress: the states of the stitches.
         """
-        if keep.done(key) and (whole := keep.get(key, StitchRun.read)) is not None:
-            return whole
-        self._check(back, layer)
-        # Trouble with the data of the evaluation ought to come before the work.
-        self._scores_of_back(back)
-        start = keep.get(key, read_start)
+        self._report_traffic()
+        left = {key: one for key, one in stitches.items() if not progress.done(key)}
+        bar = tqdm(total=len(stitches), initial=len(stitches) - len(left), desc="stitches", disable=len(stitches) == 1 or None)
+        with ExitStack() as stack, bar:
+            for each in self.models:
+                stack.enter_context(each.evaluating())
+                each.settle(self.evaluation[0])
+            # Trouble with a back or with the data of the evaluation ought to come before the work.
+            for back, layer in dict.fromkeys(one[2:] for one in left.values()):
+                self._check(back, layer)
+            alone = {back: self._scores_of_back(back) for back in dict.fromkeys(one[2] for one in left.values())}
+            for front, layer in dict.fromkeys(one[:2] for one in left.values()):
+                keys = [key for key, one in left.items() if one[:2] == (front, layer)]
+                fit, evaluation = (ActivationStore(front, layer, part) for part in (self.fit_data, self.evaluation))
+                with ExitStack() as kept:
+                    for store, required in ((fit, "sgd" in self.fit), (evaluation, False)):
+                        # Activations that are read more than once are kept, if memory allows.
+                        if len(store) and (required or len(keys) > 1):
+                            kept.enter_context(store.keep(self.cache, required))
+                    for key in keys:
+                        back, at = left[key][2:]
+                        adapter, note, tensors = self._fit(key, back, at, fit, progress)
+                        with progress.saved_on_interrupt():
+                            judged = self._evaluate(back, at, evaluation, adapter, alone[back])
+                        progress.states[key] = note | {"done": True}, dict(adapter.named_buffers()) | tensors | judged
+                        progress.save()
+                        bar.update()
+        return {key: progress.states[key] for key in stitches}
+
+    def _fit(
+        self, key: str, back: SplitModel, layer: int, acts: ActivationStore, progress: Progress
+    ) -> tuple[Adapter, dict[str, Any], dict[str, Tensor]]:
+        """The fitted adapter of a stitch, with the notes and the learning curve of its fit."""
+        state = progress.states.get(key)
+        if state is None:
+            with progress.saved_on_interrupt():
+                adapter, explained = self._start(back, layer, acts)
+        else:
+            adapter, explained = start_of_state(*state), state[0]["explained"]
         curve, stopped = list[float](), -1
-        with ExitStack() as stack:
-            with keep.saved_on_interrupt():
-                if "sgd" in self.fit:
-                    stack.enter_context(acts[0].keep(self.cache))
-                adapter, explained = start or self._start(back, layer, acts[0])
-            if "sgd" in self.fit:
-                targets = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
-                descent = StitchDescent(adapter, explained, acts[0], back, layer, targets, self.training, keep, key)
-                keep.get(key, descent.restore)
-                adapter, curve, stopped = descent.run(), descent.curve, descent.stopped
-        with keep.saved_on_interrupt():
-            judged = self._evaluate(back, layer, acts[1], adapter)
-        cell = StitchRun(judged, tuple(curve), adapter, explained, stopped)
-        keep.put(key, *cell.note())
-        keep.save()
-        return cell
+        if "sgd" in self.fit:
+            targets = [answers(batch, self.labels, back.model) for batch in acts.batches]
+            descent = StitchDescent(adapter, explained, acts, back, layer, targets, self.training, progress, key)
+            if state is not None:
+                with progress.file.parsing():
+                    descent.restore(*state)
+            adapter, curve, stopped = descent.run(), descent.curve, descent.stopped
+        note = {"kind": adapter.kind, "explained": explained, "stopped": stopped}
+        return adapter, note, {"curve": torch.tensor(curve, dtype=torch.float64)}
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
         """The initial adapter of the training, or the finished adapter if nothing is trained; and R² of least squares.
@@ -332,9 +305,10 @@ class StitchExperiment:
         width = acts[0].shape[-1]
         return start_of(self.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
 
-    def _evaluate(self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter) -> dict[str, Tensor]:
+    def _evaluate(
+        self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Number of targets, losses and correct predictions of the stitched model and the back, by evaluation batch."""
-        alone = self._scores_of_back(back)
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
@@ -353,29 +327,25 @@ class StitchExperiment:
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """Number of targets, losses and correct predictions of the back alone, by evaluation batch; computed once."""
-        if back not in self._back_scores:
-            each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
-            scores = _stacked(each, "loss", "correct", "count")
-            if not bool(scores["loss"].isfinite().all()):
-                bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
-                raise LayersimError(
-                    f"The loss of {back.model.name} in {back.model.dtype} without stitching is not finite in batches "
-                    f"{bad[:5]}. Load it in float32 or bfloat16."
-                )
-            self._back_scores[back] = scores
-        return self._back_scores[back]
+        """Number of targets, losses and correct predictions of the back alone, by evaluation batch."""
+        each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
+        scores = _stacked(each, "loss", "correct", "count")
+        if not bool(scores["loss"].isfinite().all()):
+            bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
+            raise LayersimError(
+                f"The loss of {back.model.name} in {back.model.dtype} without stitching is not finite in batches "
+                f"{bad[:5]}. Load it in float32 or bfloat16."
+            )
+        return scores
 
     def _check(self, back: SplitModel, layer: int) -> None:
-        """Check, once for each back model and layer, that the model can be run from that layer."""
-        if (back, layer) not in self._checked:
-            first = self.evaluation[0]
-            row = first.first_row
-            targets = answers(row, self.labels, back.model)
-            if not bool((targets != NO_LABEL).any()):
-                row, targets = first, answers(first, self.labels, back.model)
-            back.check(row, targets, layer)
-            self._checked.add((back, layer))
+        """Check that a back model can be run from a layer."""
+        first = self.evaluation[0]
+        row = first.first_row
+        targets = answers(row, self.labels, back.model)
+        if not bool((targets != NO_LABEL).any()):
+            row, targets = first, answers(first, self.labels, back.model)
+        back.check(row, targets, layer)
 
     def _report_traffic(self) -> None:
         """Print the number of bytes and requests that a stitch with a remote model needs, before any is sent."""
@@ -533,19 +503,17 @@ def stitch(
     experiment = StitchExperiment([(lower, upper)], adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
     progress = experiment.progress(checkpoint, at=list(numbers), blocks=[each.layers for each in opened])
     start = time.perf_counter()
-    with experiment:
-        run = experiment.cell("stitch", upper, numbers[1], experiment.activations(lower, numbers[0]), progress)
+    note, found = experiment.run({"stitch": (lower, numbers[0], upper, numbers[1])}, progress)["stitch"]
     names = (lower.model.layers[numbers[0]], upper.model.layers[numbers[1]])
-    weight, bias = run.adapter.weight, run.adapter.bias
-    judged: dict[str, Any] = {f"batch_{name}": run.judged[name] for name in JUDGED}
+    judged: dict[str, Any] = {f"batch_{name}": found[name] for name in JUDGED}
     return StitchResult(
-        values=torch.tensor(run.curve, dtype=torch.float64),
-        weight=torch.zeros(0, 0).double() if weight is None else weight.double(),
-        bias=torch.zeros(0).double() if bias is None else bias.double(),
+        values=found["curve"],
+        weight=found.get("weight", torch.zeros(0, 0)).double(),
+        bias=found.get("bias", torch.zeros(0)).double(),
         kind=experiment.kind.name,
         fit=experiment.fit,
-        explained=run.explained,
-        stopped=run.stopped + 1,
+        explained=note["explained"],
+        stopped=note["stopped"] + 1,
         unit=experiment.unit,
         layers=names,
         provenance=experiment.provenance([lower, upper], time.perf_counter() - start, {"at": list(names)}),
@@ -620,19 +588,24 @@ def stitch_grid(
     blocks = records_of(list(opened.values()))["layers"]
     progress = experiment.progress(checkpoint, names=list(opened), seams=points, blocks=blocks)
     start = time.perf_counter()
-    cells = _run_grid(experiment, split, points, progress)
+    count = len(points[names[0]])
+    # Numbers, since names may hold any character.
+    keys = {(a, s, b): f"{names.index(a)} {names.index(b)} {s}" for a in names for s in range(count) for b in names}
+    found = experiment.run({key: (split[a], points[a][s], split[b], points[b][s]) for (a, s, b), key in keys.items()}, progress)
     provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": joined})
-    count = len(joined[names[0]])
+    tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
-    def table(of: Callable[[StitchRun], Any]) -> Tensor:
-        rows = [[[of(cells[a, b, s]) for s in range(count)] for b in names] for a in names]
+    def table(of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
+        """`of` the notes and tensors of each stitch, `front back seam ...`."""
+        each = {key: of({**note, **tensors}) for key, (note, tensors) in found.items()}
+        rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)
 
     def mean(name: str) -> Tensor:
-        return table(lambda run: float(run.judged[name].sum() / run.judged["tokens"].sum()))
+        return table(lambda one: float(one[name].sum() / tokens.sum()))
 
     def intervals(better: str, worse: str) -> tuple[Tensor, ...]:
-        each = table(lambda run: over_batches(run.judged[worse] - run.judged[better], run.judged["tokens"], 0.95))
+        each = table(lambda one: over_batches(one[worse] - one[better], tokens, 0.95))
         return tuple(part.contiguous() for part in each.unbind(-1))
 
     penalty, low, high = intervals("back_loss", "loss")
@@ -647,9 +620,9 @@ def stitch_grid(
         accuracy_penalty=missing,
         accuracy_low=missing_low,
         accuracy_high=missing_high,
-        stopped=table(lambda run: run.stopped + 1.0),
-        batch_tokens=next(iter(cells.values())).judged["tokens"],
-        batch_penalty=table(lambda run: (run.judged["loss"] - run.judged["back_loss"]).tolist()),
+        stopped=table(lambda one: one["stopped"] + 1.0),
+        batch_tokens=tokens,
+        batch_penalty=table(lambda one: (one["loss"] - one["back_loss"]).tolist()),
         fronts=names,
         groups=groups_of_models,
         seams=tuple(_seam({name: own[s] for name, own in joined.items()}) for s in range(count)),
@@ -665,30 +638,3 @@ def _seam(layers: Mapping[str, str]) -> str:
     """The label of a stitch point: the layer's name if it is the same in all models, else the name in each model."""
     own = set(layers.values())
     return own.pop() if len(own) == 1 else ", ".join(f"{name} {layer}" for name, layer in layers.items())
-
-
-def _run_grid(
-    experiment: StitchExperiment, models: Mapping[str, SplitModel], points: Mapping[str, list[int]], progress: Progress
-) -> dict[tuple[str, str, int], StitchRun]:
-    """Run every stitch of a grid, and return the runs by front model, back model and index of the stitch point."""
-    count = len(next(iter(points.values())))
-    cells = {}
-    with experiment, tqdm(total=len(models) ** 2 * count, desc="stitches", disable=None) as bar:
-        for number, (a, front) in enumerate(models.items()):
-            for s in range(count):
-                activations = experiment.activations(front, points[a][s])
-                # Numbers, since names may hold any character.
-                keys = {b: f"{number} {other} {s}" for other, b in enumerate(models)}
-                left = sum(not progress.done(key) for key in keys.values())
-                with ExitStack() as kept:
-                    if "sgd" in experiment.fit and left:
-                        kept.enter_context(activations[0].keep(experiment.cache))
-                    # Activations that are read more than once are kept, if memory allows.
-                    for store in activations if left > 1 else ():
-                        if len(store):
-                            kept.enter_context(store.keep(experiment.cache, required=False))
-                    for b, back in models.items():
-                        bar.set_postfix_str(f"{a} into {b}, stitch point {s + 1} of {count}")
-                        cells[a, b, s] = experiment.cell(keys[b], back, points[b][s], activations, progress)
-                        bar.update()
-    return cells

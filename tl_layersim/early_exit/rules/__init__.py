@@ -1,4 +1,6 @@
-"""Exit rules: a module in this package with a subclass of `ExitRule` is a new rule, without further edits.
+"""Exit rules: maximum probability, margin, patience, and cosine between consecutive residuals.
+
+A module in this package with a subclass of `ExitRule` is a new rule, without further edits.
 
 Examples:
     >>> sorted(EXIT_RULES.all())
@@ -11,8 +13,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from ...core.cross_entropy import confidence, on_float64_device
 from ...core.errors import LayersimError
 from ...core.registry import Registry
 
@@ -109,3 +113,104 @@ class ExitRule(ABC):
 
 
 EXIT_RULES = Registry(__name__, ExitRule, "rule")
+
+
+class CosineRule(ExitRule):
+    """A token exits when the cosine similarity of the residuals that enter and leave the block exceeds the threshold.
+
+    The rule does not read logits, so only tokens that exit are unembedded.
+
+    Source:
+        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "hidden-state saturation".
+
+    Examples:
+        >>> import torch
+        >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[1.0, 0.1], [0.0, 1.0]])
+        >>> CosineRule(0.9).exits(CheckedTokens(torch.zeros(2, 0), x, y, torch.arange(2)), {})
+        tensor([ True, False])
+    """
+
+    name = "cosine"
+    reads_logits = False
+    lowest = -1.0
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        leaving, entering = (on_float64_device(x).double() for x in (tokens.leaving, tokens.entering))
+        return torch.cosine_similarity(leaving, entering, dim=-1) > self.threshold
+
+
+class MarginRule(ExitRule):
+    r"""A token exits when its two largest probabilities differ by more than the threshold, $p_{(1)} - p_{(2)} > t$.
+
+    Probabilities are computed in float64, because float32 rounds $1 - p$ and thresholds near 1.
+
+    Source:
+        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "softmax response".
+
+    Examples:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 0.0], [2.0, 0.0]])  # probabilities 0.95 and 0.05, 0.88 and 0.12
+        >>> MarginRule(0.8).exits(CheckedTokens(logits, logits, logits, torch.arange(2)), {})
+        tensor([ True, False])
+    """
+
+    name = "margin"
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        return confidence(tokens.logits, margin=True) > self.threshold
+
+
+class MaxProbRule(ExitRule):
+    r"""A token exits when the largest probability of its layer's logits exceeds the threshold, $\max_v p_v > t$.
+
+    Probabilities are computed in float64, because float32 rounds $1 - p$ and thresholds near 1.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3.
+
+    Examples:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 0.0], [1.0, 0.0]])  # largest probabilities 0.95 and 0.73
+        >>> MaxProbRule(0.9).exits(CheckedTokens(logits, logits, logits, torch.arange(2)), {})
+        tensor([ True, False])
+    """
+
+    name = "max-prob"
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        return confidence(tokens.logits) > self.threshold
+
+
+class PatienceRule(ExitRule):
+    """A token exits when its prediction, the argmax of the logits, is the same at `threshold` checks in a row.
+
+    Source:
+        Zhou et al. 2020 (arXiv 2006.04152).
+
+    Examples:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 0.0]])
+        >>> rule = PatienceRule(2)
+        >>> state = rule.new_state(1)
+        >>> [bool(rule.exits(CheckedTokens(logits, logits, logits, torch.arange(1)), state)) for _ in range(2)]
+        [False, True]
+    """
+
+    name = "patience"
+    lowest = 1
+    # More checks than any model has layers.
+    unreachable = 1_000_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold % 1:
+            raise LayersimError(f"`threshold` of rule={self.name!r} is {self.threshold:g}; it must be a whole number.")
+
+    def new_state(self, count: int) -> RuleState:
+        return {"prediction": torch.full((count,), -1), "streak": torch.zeros(count, dtype=torch.int64)}
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        prediction, index = tokens.logits.argmax(-1).cpu(), tokens.index.cpu()
+        streak = torch.where(prediction == state["prediction"][index], state["streak"][index] + 1, 1)
+        state["prediction"][index], state["streak"][index] = prediction, streak
+        return streak >= self.threshold

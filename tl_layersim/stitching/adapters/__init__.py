@@ -32,23 +32,15 @@ class AdapterKind(ABC):
 
     Class attributes:
         - `name`: value of `adapter=` in `stitch`; files hold it too.
-        - `has_weight`: whether there is a $W$. Without it the adapter is $\varphi$ itself and is not fitted.
+        - `has_weight`: whether there is a $W$. Without it the adapter is $\varphi$ itself, which is not fitted, and both
+          residual streams must be of one width.
         - `has_bias`: whether there is a $b$. The closed form then centres features and targets.
-        - `needs_equal_widths`: whether both residual streams must be of one width.
     """
 
     name: ClassVar[str]
 
-    def __init_subclass__(cls) -> None:
-        if "apply" in vars(cls):
-            # The closed form solves for a full W: with another map, it would fit one thing and apply another.
-            raise TypeError(
-                f"{cls.__qualname__} must not override `apply`: a kind of adapter is y = [h +] W features(h) [+ b]."
-            )
-
     has_weight: ClassVar[bool] = True
     has_bias: ClassVar[bool] = True
-    needs_equal_widths: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -60,18 +52,60 @@ class AdapterKind(ABC):
         """Whether the adapter has a skip connection, which adds the residual itself, between streams of these widths."""
         return False
 
-    def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Map residuals `... d_front` to `... d_back` with these parameters."""
-        out = self.features(hidden)
-        if out.shape != hidden.shape:
-            raise LayersimError(
-                f"`features` of the adapter kind {self.name!r} returns shape {tuple(out.shape)} for {tuple(hidden.shape)}; it "
-                "must be the same."
-            )
-        if weight is None:
-            return out
-        out = torch.nn.functional.linear(out, weight, bias)
-        return hidden + out if self.adds_residual(hidden.shape[-1], weight.shape[0]) else out
+
+class Affine(AdapterKind):
+    """Affine map, $y = W h + b$.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 3.
+    """
+
+    name = "affine"
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class AffineNorm(AdapterKind):
+    r"""$y = h + W\, \mathrm{LN}(h) + b$ with a layer norm without weights. The first $h$ is left out if the widths differ.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), appendix C.1, in the form of Belrose et al. 2023 (arXiv 2303.08112).
+    """
+
+    name = "affine-norm"
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(hidden, hidden.shape[-1:])
+
+    @staticmethod
+    def adds_residual(d_front: int, d_back: int) -> bool:
+        return d_front == d_back
+
+
+class Identity(AdapterKind):
+    """Identity map, $y = h$, for models whose residual streams share their coordinates."""
+
+    name = "identity"
+    has_weight = False
+    has_bias = False
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class Linear(AdapterKind):
+    """Linear map, $y = W h$."""
+
+    name = "linear"
+    has_bias = False
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return hidden
 
 
 ADAPTER_KINDS = Registry(__name__, AdapterKind, "kind")
@@ -128,7 +162,16 @@ class Adapter(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """The mapped residual, in the dtype of the weight; an adapter without a weight keeps the residual's dtype."""
         hidden = hidden if self.weight is None else hidden.to(self.weight.dtype)
-        return self.definition.apply(hidden, self.weight, self.bias)
+        out = self.definition.features(hidden)
+        if out.shape != hidden.shape:
+            raise LayersimError(
+                f"`features` of the adapter kind {self.kind!r} returns shape {tuple(out.shape)} for {tuple(hidden.shape)}; it "
+                "must be the same."
+            )
+        if self.weight is None:
+            return out
+        out = torch.nn.functional.linear(out, self.weight, self.bias)
+        return hidden + out if self.definition.adds_residual(hidden.shape[-1], len(self.weight)) else out
 
     def digest(self) -> str:
         """The first 12 hex digits of the SHA-256 of kind, weight and bias."""
