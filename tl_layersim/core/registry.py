@@ -62,7 +62,7 @@ def _discovered(package: str, path: tuple[str, ...], base: Any) -> dict[str, typ
     for module_name in (package, *(f"{package}.{info.name}" for info in pkgutil.iter_modules(path))):
         module = importlib.import_module(module_name)
         for _, cls in inspect.getmembers(module, inspect.isclass):
-            if issubclass(cls, base) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
+            if issubclass(cls, base) and cls is not base and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
                 name = getattr(cls, "name", None)
                 if not isinstance(name, str) or name in classes:
                     needs = "needs a class attribute `name` of its own"
