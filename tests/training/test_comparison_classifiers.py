@@ -86,15 +86,18 @@ def test_task_metrics_of_both_classifiers_are_side_by_side():
     after = bert()
     with torch.no_grad():
         after.classifier.weight.neg_()
-    report = lsim.evaluate_layers(model, after, rows)
+    found = lsim.evaluate_layers(model, after, rows)["layers"]
     labels = [row["label"] for row in rows]
     for number, one in enumerate((model, after)):
         with torch.no_grad():
             said = one(tokens).logits.argmax(-1)
-        assert float(report["task_metrics"].f1[number, -1]) == pytest.approx(f1_score(labels, said, average="macro"))
-        assert float(report["task_metrics"].mcc[number, -1]) == pytest.approx(matthews_corrcoef(labels, said))
+        assert float(found.f1[number, -1]) == pytest.approx(f1_score(labels, said, average="macro"))
+        assert float(found.mcc[number, -1]) == pytest.approx(matthews_corrcoef(labels, said))
         alone = lsim.analyze(one, rows, lsim.TaskMetrics(labels="data"))["task_metrics"]
-        assert torch.equal(report["task_metrics"].f1[number], alone.f1)
-    assert len(report["task_metrics"].plot().data) == 2
-    assert "before: macro F1 of the last layer" in report["task_metrics"].headline()
-    assert "task_metrics" not in lsim.evaluate_layers(tiny_llama(), tiny_llama(), tokens)
+        assert torch.equal(found.f1[number], alone.f1)
+    assert len(found.plot("f1").data) == 2
+    assert "before: macro F1 of the last layer" in found.headline()
+    of_tokens = lsim.evaluate_layers(tiny_llama(), tiny_llama(), tokens)["layers"]
+    assert bool(of_tokens.f1.isnan().all())
+    assert bool(of_tokens.mcc.isnan().all())
+    assert "before: macro F1 of the last layer" not in of_tokens.headline()

@@ -99,17 +99,15 @@ class RemoteSource(NNsightSource, OnServer):
         return replace(status, dtype=dtype, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
 
     def beside(self, others: Sequence[Source]) -> RemoteSource | None:
-        models = [one for one in (self, *others) if isinstance(one, RemoteSource) and self._shares_model(one)]
+        place = (self.ndif.name, self.ndif.model_key, self.ndif.env)
+        remote = [one for one in (self, *others) if isinstance(one, RemoteSource)]
+        # The same model on the same server, apart from edits.
+        models = [one for one in remote if (one.ndif.name, one.ndif.model_key, one.ndif.env) == place]
         if len(models) <= len(others):
             return None
         joined = copy(self)
         joined._together = tuple(models)
         return joined
-
-    def _shares_model(self, other: RemoteSource) -> bool:
-        """Whether another source is of the same model on the same server, apart from edits."""
-        place = (self.ndif.name, self.ndif.model_key, self.ndif.env)
-        return (other.ndif.name, other.ndif.model_key, other.ndif.env) == place
 
     def record(self) -> dict[str, Any]:
         offer, ndif = self.offer, self.ndif

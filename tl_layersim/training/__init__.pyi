@@ -7,5 +7,4 @@ from .hugging_face_trainer import AlignedTrainer as AlignedTrainer
 from .layer_comparison import Continuations as Continuations
 from .layer_comparison import GenerationQuality as GenerationQuality
 from .layer_comparison import LayerChange as LayerChange
-from .layer_comparison import MetricChange as MetricChange
 from .residual_stream import aligned_loss as aligned_loss

@@ -45,8 +45,6 @@ from .residual_stream import no_known_head, refuse_float16
 from .settings import curve_of, open_training_file
 from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
 
-STAGES = ("before", "after")
-
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -65,8 +63,10 @@ class AlignedAdapters(Result):
         weights: weights of the layers in the aligned loss.
         blocks: indices of the blocks with an adapter.
         paths: module paths of these blocks.
+        stages: names of the two stages: without the adapters and with them.
     """
 
+    stages: ClassVar[tuple[str, str]] = ("before", "after")
     values_name = "losses"
     values: Float64[Tensor, "stage layer"] = axes(
         "stage",
@@ -105,11 +105,6 @@ class AlignedAdapters(Result):
         return rows_in_words(self.provenance, field in ("curve", "curves"))
 
     @property
-    def stages(self) -> tuple[str, ...]:
-        """Names of the two stages: without and with the adapters."""
-        return STAGES
-
-    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the layers with an adapter."""
         return tuple(self.layers[block + 1] for block in self.blocks)
@@ -126,7 +121,7 @@ class AlignedAdapters(Result):
 
     def aligned(self, stage: str) -> float:
         """The held-out aligned loss without adapters (`"before"`) or with them (`"after"`)."""
-        return float(self.values[STAGES.index(stage)] @ torch.tensor(self.weights, dtype=torch.float64))
+        return float(self.values[self.stages.index(stage)] @ torch.tensor(self.weights, dtype=torch.float64))
 
     def apply(self, model: Any) -> None:
         """Apply the adapters to an nnsight model, inside a trace in this process or on a server.
@@ -174,7 +169,7 @@ class AlignedAdapters(Result):
 
     def headline(self) -> dict[str, float]:
         numbers = {}
-        for number, stage in enumerate(STAGES):
+        for number, stage in enumerate(self.stages):
             numbers[f"aligned loss {stage}"] = self.aligned(stage)
             numbers[f"loss of the last layer {stage}"] = float(self.values[number, -1])
         return numbers

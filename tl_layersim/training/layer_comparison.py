@@ -55,6 +55,8 @@ class LayerChange(Result):
         exits: `model layer`, fraction of positions that exit after each block at `threshold`.
         nc1: `model residual`, within-class collapse (see `NeuralCollapse`) of a classifier of rows at the position that the
             head reads; NaN if the data has fewer than two classes, or all classes have the same mean.
+        f1: `model layer`, macro F1 of classifiers, the mean over classes (see `TaskMetrics`); NaN for other models.
+        mcc: `model layer`, Matthews correlation coefficient of classifiers; NaN for other models.
         early_share: `model`, fraction of positions that saturate before the last layer.
         exit_accuracy: `model`, accuracy of early exit at `threshold`.
         exit_agreement: `model`, agreement of early exit at `threshold` with the full model.
@@ -147,6 +149,24 @@ class LayerChange(Result):
         scale="log",
         within=(0, math.inf),
     )
+    f1: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Macro F1 (0 to 1)",
+        title="Macro F1 of each layer",
+        caption="Mean over classes of the F1 of the lens predictions" + SOURCE.format("figure 8"),
+        better="higher",
+        within=(0, 1),
+    )
+    mcc: Float64[Tensor, "model layer"] = axes(
+        "model",
+        "layer",
+        label="Matthews correlation",
+        title="Matthews correlation of each layer",
+        caption="Of the lens predictions with the labels (Matthews 1975).",
+        better="higher",
+        within=(-1, 1),
+    )
     early_share: Float64[Tensor, " model"] = axes(
         "model",
         label="Positions that saturate before the last layer",
@@ -209,52 +229,10 @@ class LayerChange(Result):
                 f"{name}: cosine of the first block to the last": float(self.cosine_to_last[number, 1]),
                 f"{name}: speed-up in blocks at 95 % agreement": float(self.speedup_at_agreement[number]),
             }
+            metrics = (("macro F1", self.f1), ("Matthews correlation", self.mcc))
+            last = {f"{name}: {metric} of the last layer": float(values[number, -1]) for metric, values in metrics}
+            numbers |= {metric: value for metric, value in last.items() if not math.isnan(value)}
         return numbers
-
-
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MetricChange(Result):
-    """F1 and Matthews correlation of each layer of two classifiers on the same data, see `TaskMetrics`. Tensors are float64.
-
-    Attributes:
-        values: `model layer`, the same as `f1`: macro F1, the mean over classes.
-        mcc: `model layer`, Matthews correlation coefficient.
-        models: names of the two models.
-    """
-
-    values_name = "f1"
-    values: Float64[Tensor, "model layer"] = axes(
-        "model",
-        "layer",
-        label="Macro F1 (0 to 1)",
-        title="Macro F1 of each layer",
-        caption="Mean over classes of the F1 of the lens predictions" + SOURCE.format("figure 8"),
-        better="higher",
-        within=(0, 1),
-    )
-    mcc: Float64[Tensor, "model layer"] = axes(
-        "model",
-        "layer",
-        label="Matthews correlation",
-        title="Matthews correlation of each layer",
-        caption="Of the lens predictions with the labels (Matthews 1975).",
-        better="higher",
-        within=(-1, 1),
-    )
-    models: tuple[str, ...]
-
-    @property
-    def f1(self) -> Tensor:
-        """Macro F1, `model layer`; the same as `values`."""
-        return self.values
-
-    def headline(self) -> dict[str, float]:
-        return {
-            f"{name}: {metric} of the last layer": float(values[number, -1])
-            for number, name in enumerate(self.models)
-            for metric, values in (("macro F1", self.values), ("Matthews correlation", self.mcc))
-        }
 
 
 @typed
@@ -392,9 +370,8 @@ def evaluate_layers(
             `Continuations(["Once upon a time"])`; None for no generation.
 
     Returns:
-        A `Report` with `"layers"` (`LayerChange`), `"cosine_before"` and `"cosine_after"` (whatever `names` is),
-        `"task_metrics"` (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) with `continuations`.
-        `to_html` writes the page.
+        A `Report` with `"layers"` (`LayerChange`), `"cosine_before"` and `"cosine_after"` (whatever `names` is), and
+        `"generation"` (`GenerationQuality`) with `continuations`. `to_html` writes the page.
 
     Raises:
         LayersimError: the models have different depths, or read different tokens.
@@ -450,10 +427,6 @@ def evaluate_layers(
     change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
     results: dict[str, Result] = {"layers": change}
     results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
-    if "task_metrics" in reports[0]:
-        metrics = [report["task_metrics"] for report in reports]
-        f1, mcc = (torch.stack([getattr(one, name) for one in metrics]) for name in ("f1", "mcc"))
-        results["task_metrics"] = MetricChange(values=f1, mcc=mcc, models=names, layers=change.layers, provenance=both)
     if continuations is not None:
         results["generation"] = _quality(list(zip(models, own, strict=True)), continuations, data.tokenizer, change)
     return Report(results)
@@ -487,7 +460,10 @@ def _change(
     def both(values: list[Any]) -> Tensor:
         return torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
 
-    size = len(lenses[0].layers)
+    nothing = torch.full((len(lenses[0].layers),), torch.nan)
+    metrics = [
+        (one["task_metrics"].f1, one["task_metrics"].mcc) if "task_metrics" in one else (nothing[1:],) * 2 for one in reports
+    ]
     return LayerChange(
         values=both([lens.values for lens in lenses]),
         perplexity=both([lens.perplexity for lens in lenses]),
@@ -496,7 +472,9 @@ def _change(
         saturated=both([r["saturation"].cumulative / r["saturation"].cumulative[-1] for r in reports]),
         cosine_to_last=both([report["cosine"].values[:, -1] for report in reports]),
         exits=both([point.exits / point.exits.sum() for point in points]),
-        nc1=both([torch.full((size,), torch.nan) if nc1 is None else nc1 for nc1 in collapse]),
+        nc1=both([nothing if nc1 is None else nc1 for nc1 in collapse]),
+        f1=both([f1 for f1, _ in metrics]),
+        mcc=both([mcc for _, mcc in metrics]),
         early_share=both([report["saturation"].early_share for report in reports]),
         exit_accuracy=both([point.accuracy for point in points]),
         exit_agreement=both([point.agreement for point in points]),
