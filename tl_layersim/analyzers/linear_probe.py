@@ -22,7 +22,7 @@ from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
 from ._moments import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
 from ._samples import GOLDEN, SHIFT, held_out
-from .analyzer import LabelledAnalyzer, Run, listed, need_whole_rows
+from .analyzer import LabelledAnalyzer, Run, listed
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
@@ -129,6 +129,9 @@ class ProbeAnalyzer(LabelledAnalyzer):
         control: see `LinearProbe`.
     """
 
+    # Whole rows of the data are held out.
+    prompts: ClassVar[bool] = True
+
     labels: Any = "next_token"
     test_fraction: OpenFraction = 0.2
     first_test_row: NonNegativeInt | None = None
@@ -159,7 +162,6 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
-        need_whole_rows(batch, "a linear probe")
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
             raise LayersimError(
                 f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
