@@ -151,11 +151,6 @@ class ProbeAnalyzer(LabelledAnalyzer):
                 )
 
     @property
-    def class_limit(self) -> int | None:
-        """Upper limit (exclusive) of the classes in the data; None for no limit."""
-        return None
-
-    @property
     def split(self) -> tuple[float, int, int | None]:
         """The arguments of `held_out`, which select the held-out rows."""
         return (float(self.test_fraction), self.seed, self.first_test_row)
@@ -167,7 +162,8 @@ class ProbeAnalyzer(LabelledAnalyzer):
                 f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
             )
         if not isinstance(self.labels, Tensor):
-            _check_classes(targets(tokens_alone(batch), self.labels), self.class_limit)
+            # The sums of `LinearProbe` have a place for so many classes.
+            _check_classes(targets(tokens_alone(batch), self.labels), getattr(self, "max_classes", None))
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
@@ -306,10 +302,6 @@ class LinearProbe(ProbeAnalyzer):
     def classes(self) -> int:
         """Number of classes for which sums are kept: the largest class plus one, or `max_classes`."""
         return max(int(self.labels.max()) + 1, 2) if isinstance(self.labels, Tensor) else self.max_classes
-
-    @property
-    def class_limit(self) -> int | None:
-        return self.max_classes
 
     def sum_numbers(self, *models: Model) -> float:
         width = models[0].widest or 0
