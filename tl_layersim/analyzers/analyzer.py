@@ -460,20 +460,6 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
         raise LayersimError(f"{analyzer} needs at least {needed} {unit}; the data has {given}.")
 
 
-def need_whole_rows(batch: Batch, analyzer: str) -> None:
-    """Raise an error if rows are packed, for an analyzer that holds out whole rows of the data.
-
-    Args:
-        batch: a batch of the data.
-        analyzer: the analyzer as named in a sentence, for the message.
-
-    Raises:
-        LayersimError: rows join several texts.
-    """
-    if bool((batch.sources[0] < 0).any()):
-        raise LayersimError(f"`pack` must be False for {analyzer}, which holds out whole rows of the data.")
-
-
 @typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
     """All analyzers by name: the analyzers of this package, then those that installed packages declare as entry points.

@@ -330,6 +330,7 @@ class BlockCoupling(Analyzer):
     name: ClassVar[str] = "block_coupling"
     needs_sites: ClassVar[SiteNeed] = "stream"
     needs_calls: ClassVar[bool] = True
+    whole_rows = True
     prompts: ClassVar[bool] = True
     first_without_model: ClassVar[bool] = True
 
@@ -360,10 +361,6 @@ class BlockCoupling(Analyzer):
     def token_indices(self) -> tuple[int, ...]:
         """`tokens` as a tuple of indices."""
         return (-1,) if self.tokens == "last" else tuple(self.tokens)
-
-    @property
-    def whole_rows(self) -> bool:
-        return True
 
     def check(self, *models: Model) -> None:
         [model] = models

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ..core import LayersimError, Sums, axes, typed
 from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
-from ..data.batches import Batch
-from ..sources.model_description import Model
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix
-from .analyzer import Run, Weight, need_whole_rows
+from .analyzer import Run, Weight
 
 
 @typed
@@ -120,6 +118,8 @@ class LinearPredictivity(CrossProductAnalyzer):
     weighs: ClassVar[tuple[Weight, ...]] = ("samples",)
     symmetric: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = True
+    # Whole rows of the data are held out.
+    prompts: ClassVar[bool] = True
     seconds_per_pair: ClassVar[float] = 0.1
     # Training and held-out samples.
     groups: ClassVar[int] = 2
@@ -127,9 +127,6 @@ class LinearPredictivity(CrossProductAnalyzer):
     ridge: PositiveFloat = 0.01
     test_fraction: OpenFraction = 0.2
     first_test_row: NonNegativeInt | None = None
-
-    def check_batch(self, batch: Batch, model: Model) -> None:
-        need_whole_rows(batch, "LinearPredictivity")
 
     @property
     def split(self) -> tuple[float, int, int | None]:

@@ -22,7 +22,7 @@ from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
 from ._moments import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
 from ._samples import GOLDEN, SHIFT, held_out
-from .analyzer import LabelledAnalyzer, Run, listed, need_whole_rows
+from .analyzer import LabelledAnalyzer, Run, listed
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
@@ -128,6 +128,9 @@ class ProbeAnalyzer(LabelledAnalyzer):
         control: see `LinearProbe`.
     """
 
+    # Whole rows of the data are held out.
+    prompts: ClassVar[bool] = True
+
     labels: Any = "next_token"
     test_fraction: OpenFraction = 0.2
     first_test_row: NonNegativeInt | None = None
@@ -147,24 +150,19 @@ class ProbeAnalyzer(LabelledAnalyzer):
                 )
 
     @property
-    def class_limit(self) -> int | None:
-        """Upper limit (exclusive) of the classes in the data; None for no limit."""
-        return None
-
-    @property
     def split(self) -> tuple[float, int, int | None]:
         """The arguments of `held_out`, which select the held-out rows."""
         return (float(self.test_fraction), self.seed, self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
-        need_whole_rows(batch, "a linear probe")
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
             raise LayersimError(
                 f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
             )
         if not isinstance(self.labels, Tensor):
-            _check_classes(targets(tokens_alone(batch), self.labels), self.class_limit)
+            # The sums of `LinearProbe` have a place for so many classes.
+            _check_classes(targets(tokens_alone(batch), self.labels), getattr(self, "max_classes", None))
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
@@ -303,10 +301,6 @@ class LinearProbe(ProbeAnalyzer):
     def classes(self) -> int:
         """Number of classes for which sums are kept: the largest class plus one, or `max_classes`."""
         return max(int(self.labels.max()) + 1, 2) if isinstance(self.labels, Tensor) else self.max_classes
-
-    @property
-    def class_limit(self) -> int | None:
-        return self.max_classes
 
     def sum_numbers(self, *models: Model) -> float:
         width = models[0].widest or 0

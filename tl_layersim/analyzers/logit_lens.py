@@ -55,8 +55,13 @@ class LensAnalyzer(LabelledAnalyzer):
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     def check(self, *models: Model) -> None:
-        given = {"targets": not is_none(self.labels), "own_labels": bool(self.label_source)}
-        need_head(models[0], type(self).__name__, **given, heads=self.heads)
+        need_head(
+            models[0],
+            type(self).__name__,
+            targets=not is_none(self.labels),
+            own_labels=bool(self.label_source),
+            heads=self.heads,
+        )
 
     @property
     def lens(self) -> dict[str, Any]:

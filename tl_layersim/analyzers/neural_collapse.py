@@ -175,12 +175,9 @@ class NeuralCollapse(LabelledAnalyzer):
 
     @property
     def whole_rows(self) -> bool:
-        return self._level() == "sequence"
-
-    def _level(self) -> str:
         if self.level != "auto":
-            return self.level
-        return "token" if isinstance(self.labels, str) and self.labels == "next_token" else "sequence"
+            return self.level == "sequence"
+        return not (isinstance(self.labels, str) and self.labels == "next_token")
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
         if self.pool is not None or not self.whole_rows:
@@ -231,8 +228,8 @@ class NeuralCollapse(LabelledAnalyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         # A default that no model has settled, as under `attach`, is that of a model without a head.
-        pool = self.pool or "last"
-        return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=self._level(), pool=pool)
+        pool, level = self.pool or "last", "sequence" if self.whole_rows else "token"
+        return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=level, pool=pool)
 
     def _classes(self, first: Sums) -> Tensor:
         if isinstance(self.classes, tuple):

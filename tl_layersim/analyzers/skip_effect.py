@@ -162,14 +162,11 @@ class SkipEffect(Analyzer):
     needs_sites: ClassVar[SiteNeed] = "every_block"
     needs_unembed: ClassVar[bool] = True
     needs_calls: ClassVar[bool] = True
+    whole_rows = True
 
     keep_first: NonNegativeInt = 1
     splits: NonNegativeInt = 1
     lens_memory_mb: PositiveFloat = 128
-
-    @property
-    def whole_rows(self) -> bool:
-        return True
 
     def check(self, *models: Model) -> None:
         [model] = models

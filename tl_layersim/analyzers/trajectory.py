@@ -315,6 +315,8 @@ class Trajectory(Analyzer):
     weighs: ClassVar[tuple[Weight, ...]] = ("power",)
     needs_sites: ClassVar[SiteNeed] = "every_block"
     first_without_model: ClassVar[bool] = True
+    # The final norm is applied at any position.
+    reads_head = False
 
     window: TwoOrMore | None = None
     final_norm: bool = False
@@ -323,11 +325,6 @@ class Trajectory(Analyzer):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", self.per_prompt)
         object.__setattr__(self, "needs_unembed", self.final_norm)
-
-    @property
-    def reads_head(self) -> bool:
-        # The final norm is applied at any position.
-        return False
 
     def check(self, *models: Model) -> None:
         if self.final_norm:

@@ -211,7 +211,7 @@ class Analysis:
                 refuse_large_heads(analyzer)
             if analyzer.prompts and self.batches.data.pack:
                 raise LayersimError(
-                    f"`pack` is True; it must be False for {type(analyzer).__name__}, which takes each row for a prompt."
+                    f"`pack` is True; it must be False for {type(analyzer).__name__}, whose rows must be single texts."
                 )
         for name, analyzer in self.analyzers.items():
             # With intervals, a call for all data and for the data without each block.

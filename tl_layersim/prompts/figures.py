@@ -22,7 +22,6 @@ from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open_model import open_source
 from ..sources.activation_checks import refuse_bad_logits
-from ..sources.model_description import Model
 from .prompt_forward import run_on_prompt
 
 if TYPE_CHECKING:
@@ -117,6 +116,8 @@ class TrajectoryPCA(Result):
         tokens: the prompt's tokens as text.
     """
 
+    # Labels of the `component` axis.
+    components: ClassVar[tuple[str, ...]] = ("PC 1", "PC 2")
     values: Float64[Tensor, "token residual component"] = axes(
         "token", "residual", "component", title="Paths of tokens through the layers", drawn="paths"
     )
@@ -129,11 +130,6 @@ class TrajectoryPCA(Result):
         # A bool is an int; positions of a figure are counted from this number.
         if type(skipped) is not int or not 0 <= skipped < 2**31:
             raise LayersimError(f"`skip_first` of the provenance is {brief(skipped)}; it must be a whole number of 0 or more.")
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Labels of the `component` axis."""
-        return ("PC 1", "PC 2")
 
     def headline(self) -> dict[str, float]:
         return {"variance in the plane (fraction)": float(self.explained.sum())}
@@ -168,10 +164,7 @@ def prediction_grid(
         >>> grid.words[-1][-1]
         ' girl'
     """
-
-    def check(described: Model) -> None:
-        need_head(described, "prediction_grid", targets=True)
-
+    check = partial(need_head, analyzer="prediction_grid", targets=True)
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
     source = open_source(model)
     out, tokens, word, provenance = run_on_prompt(source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True)

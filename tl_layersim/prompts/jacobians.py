@@ -116,6 +116,8 @@ class CouplingMatrices(Result):
         tokens: the prompt's tokens as text.
     """
 
+    # Labels of the `side` axis.
+    sides: ClassVar[tuple[str, ...]] = ("left", "right", "cross")
     values_name = "miscoupling"
     values: Float64[Tensor, "connection other"] = axes(
         "connection", "other", label="Mis-coupling", title="Mis-coupling of blocks", within=(0, 1)
@@ -156,11 +158,6 @@ class CouplingMatrices(Result):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
-
-    @property
-    def sides(self) -> tuple[str, ...]:
-        """Labels of the `side` axis."""
-        return ("left", "right", "cross")
 
     @property
     def others(self) -> tuple[str, ...]:
