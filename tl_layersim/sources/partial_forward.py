@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -123,11 +122,6 @@ class SplitModel(ABC):
     def device(self) -> torch.device:
         """Device on which inputs to the upper part must be created."""
         return torch.device("cpu")
-
-    @property
-    def local(self) -> LocalSplitModel | None:
-        """This model if its modules are in this process; None for a model on a server."""
-        return None
 
     def settle(self, batch: Batch) -> None:
         """Run a forward pass if the layout is not known; raise an error if the modules do not pass on the residual stream."""
@@ -281,16 +275,6 @@ class LocalSplitModel(SplitModel):
         self.module, self.blocks = source.module, source.blocks
         self._tuples: list[int] | None = None
         self._example: Batch | None = None
-
-    @property
-    def local(self) -> LocalSplitModel:
-        return self
-
-    def described_as(self, model: Model) -> LocalSplitModel:
-        """The same split model with another description."""
-        other = copy.copy(self)
-        other.model = model
-        return other
 
     def settle(self, batch: Batch) -> None:
         self._example = batch.first_row

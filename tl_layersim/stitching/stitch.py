@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from ..remote.open_model import open_split_model
 from ..sources.forward_arguments import position_counter
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel, records_of
-from ..sources.partial_forward import SplitModel
+from ..sources.partial_forward import LocalSplitModel, SplitModel
 from ..sources.source import refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
@@ -175,8 +176,8 @@ class StitchExperiment:
                 f"`fit` is {self.fit!r}, which needs gradients through {upper.name}; the sandbox of this server computes no "
                 "gradients. Use fit='lstsq'."
             )
-        if (local := back.local) is not None:
-            refuse_inference_weights(local.module)
+        if isinstance(back, LocalSplitModel):
+            refuse_inference_weights(back.module)
         if upper.dtype == "torch.float16":
             raise LayersimError(
                 f"`fit` is {self.fit!r}, but gradients vanish in float16, the dtype of {upper.name}; use fit='lstsq' or "
@@ -352,14 +353,14 @@ class StitchExperiment:
 
     def _report_traffic(self) -> None:
         """Print the number of bytes and requests that a stitch with a remote model needs, before any is sent."""
-        remote = [each for each in self.models if each.local is None]
+        remote = [each for each in self.models if not isinstance(each, LocalSplitModel)]
         if not remote:
             return
         positions = [sum(b.tokens.numel() for b in part) for part in (self.fit_data, self.evaluation)]
         width = max(each.model.d_model or 0 for each in self.models)
         bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
         words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
-        if "sgd" in self.fit and any(each.local is None for each in self.backs):
+        if "sgd" in self.fit and not set(remote).isdisjoint(self.backs):
             mean = positions[0] / max(len(self.fit_data), 1)
             words += f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} steps"
         requests = 2 * (len(self.fit_data) + len(self.evaluation))
@@ -404,12 +405,6 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if not models:
         raise LayersimError("`models` is empty; it must hold a model.")
     if layers is None:
-        depths = {name: len(each.model.layers) for name, each in models.items()}
-        if len(set(depths.values())) > 1:
-            raise LayersimError(
-                "`layers` must be given for models of different depths "
-                f"({', '.join(f'{name}: {depth - 1} blocks' for name, depth in depths.items())})."
-            )
         layers = {name: each.model.layers[1:] for name, each in models.items()}
     by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
@@ -422,17 +417,6 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if len(set(together)) < len(together):
         raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
     return points
-
-
-def _join(
-    front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer: Any
-) -> Callable[[Adapter], StitchedModel] | None:
-    """A function from an adapter to the stitched model; None if a model is on a server."""
-    lower, upper = front.local, back.local
-    if lower is None or upper is None:
-        return None
-    described = upper.described_as(replace(upper.model, tokenizer=tokenizer))
-    return lambda adapter: StitchedModel(lower, described, adapter.to(upper.device), at)
 
 
 @typed
@@ -508,6 +492,9 @@ def stitch(
     start = time.perf_counter()
     note, found = experiment.run({"stitch": (lower, numbers[0], upper, numbers[1])}, progress)["stitch"]
     names = (lower.model.layers[numbers[0]], upper.model.layers[numbers[1]])
+    join = None
+    if isinstance(lower, LocalSplitModel) and isinstance(upper, LocalSplitModel):
+        join = partial(StitchedModel, lower, upper, numbers, experiment.tokenizer)
     judged: dict[str, Any] = {f"batch_{name}": found[name] for name in JUDGED}
     return StitchResult(
         values=found["curve"],
@@ -520,7 +507,7 @@ def stitch(
         unit=experiment.unit,
         layers=names,
         provenance=experiment.provenance([lower, upper], time.perf_counter() - start, {"at": list(names)}),
-        join=_join(lower, upper, numbers, experiment.tokenizer),
+        join=join,
         **judged,
     )
 
