@@ -87,5 +87,7 @@ class TestCosts:
         # Checks over three words, and of cosines, read next to nothing.
         model = tiny_llama(12)
         block = sum(p.numel() for p in model.model.layers[0].parameters())
-        assert EarlyExit(model).at == evenly_spread(12, VOCABULARY * 32 / (12 * block + VOCABULARY * 32))
+        # The norm and the unembedding.
+        head = (1 + VOCABULARY) * 32
+        assert EarlyExit(model).at == evenly_spread(12, head / (12 * block + head))
         assert EarlyExit(model, shortlist=[1, 2, 3]).at == EarlyExit(model, rule="cosine").at == (1, 4, 6, 9)

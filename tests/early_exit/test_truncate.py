@@ -69,6 +69,16 @@ class TestTruncate:
         assert early.model is model
         assert torch.equal(early.logits(tokens).logits, EarlyExit(model, 0.0, at=(1,)).logits(tokens).logits)
 
+    def test_a_model_of_which_a_bridge_was_made(self):
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+        tokens = random_tokens(2, 9)
+        for model, name in ((tiny_llama(3), "LlamaForCausalLM"), (tiny_gpt2(), "GPT2LMHeadModel")):
+            with torch.no_grad():
+                own = truncate(model, 2)(tokens).logits
+                build_bridge_from_module(model, name, hf_config=model.config)
+                assert torch.equal(truncate(model, 2)(tokens).logits, own)
+
     def test_half_precision(self):
         model = tiny_llama(3, torch.bfloat16)
         short = truncate(model, 2)

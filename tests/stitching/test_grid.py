@@ -78,7 +78,7 @@ class TestGrid:
 
     def test_models_of_different_depths(self, models):
         mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
-        with pytest.raises(lsim.LayersimError, match=r"`layers`.*a: 3 .*deep: 5 "):
+        with pytest.raises(lsim.LayersimError, match=r"`layers`.*3 layers for a, 5 layers for deep"):
             lsim.stitch_grid(mixed, rows(), adapter="identity")
         grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [0, 2], "deep": [1, 4]})
         one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(1, 0), adapter="identity")

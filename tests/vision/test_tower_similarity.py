@@ -49,7 +49,7 @@ def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, bat
         np.testing.assert_allclose(getattr(found, name).numpy(), expected, atol=1e-10, rtol=0, err_msg=name)
     assert found.layers == ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{i}.hook_resid_post" for i in range(4)))
     assert found.text_layers == ("text.blocks.0.hook_resid_pre", *(f"text.blocks.{i}.hook_resid_post" for i in range(3)))
-    assert (found.pairs, found.projected, found.provenance.tokens) == (9, True, 9)
+    assert (found.pairs, found.provenance.tokens) == (9, 9)
     torch.testing.assert_close(found.vision_to_last[1], found.values[:, -1])
     torch.testing.assert_close(found.text_to_last[2], found.mismatched[-1])
 
@@ -120,26 +120,6 @@ def test_lower_precision_is_near_float64(dtype):
     torch.testing.assert_close(found.values, exact.values, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
 
 
-def test_residuals_of_one_width_are_compared_without_projections():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    text = sizes | {"vocab_size": 100, "max_position_embeddings": 24, "eos_token_id": 98, "pad_token_id": 0, "bos_token_id": 1}
-    vision = sizes | {"image_size": 8, "patch_size": 4}
-    model, data = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval().double(), pairs()
-    found = tower_similarity(model, data, projected=False)
-    with torch.no_grad():
-        images = model.vision_model(data["pixel_values"], output_hidden_states=True).hidden_states
-        texts = model.text_model(data["input_ids"], data["attention_mask"], output_hidden_states=True).hidden_states
-    ends = (data["input_ids"] == 98).int().argmax(1)
-    a, b = images[1][:, 0], texts[2][torch.arange(9), ends]
-    torch.testing.assert_close(found.values[1, 2], torch.nn.functional.cosine_similarity(a, b).mean())
-    assert not found.projected
-    del model.visual_projection
-    with pytest.raises(lsim.LayersimError, match=r"lacks `visual_projection`(.|\n)*projected=False"):
-        tower_similarity(model, data)
-    torch.testing.assert_close(tower_similarity(model, data, projected=False).values, found.values)
-
-
 def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
     model, data = clip_of(), pairs()
     with torch.no_grad():
@@ -153,13 +133,9 @@ def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
     expected = [[torch.nn.functional.cosine_similarity(a, b).mean() for b in normed[1]] for a in normed[0]]
     np.testing.assert_allclose(found.values.numpy(), np.array(expected), atol=1e-10)
     assert found.provenance.options["norm"] == "after"
-    with pytest.raises(lsim.LayersimError, match=r"`norm` is 'after'.*projected"):
-        tower_similarity(model, data, norm="after", projected=False)
 
 
-def test_towers_of_unequal_width_need_their_projections():
-    with pytest.raises(lsim.LayersimError, match=r"`projected` is False.*24 \(vision\).*16 \(text\)"):
-        tower_similarity(clip_of(), pairs(), projected=False)
+def test_towers_need_their_projections():
     model = copy.deepcopy(clip_of())
     del model.text_projection
     with pytest.raises(lsim.LayersimError, match=r"lacks `text_projection`(.|\n)*from_pretrained"):

@@ -140,13 +140,17 @@ class EarlyExit:
         rule_class = EXIT_RULES.named(rule)
         self.split_model, self.unembed = open_for_early_exit(model)
         self.model = OpenedModel.of(model).model
+        head = self.split_model.source.model.head
+        assert head is not None
+        self._paths = [path for path in (head.norm, *head.modules) if path]
         self._head = self._head_weights()
         ids = shortlist_ids(shortlist, rule_class, self.split_model, self.unembed)
         self.rule = rule_class(float(threshold), ids)
         blocks = len(self.split_model.blocks)
         self.heads = as_heads(heads)
-        self.lens = ExitLens(self.unembed, blocks)
-        if self.heads is not None:
+        if self.heads is None:
+            self.lens = ExitLens(self.unembed, blocks)
+        else:
             self.heads.check(self.split_model.model, self.unembed.linear)
             own = self.heads.plain.on(self.split_model.device)
             self.lens = ExitLens(self.unembed, blocks, own, self.heads.norm == "final")
@@ -181,12 +185,10 @@ class EarlyExit:
 
     def _share_of_check(self) -> float:
         """The weights that a check reads, as a fraction of those of the blocks and the head."""
-        known = self.split_model.source.model.head
-        assert known is not None
-        modules = [self.split_model.module.get_submodule(path) for path in known.modules]
-        blocks, head = (sum(p.numel() for one in of for p in one.parameters()) for of in (self.split_model.blocks, modules))
         if not self.rule.reads_logits:
             return 0.0
+        blocks = sum(p.numel() for block in self.split_model.blocks for p in block.parameters())
+        head = sum(p.numel() for p in self._head_parameters())
         ids = self.rule.shortlist
         return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
 
@@ -247,10 +249,10 @@ class EarlyExit:
 
     def _head_weights(self) -> list[Any]:
         """Identity, dtype and device of each parameter of the final norm and the head."""
-        head = self.split_model.source.model.head
-        assert head is not None
-        modules = [self.split_model.module.get_submodule(path) for path in (head.norm, *head.modules) if path]
-        return [(id(p), p.dtype, p.device) for module in modules for p in module.parameters()]
+        return [(id(p), p.dtype, p.device) for p in self._head_parameters()]
+
+    def _head_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for path in self._paths for p in self.split_model.module.get_submodule(path).parameters()]
 
     def _refuse_changed_head(self) -> None:
         """Raise an error if the final norm or the head of the model has been replaced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +46,10 @@ class ExitLens:
         """
         if self.heads is None:
             return self.unembed(x, needs_norm)
-        own = layer == self.blocks
-        normed = needs_norm and self.norms(layer)
-        logits = self.unembed(x, normed) if own else self.heads.logits(self.unembed, x, layer - 1, normed)
+        if layer == self.blocks:
+            logits = self.unembed(x, needs_norm)
+        else:
+            logits = self.heads.logits(self.unembed, x, layer - 1, needs_norm and self.normed)
         # The logits of all layers are one tensor.
         return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
 
@@ -74,8 +76,7 @@ class ExitCheck:
 
     def __init__(self, lens: ExitLens, rule: ExitRule | Tensor) -> None:
         self.lens, self.rule, self.checked = lens, rule, 0
-        # Rows of the head for the ids of a shortlist, by layer if layers have heads of their own.
-        self._shortlist_rows: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._shortlist_rows = functools.cache(lens.rows)
 
     def restart(self, rows: list[int]) -> None:
         """Reset the state for new tokens, one for each of `rows`."""
@@ -125,11 +126,10 @@ class ExitCheck:
             return x.new_zeros(len(x), 0)
         if rule.shortlist is None:
             return self.lens(x, layer, needs_norm)
-        lens, key = self.lens, 0 if self.lens.heads is None else layer
-        if key not in self._shortlist_rows:
-            self._shortlist_rows[key] = lens.rows(layer, rule.shortlist)
-        weight, bias = self._shortlist_rows[key]
-        read = lens.unembed.features(x, needs_norm and (lens.heads is None or lens.normed)).to(weight.dtype)
+        lens = self.lens
+        # The model's own head is the same at every layer.
+        weight, bias = self._shortlist_rows(lens.blocks if lens.heads is None else layer, rule.shortlist)
+        read = lens.unembed.features(x, needs_norm and lens.norms(layer)).to(weight.dtype)
         return lens.unembed.finish(torch.nn.functional.linear(read, weight, bias))
 
 

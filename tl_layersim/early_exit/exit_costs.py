@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,6 @@ class ExitCosts:
         shortlist: Any = None,
         context: int = 64,
         repeats: int = 15,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> ExitCosts:
         """Costs in seconds on this machine, measured through the code that generates.
 
@@ -78,8 +77,6 @@ class ExitCosts:
             shortlist: shortlist of the checks, see `EarlyExit`.
             context: number of tokens before those that are timed.
             repeats: number of times that each part is timed; the fastest counts, since other work on the machine only adds.
-            clock: returns the time in seconds. On a CPU that is shared with other programs, with one thread,
-                `time.thread_time` leaves out their time.
         """
         rule_class = EXIT_RULES.named(rule)
         split_model, unembed = open_for_early_exit(model)
@@ -92,7 +89,7 @@ class ExitCosts:
                 f"least 2 blocks, {FEWEST_REPEATS} repeats and a context of `repeats` + 3 are needed."
             )
         never = rule_class(rule_class.unreachable, ids)
-        check = TimedCheck(ExitLens(unembed, blocks), never, clock)
+        check = TimedCheck(ExitLens(unembed, blocks), never)
         with split_model.evaluating(), torch.no_grad():
             prompt = synthetic_inputs(split_model, batch, min(context, limit))["input_ids"]
             times = _times(split_model, check, prompt, repeats)
@@ -126,15 +123,14 @@ class TimedCheck(ExitCheck):
     Args:
         lens: as in `ExitCheck`.
         rule: as in `ExitCheck`.
-        clock: returns the time in seconds.
 
     Attributes:
         seconds: of the last step, the seconds of the check (False) and of the head (True).
     """
 
-    def __init__(self, lens: ExitLens, rule: ExitRule, clock: Callable[[], float]) -> None:
+    def __init__(self, lens: ExitLens, rule: ExitRule) -> None:
         super().__init__(lens, rule)
-        self.clock, self.seconds = clock, dict[bool, float]()
+        self.seconds = dict[bool, float]()
 
     def __call__(
         self,
@@ -147,10 +143,10 @@ class TimedCheck(ExitCheck):
     ) -> tuple[Tensor, Tensor | None]:
         # Blocks that still run on a GPU are no part of the check.
         float(leaving[0, 0])
-        start = self.clock()
+        start = time.perf_counter()
         exits, logits = super().__call__(leaving, entering, index, layer, last, read)
         (exits if logits is None else logits.argmax(-1)).tolist()
-        self.seconds[last] = self.clock() - start
+        self.seconds[last] = time.perf_counter() - start
         return exits, logits
 
 
@@ -172,9 +168,9 @@ def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repe
         for state in states:
             check.seconds.clear()
             with state.hooked():
-                start = check.clock()
+                start = time.perf_counter()
                 state.run()
-                rest.append(check.clock() - start - sum(check.seconds.values()))
+                rest.append(time.perf_counter() - start - sum(check.seconds.values()))
             state.append(prompt[:, 0])
         rounds.append((*rest, check.seconds[False], check.seconds[True]))
     # Not the prompt itself, nor the first step.
@@ -191,13 +187,11 @@ class ExitPlan:
         at: the numbers of these blocks.
         speedup: cost of a step of the full model over the expected cost of a step.
         exits: fraction of tokens that are expected to exit after each block of `at`, and after the last block, by its number.
-        costs: the costs of the parts of a step.
     """
 
     at: tuple[int, ...]
     speedup: float
     exits: dict[int, float]
-    costs: ExitCosts
 
     def __str__(self) -> str:
         exits = ", ".join(f"{100 * fraction:.0f} % after block {layer}" for layer, fraction in self.exits.items())
@@ -228,7 +222,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
     cost, path = best[last]
     shares = {block: fractions[block] - fractions[before] for before, block in zip((-1, *path), path[:-1], strict=False)}
     exits = shares | {last: 1.0 - sum(shares.values())}
-    return ExitPlan(path[:-1], costs.full() / cost, exits, costs)
+    return ExitPlan(path[:-1], costs.full() / cost, exits)
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:

@@ -22,7 +22,7 @@ from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream
 from ..sources.forward_arguments import no_cache
 from ..sources.hooked import HookedSource
-from ..sources.open_local import OpenedModel, is_nnsight
+from ..sources.open_local import OpenedModel
 from ..sources.partial_forward import LocalSplitModel, logits_of
 from .exit_checks import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
@@ -43,12 +43,9 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     """
     opened = OpenedModel.of(model)
     model = opened.model
-    bare = isinstance(model, torch.nn.Module) and not hasattr(model, "config") and not hasattr(model, "open_source")
     # The blocks of nnsight and of TransformerLens do not use the cache of transformers.
-    if bare or is_nnsight(model) or is_transformer_lens(model):
-        raise not_hugging_face(model)
-    source = open_source(opened, either_stack=either_stack)
-    if type(source) is not HookedSource:
+    source = None if opened.on_server or is_transformer_lens(model) else open_source(opened, either_stack=either_stack)
+    if type(source) is not HookedSource or not hasattr(model, "config"):
         raise not_hugging_face(model)
     need_stream(source.model, "Early exit")
     split_model = LocalSplitModel(source, source.model)

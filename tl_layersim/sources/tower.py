@@ -143,7 +143,7 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
         if not gap <= rounding(dtype):
             raise LayersimError(
                 f"The last layer of the {source.tower.name} tower, projected, differs from `{name}` of {type(clip).__name__} "
-                f"by {gap:.2g} on the first row. Compare the towers with tower_similarity(..., projected=False)."
+                f"by {gap:.2g} on the first row."
             )
 
 
@@ -153,13 +153,12 @@ def unit(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
 
 
-def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: str) -> None:
+def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...]) -> None:
     """Raise an error if a model lacks the final norm or the projection of a tower.
 
     Args:
         model: the model.
         towers: its towers.
-        do: the call to use instead, for the message.
 
     Raises:
         LayersimError: names the module.
@@ -167,7 +166,10 @@ def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: 
     names = dict(model.named_modules())
     missing = [path for tower in towers for path in (tower.head.norm, *tower.head.modules) if path and path not in names]
     if missing:
-        raise LayersimError(f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space. Use {do}.")
+        raise LayersimError(
+            f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space. Use "
+            "CLIPModel.from_pretrained(name), which has both projections."
+        )
 
 
 def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:

@@ -337,7 +337,6 @@ class StitchDescent(Descent):
         self.best, self.stopped = math.inf, -1
         self._best: dict[str, Tensor] = {}
         self._shuffle = Shuffle(len(acts), training.seed)
-        self._status = ""
 
     def restore(self, note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the state that `snapshot` recorded."""
@@ -387,13 +386,13 @@ class StitchDescent(Descent):
         super().apply()
         if self.step % WINDOW == 0:
             recent = sum(self.curve[-WINDOW:]) / WINDOW
-            self._status = f"loss {recent:.3f}"
             if recent < self.best:
                 self.best = recent
                 self._best = self._now()
 
     def status(self) -> str:
-        return self._status
+        recent = self.curve[-WINDOW:]
+        return f"loss {sum(recent) / len(recent):.3f}"
 
     def _now(self) -> dict[str, Tensor]:
         """Copies of the learnt changes."""

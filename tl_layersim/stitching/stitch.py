@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -356,7 +357,7 @@ class StitchExperiment:
         width = max(each.model.d_model or 0 for each in self.models)
         bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
         words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
-        if "sgd" in self.fit and not all(isinstance(each, LocalSplitModel) for each in self.backs):
+        if "sgd" in self.fit and not set(remote).isdisjoint(self.backs):
             mean = positions[0] / max(len(self.fit_data), 1)
             words += f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} steps"
         requests = 2 * (len(self.fit_data) + len(self.evaluation))
@@ -401,12 +402,6 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if not models:
         raise LayersimError("`models` is empty; it must hold a model.")
     if layers is None:
-        depths = {name: len(each.model.layers) for name, each in models.items()}
-        if len(set(depths.values())) > 1:
-            raise LayersimError(
-                "`layers` must be given for models of different depths "
-                f"({', '.join(f'{name}: {depth - 1} blocks' for name, depth in depths.items())})."
-            )
         layers = {name: each.model.layers[1:] for name, each in models.items()}
     by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
@@ -419,17 +414,6 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if len(set(together)) < len(together):
         raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
     return points
-
-
-def _join(
-    front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer: Any
-) -> Callable[[Adapter], StitchedModel] | None:
-    """A function from an adapter to the stitched model; None if a model is on a server."""
-    if not isinstance(front, LocalSplitModel) or not isinstance(back, LocalSplitModel):
-        return None
-    described = copy.copy(back)
-    described.model = replace(back.model, tokenizer=tokenizer)
-    return lambda adapter: StitchedModel(front, described, adapter.to(back.device), at)
 
 
 @typed
@@ -505,6 +489,9 @@ def stitch(
     start = time.perf_counter()
     note, found = experiment.run({"stitch": (lower, numbers[0], upper, numbers[1])}, progress)["stitch"]
     names = (lower.model.layers[numbers[0]], upper.model.layers[numbers[1]])
+    join = None
+    if isinstance(lower, LocalSplitModel) and isinstance(upper, LocalSplitModel):
+        join = partial(StitchedModel, lower, upper, numbers, experiment.tokenizer)
     judged: dict[str, Any] = {f"batch_{name}": found[name] for name in JUDGED}
     return StitchResult(
         values=found["curve"],
@@ -517,7 +504,7 @@ def stitch(
         unit=experiment.unit,
         layers=names,
         provenance=experiment.provenance([lower, upper], time.perf_counter() - start, {"at": list(names)}),
-        join=_join(lower, upper, numbers, experiment.tokenizer),
+        join=join,
         **judged,
     )
 

@@ -23,7 +23,6 @@ from ..data.non_token_inputs import TOKEN_IDS
 from ..sources.forward_arguments import no_cache
 from ..sources.hooked import HookedSource
 from ..sources.identity import hooks_on
-from ..sources.model_description import Model
 from ..sources.partial_forward import LocalSplitModel
 from .adapters import Adapter
 
@@ -40,14 +39,19 @@ class StitchedModel(nn.Module):
     back's. `analyze` measures it from the stitch point on: its layer 0 is the output of the adapter. Neither model is copied or
     changed; gradients reach the adapter's input as in any module.
 
-    `stitch(...).model` is one.
+    `stitch(...).model` is one. Its `config` is the back's, and its `tokenizer` that of the stitch's data, None if the data was
+    token ids.
     """
 
-    def __init__(self, front: LocalSplitModel, back: LocalSplitModel, adapter: Adapter, at: tuple[int, int]) -> None:
+    def __init__(
+        self, front: LocalSplitModel, back: LocalSplitModel, at: tuple[int, int], tokenizer: Any, adapter: Adapter
+    ) -> None:
         super().__init__()
-        self.front, self.adapter, self.back = front.module, adapter, back.module
-        self.at = at
+        self.front, self.adapter, self.back = front.module, adapter.to(back.device), back.module
+        self.at, self.tokenizer = at, tokenizer
         self._split_models = (front, back)
+        self.config: Any = getattr(self.back, "config", None)
+        self.main_input_name = back.model.main_input
         self.reading_front = False
         # This runs the back once, so it comes before any measurement.
         back.tuples()
@@ -55,21 +59,6 @@ class StitchedModel(nn.Module):
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> StitchedSource:
         """The source by which `analyze` and `attach` read this model."""
         return StitchedSource(self, layers, unembed)
-
-    @property
-    def config(self) -> Any:
-        """The configuration of the back."""
-        return getattr(self.back, "config", None)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the stitch's data; None if the data was token ids."""
-        return self._split_models[1].model.tokenizer
-
-    @property
-    def main_input_name(self) -> str:
-        """Name of the main input, `input_ids` of models of tokens."""
-        return self._split_models[1].model.main_input
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """The output of the back model's forward pass; further options are passed on to it."""
@@ -107,20 +96,19 @@ class StitchedModel(nn.Module):
                 f"{self._split_models[1].model.name} is a {type(self.back).__name__}, which cannot generate; stitched(tokens) "
                 "gives logits."
             )
-        described, device = self._split_models[1].model, self._split_models[1].device
-        ids = self._ids(prompt, described) if isinstance(prompt, str) else prompt
+        ids = self._ids(prompt) if isinstance(prompt, str) else prompt
         cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
         if cache == "use_past_kv_cache":
             options = {"verbose": False, "return_type": "tokens"} | options
         with torch.no_grad(), self._joined():
-            out = generate(ids.to(device), **self._without_cache(options), **{cache: False})
+            out = generate(ids.to(self._split_models[1].device), **self._without_cache(options), **{cache: False})
         if not isinstance(prompt, str):
             return out
-        texts: list[str] = described.tokenizer.batch_decode(out, skip_special_tokens=True)
+        texts: list[str] = self.tokenizer.batch_decode(out, skip_special_tokens=True)
         return texts[0] if len(texts) == 1 else texts
 
-    @staticmethod
-    def _ids(prompt: str, described: Model) -> Tensor:
+    def _ids(self, prompt: str) -> Tensor:
+        described = replace(self._split_models[1].model, tokenizer=self.tokenizer)
         [batch] = Batches(Data(prompt, batch_size=1, seq_len=described.context), described)
         return batch.tokens
 
@@ -228,6 +216,7 @@ class StitchedSource(HookedSource):
             changes="; ".join(dict.fromkeys(filter(None, (front.model.changes, back.model.changes, hooks_on(stitched))))),
             source=f"stitched {front.model.source} and {back.model.source}",
             layers=(entering(back.model.layers[above + 1]), *back.model.layers[above + 1 :]),
+            tokenizer=stitched.tokenizer,
             head=None if back.model.head is None else back.model.head.under("back"),
             **front.model.inputs_with(back.model),
         )

@@ -23,14 +23,12 @@ from ..core.errors import LayersimError, warn
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount, brief
-from ..data.batches import Batch, Batches
+from ..data.batches import Batch
 from ..data.data import Data
 from ..data.labels import LABELS
 from ..data.non_token_inputs import PIXELS, is_image
-from ..engine.analyze_and_compare import run_analysis
-from ..engine.run_arguments import with_tokenizer
-from ..engine.run_description import Analysis
-from ..engine.site_plan import plan_sites, refuse_selection
+from ..engine.analyze_and_compare import analyze
+from ..engine.site_plan import refuse_selection
 from ..remote.open_model import open_source
 from ..sources.hooked import HookedSource
 from ..sources.model_description import Model
@@ -185,12 +183,6 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
     return Objects(numbers, boxes)
 
 
-def corners(boxes: Tensor) -> Tensor:
-    """Convert boxes `... 4` from centre x, centre y, width and height to left, top, right and bottom."""
-    centre, half = boxes[..., :2], boxes[..., 2:] / 2
-    return torch.cat([centre - half, centre + half], -1)
-
-
 def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
     r"""Generalised intersection over union of boxes, between -1 and 1.
 
@@ -210,7 +202,8 @@ def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
         >>> float(generalised_iou(a, a)), float(generalised_iou(a, b))
         (1.0, 0.0)
     """
-    first, second = corners(a), corners(b)
+    # Left, top, right and bottom.
+    first, second = (torch.cat([x[..., :2] - x[..., 2:] / 2, x[..., :2] + x[..., 2:] / 2], -1) for x in (a, b))
     left_top = torch.maximum(first[..., :2], second[..., :2])
     right_bottom = torch.minimum(first[..., 2:], second[..., 2:])
     overlap = (right_bottom - left_top).clamp(min=0).prod(-1)
@@ -450,10 +443,7 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     weights = {name: float(getattr(config, setting)) for name, setting in WEIGHTS.items()}
     analyzer = _Detection(source, heads, images, weights)
     source.check_first_row(analyzer.check_heads)
-    described = with_tokenizer(source.model, data.tokenizer)
-    batches = Batches(data.like(images.data), described, count_positions=source.count_positions)
-    analyzers: dict[str, Analyzer] = {NAME: analyzer}
-    found: DetectionResult = run_analysis(Analysis(plan_sites([source], analyzers), batches, analyzers))[NAME]
+    found: DetectionResult = analyze(source, data.like(images.data), analyzer)[NAME]
     return found
 
 

@@ -29,7 +29,7 @@ from ..engine.run_arguments import with_tokenizer
 from ..engine.run_description import Analysis
 from ..engine.site_plan import plan_sites, refuse_selection
 from ..sources.open_local import OpenedModel
-from ..sources.tower import TowerSource, open_towers, pair_model, refuse_no_projection, text_position, unit, verify_projections
+from ..sources.tower import open_towers, pair_model, refuse_no_projection, text_position, unit, verify_projections
 
 OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 
@@ -58,7 +58,6 @@ class TowerSimilarity(Result):
         text_to_last: `comparison text_layer`, the same for each text layer, with the towers exchanged.
         text_layers: names of the layers of the text tower; `layers` has the names of the vision tower.
         comparisons: labels of the axis `comparison`.
-        projected: whether norms and projections were applied; if not, residuals are compared as they are.
         pairs: number of pairs N.
     """
 
@@ -129,7 +128,6 @@ class TowerSimilarity(Result):
     )
     text_layers: tuple[str, ...]
     comparisons: tuple[str, ...]
-    projected: bool
     pairs: int
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
@@ -161,7 +159,7 @@ class TowerComparison(Analyzer):
     Args:
         minibatch: number of samples in a minibatch of CKA.
         seed: random seed of the shuffle into minibatches of CKA.
-        projections: projections of both towers; None to compare residuals as they are.
+        projections: projections of both towers.
         norm: see `tower_similarity`.
     """
 
@@ -170,12 +168,11 @@ class TowerComparison(Analyzer):
 
     minibatch: int
     seed: int
-    projections: tuple[Unembed, Unembed] | None
+    projections: tuple[Unembed, Unembed]
     norm: Literal["before", "after"]
 
     def options(self) -> dict[str, Any]:
-        projected = self.projections is not None
-        return {"minibatch": self.minibatch, "seed": self.seed, "projected": projected, "norm": self.norm}
+        return {"minibatch": self.minibatch, "seed": self.seed, "norm": self.norm}
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(tower_kernel, projections=self.projections, norm=self.norm)
@@ -207,7 +204,6 @@ class TowerComparison(Analyzer):
             text_to_last=torch.stack([within[1][:, -1], values[-1], mismatched[-1]]),
             text_layers=run.column_layers,
             comparisons=COMPARISONS,
-            projected=self.projections is not None,
             pairs=count,
             layers=run.layers,
             provenance=run.provenance,
@@ -231,18 +227,18 @@ class TowerComparison(Analyzer):
         return found
 
 
-def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None, norm: str) -> dict[str, Tensor]:
+def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed], norm: str) -> dict[str, Tensor]:
     """Sums over pairs of the cosines between all layers, and sums of the unit vectors.
 
     Args:
         vision: activations of the images, one sample for each row.
         text: activations of the texts in the same rows, one sample for each row.
-        projections: projections of both towers; None to compare residuals as they are.
+        projections: projections of both towers.
         norm: see `tower_similarity`.
     """
     images, texts = (
-        unit(view.activations if projections is None else _projected(projections[number], view.activations, norm))
-        for number, view in enumerate((vision, text))
+        unit(_projected(projection, view.activations, norm))
+        for projection, view in zip(projections, (vision, text), strict=True)
     )
     known = [x.isfinite().all(-1) for x in (images, texts)]
     images, texts = images.nan_to_num(), texts.nan_to_num().to(images.device)
@@ -289,7 +285,6 @@ def tower_similarity(
     clip: Any,
     data: Any,
     *,
-    projected: bool = True,
     norm: Literal["before", "after"] = "before",
     minibatch: int = 256,
     seed: int = 0,
@@ -312,7 +307,6 @@ def tower_similarity(
         data: a `Data`, or raw data, which is read in batches of 64: pairs of an image and a text, one in each row. A mapping
             with `pixel_values`, `input_ids` and `attention_mask`; batches of these; or rows with a column of images and a
             column of texts, with the model's processor as `Data(rows, tokenizer=processor)`.
-        projected: False compares residuals as they are, without norms and projections; the towers must have one width.
         norm: "before" applies each tower's own norm before the projection, as CLIP does; "after" applies a layer norm without
             weights after it in place of the own norm, as equation 23 is printed.
         minibatch: number of samples in a minibatch of CKA, see `CKA`.
@@ -343,39 +337,15 @@ def tower_similarity(
         >>> found.values.shape, found.pairs
         (torch.Size([3, 3]), 8)
     """
-    if norm == "after" and not projected:
-        raise LayersimError("`norm` is 'after', which needs projected=True: the norm comes after the projection.")
     clip, data = OpenedModel.of(clip).model, Data.of(data, batch_size=BATCH_SIZE)
     sources = open_towers(clip)
     refuse_selection(data, "each tower is read where the model reads it", "positions", "skip_first")
-    projections = _projections(clip, sources, projected)
+    refuse_no_projection(clip, (sources[0].tower, sources[1].tower))
+    projections = sources[0].projected(), sources[1].projected()
     chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections, norm)}
-    if projected:
-        sources[0].check_first_row(partial(verify_projections, sources))
+    sources[0].check_first_row(partial(verify_projections, sources))
     described = with_tokenizer(pair_model(sources[0].model, sources[1].model), data.tokenizer)
     batches = Batches(data.counting(text_position(clip, sources[1].tower)), described)
     report = run_analysis(Analysis(plan_sites(sources, chosen), batches, chosen), checkpoint)
     found: TowerSimilarity = report[TowerComparison.name]
     return found
-
-
-def _projections(
-    clip: torch.nn.Module, sources: tuple[TowerSource, TowerSource], projected: bool
-) -> tuple[Unembed, Unembed] | None:
-    """The projections of both towers; None if residuals are compared as they are.
-
-    Raises:
-        LayersimError: a projection is missing, or residuals of different widths are compared.
-    """
-    towers, widths = [source.tower for source in sources], [source.model.d_model for source in sources]
-    same = widths[0] == widths[1]
-    if projected:
-        alone = "tower_similarity(clip, data, projected=False), as both towers have one width" if same else ""
-        refuse_no_projection(clip, tuple(towers), alone or "CLIPModel.from_pretrained(name), which has both projections")
-        return sources[0].projected(), sources[1].projected()
-    if not same:
-        raise LayersimError(
-            f"`projected` is False; it must be True for towers of different widths, {widths[0]} (vision) and {widths[1]} "
-            "(text)."
-        )
-    return None

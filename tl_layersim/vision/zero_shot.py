@@ -226,8 +226,7 @@ def zero_shot_classifier(
     """
     clip = OpenedModel.of(clip).model
     vision, text = open_towers(clip)
-    from_hub = "CLIPModel.from_pretrained(name), which has both projections"
-    refuse_no_projection(clip, (vision.tower, text.tower), from_hub)
+    refuse_no_projection(clip, (vision.tower, text.tower))
     names, by_class = _prompts_by_class(class_names, template, prompts)
     tokens, vectors = _read_prompts(text, [prompt for each in by_class for prompt in each], tokenizer)
     counts = [len(each) for each in by_class]
@@ -270,17 +269,15 @@ def _prompts_by_class(
 
 def _as_list(prompts: Any) -> list[Any]:
     """The prompts for one class as a list, from a text, a row of token ids, or several of these."""
+    if isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int):
+        prompts = torch.tensor(prompts)
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
         return list(prompts)
-    ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
-    alone = ids or isinstance(prompts, str | Mapping | Tensor)
-    return [_unpadded(each) for each in ([torch.tensor(prompts) if ids else prompts] if alone else prompts)]
-
-
-def _unpadded(prompt: Any) -> Any:
-    """Add a mask to a prompt that is a row of token ids alone, which has no padding."""
-    is_row = isinstance(prompt, Tensor) and prompt.dim() == 1
-    return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if is_row else prompt
+    several = [prompts] if isinstance(prompts, str | Mapping | Tensor) else prompts
+    # A row of ids alone has no padding.
+    return [
+        {"input_ids": x, "attention_mask": torch.ones_like(x)} if torch.is_tensor(x) and x.dim() == 1 else x for x in several
+    ]
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
