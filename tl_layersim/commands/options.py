@@ -262,7 +262,7 @@ def shard_files(texts: Sequence[str], argument: str = "first") -> list[Path]:
     """
     from ..engine.shards import paths_of
 
-    return [file for text in texts for file in paths_of(text, argument) if file.suffix != ".yaml"]
+    return [file for file in paths_of(texts, argument) if file.suffix != ".yaml"]
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -68,15 +68,16 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None)
     tallies = file.resume(tallies_of) or {}
     analysis.read_ahead()
     done = run(analysis, DataPart(deal), file, tallies)
-    tally = done.state.tally
+    tally, tree = done.state.tally, done.state.tally.tree
+    total = add_over_ranks(tally.sums(done.kernels), deal)
+    blocks = () if tree.size is None else add_blocks_over_ranks(tree, done.kernels, deal)
     return make_report(
         analysis.analyzers,
         analysis.plan.models(),
         replace(tally, seconds=sum(one.seconds for one in tallies.values())),
-        add_over_ranks(tally.sums(done.kernels), deal),
         done.first,
         analysis.provenance,
-        None if tally.tree.size is None else add_blocks_over_ranks(tally.tree, done.kernels, deal),
+        (total, blocks),
     )
 
 

@@ -272,27 +272,27 @@ def make_report(
     analyzers: Mapping[str, Analyzer],
     models_of: Mapping[str, Sequence[Model]],
     tally: Tally,
-    sums: Mapping[str, Sums],
     first: Mapping[str, Sums],
     data_options: Mapping[str, Any],
-    blocks: Sequence[DataBlock] | None = None,
+    over_ranks: tuple[Mapping[str, Sums], Sequence[DataBlock]] | None = None,
 ) -> Report:
     """Compute the results of all analyzers.
 
     Args:
         analyzers: the analyzers, by name.
         models_of: by analyzer, the model or the compared models, with the sites that the analyzer read.
-        tally: counts and digest of the data.
-        sums: sums of the main pass by analyzer; sums over pools of rows are kept apart.
+        tally: counts and digest of the data, and the sums of the main pass; with blocks for intervals.
         first: sums of the first pass, by analyzer.
         data_options: how the data was read, for the provenance.
-        blocks: blocks of the main pass, for intervals; None without intervals.
+        over_ranks: sums and blocks of the main pass of all ranks, in place of those in `tally`.
 
     Raises:
         LayersimError: no token was counted, or the sums do not suffice for an analyzer.
     """
     refuse_empty(tally.tokens, tally.sequences)
-    own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
+    tree = tally.tree
+    sums, blocks = over_ranks or (tree.total().sums, tree.blocks() if tree.size else ())
+    own_blocks = {} if tree.size is None else {name: blocks_of(blocks, name) for name in analyzers}
     notes = notes_on_blocks(own_blocks) + notes_on_sizes(analyzers, models_of, sums, data_options)
     results, said = dict[str, Result](), dict[str, list[str]]()
     for name, analyzer in analyzers.items():

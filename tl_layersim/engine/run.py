@@ -76,7 +76,12 @@ class PassState:
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
-        """Add the sums of the next batches, leaf by leaf, to the tally, and count these batches."""
+        """Add the sums of the next batches, leaf by leaf, to the tally, and count these batches.
+
+        Args:
+            parts: the sums.
+            seconds: wall time of the whole pass so far.
+        """
         steps = self.take(sum(part.count for part in parts))
         leaves = iter([(step.leaf, tokens) for step in steps if step.measured for tokens in step.tokens])
         tree, known = self.tally.tree, sums_so_far(self.tally.tree)
@@ -108,14 +113,14 @@ class PassState:
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """The tally with the counts of more batches added; its sums are unchanged."""
+    """The tally with the counts of more batches added, and its time replaced; its sums are unchanged."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
         sequences=tally.sequences + sum(step.rows for step in steps),
         tokens=tally.tokens + sum(sum(step.tokens) for step in steps),
         digest=steps[-1].digest if steps else tally.digest,
-        seconds=tally.seconds + seconds,
+        seconds=seconds,
     )
 
 
@@ -157,7 +162,7 @@ class DataPass:
         self.within, start = within, 0 if within is None or counts is None else within.start * counts.capacity
         fresh = Tally(tree=SumTree(self.first_block, start))
         self.state = PassState(self.tallies.get(self.label) or fresh, tuple(self.kernels))
-        self._added_at = time.monotonic()
+        self._began = time.monotonic() - self.state.tally.seconds
 
     def run(self) -> None:
         """Run the pass to the end of the data, and add its tally to `tallies`.
@@ -173,7 +178,7 @@ class DataPass:
         with self.file.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
             for parts in self._partial_sums(bar.set_postfix_str):
                 self._refuse_not_finite(parts)
-                self.state.add(parts, self._seconds())
+                self.state.add(parts, time.monotonic() - self._began)
                 if self.state.tally.tree.rows == sum(part.count for part in parts):
                     self._check_memory(sums_so_far(self.state.tally.tree), parts[0].count)
                 tally = self.state.tally
@@ -183,7 +188,7 @@ class DataPass:
                 bar.update(tally.tokens - bar.n)
                 if is_remote or self.file.due:
                     self.file.save(*self._snapshot())
-            self.state.add_unmeasured(self._seconds())
+            self.state.add_unmeasured(time.monotonic() - self._began)
             bar.update(self.state.tally.tokens - bar.n)
         self.state.tally = self.tallies[self.label] = replace(self.state.tally, done=True)
         self.file.save(*self._snapshot())
@@ -289,11 +294,6 @@ class DataPass:
             last = min(start + part.count, max(read, start + 1)) - 1
             refuse_not_finite(part.not_finite, names, f"rows {start} to {last}")
             start += part.count
-
-    def _seconds(self) -> float:
-        """Seconds since sums were last added."""
-        before, self._added_at = self._added_at, time.monotonic()
-        return self._added_at - before
 
     def _snapshot(self) -> Snapshot:
         """The tallies of all passes, for the checkpoint."""

@@ -29,33 +29,31 @@ from .run_description import FIRST, MAIN, Analysis, DataCounts, DataPart
 from .run_files import model_of, restored_analyzers, sums_snapshot, tallies_of
 
 SHARD_FILE = "shard"
-# A folder, a pattern or a path; or several paths.
+# A folder, a pattern or a path; or several of these.
 FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def paths_of(files: FilesArgument, argument: str) -> tuple[Path, ...]:
-    """Paths of files: the files in a folder, the files that match a pattern, or the given paths.
+def paths_of(files: FilesArgument, argument: str) -> list[Path]:
+    """Paths of files: the files in folders, the files that match patterns, and the given paths.
 
     Args:
-        files: a folder, a pattern or a path; or several paths.
+        files: a folder, a pattern or a path; or several.
         argument: name of the argument that holds them, for messages.
 
     Raises:
         LayersimError: there is no file.
     """
-    if isinstance(files, (str, os.PathLike)):
-        path = Path(files)
+    found = list[Path]()
+    for path in map(Path, [files] if isinstance(files, (str, os.PathLike)) else files):
         if path.is_dir():
-            found = sorted(path.glob("*.safetensors"))
+            found += sorted(path.glob("*.safetensors"))
         elif not path.exists() and any(mark in path.name for mark in "*?["):
-            found = sorted(path.parent.glob(path.name))
+            found += sorted(path.parent.glob(path.name))
         else:
-            found = [path]
-    else:
-        found = [Path(file) for file in files]
+            found.append(path)
     if not found:
         raise LayersimError(f"`{argument}` is {brief(files)}; no such file exists.")
-    return tuple(found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ def _report_of(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None) 
     how = head.notes["provenance"] | ({"remote": places} if places else {})
     models = {name: [model_of(own)] for name, own in head.notes["models"].items()}
     first = read_part(head.path).tallies.get(FIRST, Tally()).tree.total().sums
-    return make_report(chosen, models, tally, tree.total().sums, first, how, None if tree.size is None else tree.blocks())
+    return make_report(chosen, models, tally, first, how)
 
 
 def merged_first(files: Iterable[Path]) -> ShardPart:

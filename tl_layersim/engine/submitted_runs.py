@@ -324,10 +324,8 @@ class RemoteRun:
             self.analyzers,
             {name: [model] for name, model in self._models.items()},
             tally,
-            tally.tree.total().sums,
             self._first,
             {**header.settings, "remote": [self._place()]},
-            None if tally.tree.size is None else tally.tree.blocks(),
         )
 
     def _place(self) -> dict[str, Any]:

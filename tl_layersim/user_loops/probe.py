@@ -173,12 +173,11 @@ class Probe:
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
         """The report of some analyzers."""
         analyzers = {name: self._analyzers[name] for name in names}
-        tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
+        tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest(), tree=tree)
         models, more = self._described()
         how = {"attached": True, "positions": self._rule.record()} | self._plan.record() | more
         how |= {"intervals": True} if self._intervals else {}
-        blocks = tree.blocks() if self._intervals else None
-        return make_report(analyzers, models, tally, tree.total().sums, {}, how, blocks)
+        return make_report(analyzers, models, tally, {}, how)
 
 
 class LoopProbe(Probe):
