@@ -116,9 +116,10 @@ class HookedSource(CanReadSites):
             seen.append(positions_of(hidden.shape, point.channels, point.name))
             forward.stop()
 
-        with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as forward:
+        refusing = refusing_failed_forward(self.module)
+        with refusing, temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as forward:
             handles.append(on_tensor(self._module_at(point.module), point.incoming, note))
-            self._forward(batch)
+            self.call(batch)
         if not seen:
             raise self._not_in_order(f"no {point.name}")
         return seen[0]
@@ -164,12 +165,13 @@ class HookedSource(CanReadSites):
             if len(seen) == len(points) and (not self.calling or len(calls) == len(self.blocks)):
                 forward.stop()
 
-        with torch.no_grad(), temporary_hooks() as handles, ForwardRun() as forward:
+        refusing = refusing_failed_forward(self.module)
+        with refusing, torch.no_grad(), temporary_hooks() as handles, ForwardRun() as forward:
             if self.calling:
                 handles += self._note_calls(calls)
             for (module, incoming), sites in self.modules_read().items():
                 handles.append(on_tensor(module, incoming, partial(read, sites)))
-            self._forward(batch)
+            self.call(batch)
         if len(seen) < len(points):
             raise self._not_in_order(f"{len(seen)} of {len(points)} sites")
         if self.calling and len(calls) != len(self.blocks):
@@ -224,15 +226,6 @@ class HookedSource(CanReadSites):
             if not seen:
                 raise self._not_in_order(f"no {self.residual.points[-1].name}")
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
-
-    def _forward(self, batch: Batch) -> None:
-        """Run one forward pass; an exception becomes an error that explains it.
-
-        Raises:
-            LayersimError: the model cannot be run on tokens and a mask alone.
-        """
-        with refusing_failed_forward(self.module):
-            self.call(batch)
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """Run one forward pass over all inputs of the batch; `more` holds further keyword arguments."""
