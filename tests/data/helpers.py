@@ -13,7 +13,19 @@ ROWS = [[1, 3, 4, 5], [1, 6, 7], [1, 8, 9, 10, 11, 12, 13]]
 
 
 def model(tokenizer=None, context: int | None = 64) -> Model:
-    return Model("m", "0", "0", "s", "b", "torch.float32", ("a", "b"), 8, 100, context, tokenizer or tiny_tokenizer())
+    return Model(
+        name="m",
+        config_hash="0",
+        weights="0",
+        source="s",
+        basis="b",
+        dtype="torch.float32",
+        layers=("a", "b"),
+        d_model=8,
+        vocabulary=100,
+        context=context,
+        tokenizer=tokenizer or tiny_tokenizer(),
+    )
 
 
 def batches(data, **options) -> list:

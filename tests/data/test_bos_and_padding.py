@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from tl_layersim.data.data import Data
 from tl_layersim.sources.model_description import Model
 
 from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from . import helpers
 
 PAD = 99
 
 
 def model(tokenizer=None, **more) -> Model:
-    return Model("m", "0", "0", "s", "b", "torch.float32", ("a", "b"), 8, 100, 64, tokenizer, **more)
+    return replace(helpers.model(), tokenizer=tokenizer, **more)
 
 
 def read(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import datasets
 import numpy as np
 import pytest
@@ -10,13 +12,14 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches, fingerprint, new_digest
 from tl_layersim.data.data import Data
-from tl_layersim.sources.model_description import Model
+
+from . import helpers
 
 INPUTS = {"token_type_ids": 0, "position_ids": None, "pixel_values": None, "inputs_embeds": None, "decoder_input_ids": None}
 
 
 def model(main: str = "input_ids", **options):
-    return Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, 64, None, inputs=INPUTS, main_input=main, **options)
+    return replace(words(main), tokenizer=None, **options)
 
 
 def read(data, main: str = "input_ids", labelled: bool = False, **options):
@@ -93,9 +96,7 @@ def test_inputs_that_do_not_fit_are_refused():
 
 
 def words(main: str = "input_ids"):
-    from ..tiny_models import tiny_tokenizer
-
-    return Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, 64, tiny_tokenizer(), inputs=INPUTS, main_input=main)
+    return replace(helpers.model(), dtype="f", inputs=INPUTS, main_input=main)
 
 
 def test_images_beside_texts_go_with_each_row_of_the_text():
@@ -316,7 +317,7 @@ def test_pairs_of_texts_are_joined_by_the_tokenizer(form):
         "mapping": columns,
         "table": pandas.DataFrame(columns),
     }
-    known = Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, 64, pair_tokenizer(), inputs=INPUTS)
+    known = replace(helpers.model(pair_tokenizer()), inputs=INPUTS)
     [batch] = Batches(Data(data[form], column=("premise", "hypothesis")), known, True)
     assert batch.tokens.tolist() == [[1, 4, 5, 2, 6, 2, 0], [1, 7, 2, 8, 9, 10, 2]]
     assert batch.inputs["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1]]
@@ -327,7 +328,7 @@ def test_pairs_of_texts_are_joined_by_the_tokenizer(form):
 
 
 def test_pairs_that_cannot_be_joined_are_refused():
-    known = Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, 64, pair_tokenizer(), inputs=INPUTS)
+    known = replace(helpers.model(pair_tokenizer()), inputs=INPUTS)
     both = {"column": ("premise", "hypothesis")}
     with pytest.raises(lsim.LayersimError, match=r"`column`.*TokenizersBackend"):
         list(Batches(Data(ROWS, **both), words()))

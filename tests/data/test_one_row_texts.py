@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tl_layersim.sources.model_description import Model
 from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer
 from ..training.helpers import bert
+from . import helpers
 from .test_inputs import INPUTS, pair_tokenizer
 
 LONG = " ".join(f"w{i}" for i in range(10, 30))
@@ -26,7 +28,7 @@ LABELS = [0, 1, 2, 1]
 
 def model(tokenizer, reads: str = "first", context: int | None = 64) -> Model:
     head = Head("norm", ("classifier",), reads)
-    return Model("m", "0", "0", "s", "b", "f", ("a", "b"), 8, 100, context, tokenizer, head=head, inputs=INPUTS)
+    return replace(helpers.model(tokenizer, context), head=head, inputs=INPUTS)
 
 
 def read(data, known: Model, labelled=False, **options) -> tuple[list[list[int]], Batches]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from tl_layersim.architectures.unembed import Head, Pool
 from tl_layersim.core import storage
 from tl_layersim.lens import ExitHeads
 from tl_layersim.sources.model_description import Model
+
+from ..data import helpers
 
 
 def heads(**options) -> ExitHeads:
@@ -49,7 +53,7 @@ def test_heads_read_what_the_model_s_head_joins():
 
     def model(pool: Pool | None) -> Model:
         head = Head("norm", ("classifier",), "every" if pool is None else "rows", pool=pool)
-        return Model("m", "0", "0", "s", "b", "f", layers, 3, None, None, None, head=head)
+        return replace(helpers.model(), layers=layers, d_model=3, vocabulary=None, head=head)
 
     for pool, width in ((None, 3), (Pool(mean_from=0), 3), (Pool((0,), 1), 6), (Pool((0, 1), 2), 9)):
         for given in (3, 6, 9):

@@ -1,42 +1,63 @@
-"""SiteReader: activations of one forward pass at sites that run once each and in order."""
+"""HookedSource: activations of one forward pass at sites that run once each and in order."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.architectures.hook_points import residual_points
 from tl_layersim.data.batches import Batch
-from tl_layersim.sources.hooked import SiteReader, whole_tensor
-
-POINTS = residual_points(("in", "a", "b"), ("parts.0", "parts.1"))
+from tl_layersim.sources.hooked import HookedSource, whole_tensor
 
 
-def reader(counted, order=(0, 1, 2)):
-    return SiteReader(POINTS, ("in", "a", "b"), order, Batch(torch.zeros(2, 3, dtype=torch.int64), counted, counted, 0))
+class Parts(torch.nn.Module):
+    """Runs its parts in an order."""
+
+    def __init__(self, runs: tuple[int, ...]) -> None:
+        super().__init__()
+        self.runs, self.embed = runs, torch.nn.Embedding(3, 4)
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, tokens):
+        hidden = [self.embed(tokens)]
+        for part in self.runs:
+            hidden.append(self.parts[part](hidden[-1]))
+        self.hidden = hidden
+        return hidden[-1]
+
+
+def source(*runs: int) -> HookedSource:
+    return HookedSource(Parts(runs), ["parts.0", "parts.1"])
+
+
+def batch(counted: torch.Tensor) -> Batch:
+    return Batch(torch.arange(6).view(2, 3) % 3, torch.ones(2, 3, dtype=torch.bool), counted, 0)
 
 
 def test_it_stores_the_counted_positions_of_each_site():
-    counted, hidden = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool(), torch.randn(3, 2, 3, 4)
-    read = reader(counted)
-    for site in range(3):
-        assert not read.is_complete
-        read.read([site], hidden[site])
-    assert read.is_complete
-    assert read.seen == [0, 1, 2]
-    assert torch.equal(read.buffer.activations, hidden[:, counted])
+    counted, read = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool(), source(0, 1)
+    found = read.collect(batch(counted))
+    read.module(batch(counted).tokens)
+    assert torch.equal(found.activations, torch.stack(read.module.hidden)[:, counted])
+    assert found.sites == read.model.layers
 
 
-@pytest.mark.parametrize(("order", "ran"), [((0, 1, 2), (0, 2)), ((0, 1, 2), (0, 1, 0)), (None, (2, 0, 2))])
-def test_a_site_out_of_order_or_twice_is_refused(order, ran):
-    read = reader(torch.ones(2, 3, dtype=torch.bool), order)
-    for site in ran[:-1]:
-        read.read([site], torch.ones(2, 3, 4))
-    with pytest.raises(
-        lsim.LayersimError, match=rf"{POINTS[ran[-1]].name} ran after {len(ran) - 1} of 3 .* {POINTS[ran[-1]].module}"
-    ):
-        read.read([ran[-1]], torch.ones(2, 3, 4))
+@pytest.mark.parametrize(
+    ("order", "runs", "site", "after"), [((0, 1, 2), (1,), 2, 0), ((0, 1, 2), (0, 0), 0, 2), (None, (1, 1), 2, 1)]
+)
+def test_a_site_out_of_order_or_twice_is_refused(order, runs, site, after):
+    read = source(*runs)
+    read.reading = replace(read.reading, order=order)
+    point = read.reading.points[site]
+    with pytest.raises(lsim.LayersimError, match=rf"^{point.name} ran after {after} of 3 .* {point.module} runs twice"):
+        read.collect(batch(torch.ones(2, 3, dtype=torch.bool)))
+
+
+def test_a_site_that_does_not_run_is_refused():
+    with pytest.raises(lsim.LayersimError, match="2 of 3 sites"):
+        source(0).collect(batch(torch.ones(2, 3, dtype=torch.bool)))
 
 
 def test_sharded_activations_are_refused_and_copies_are_not():

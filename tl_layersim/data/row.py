@@ -69,6 +69,7 @@ class Row:
 NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
 
 
+@dataclass(frozen=True, kw_only=True)
 class ModelInputs:
     """The inputs and the tokenizer of a model: base class of `Model`, which explains the attributes."""
 
@@ -76,14 +77,14 @@ class ModelInputs:
     tokenizer: Any
     vocabulary: int | None
     context: int | None
-    inputs: Mapping[str, int | None]
-    main_input: str
-    token_input: str
-    mask_input: str
-    processor: Any
-    pads: tuple[int, ...]
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
+    inputs: Mapping[str, int | None] = field(default_factory=dict)
+    main_input: str = "input_ids"
+    token_input: str = "input_ids"
+    mask_input: str = "attention_mask"
+    processor: Any = None
+    pads: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def reads_rows(self) -> bool:

@@ -5,7 +5,7 @@ Hooks are placed on TransformerLens hook points if the model has them. The model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call
-from ..activations.view import Kernel, Reduced, SiteBuffer, View, tokens_alone
+from ..activations.view import SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
 from ..architectures.output_heads import lens_of
@@ -27,60 +27,8 @@ from ..data.batches import Batch
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .model_description import describe, open_transformer_lens
-from .out_of_memory import reduce_batch, refusing_out_of_memory
+from .out_of_memory import refusing_out_of_memory
 from .source import CanReadSites
-
-
-class SiteReader:
-    """Stores the activations of one forward pass at the batch's counted positions.
-
-    Args:
-        points: hook points of the sites.
-        names: names of the sites.
-        order: the order in which the forward pass reaches the sites; None for any order.
-        batch: the batch.
-
-    Attributes:
-        buffer: the activations.
-        seen: indices of the sites read so far.
-    """
-
-    def __init__(
-        self, points: tuple[HookPoint, ...], names: tuple[str, ...], order: tuple[int, ...] | None, batch: Batch
-    ) -> None:
-        self.points, self.order, self.seen = points, order, list[int]()
-        self.pos = batch.token_positions
-        keep = batch.counted.reshape(-1).nonzero()[:, 0]
-        shape = (batch.counted.shape[0], batch.counted.shape[1])
-        self.buffer = SiteBuffer(names, keep, shape, batch.pooled, batch.has_positions)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every site was read."""
-        return len(self.seen) == len(self.points)
-
-    def read(self, sites: list[int], hidden: Tensor) -> None:
-        """Store the sites that are parts of one tensor.
-
-        Args:
-            sites: indices of the sites.
-            hidden: the input or the output of a module.
-
-        Raises:
-            LayersimError: a site runs twice or out of order, or its activations do not fit the batch.
-        """
-        for site in sites:
-            point, count = self.points[site], len(self.seen)
-            if site in self.seen or (self.order is not None and site != self.order[count]):
-                raise LayersimError(
-                    f"{point.name} ran after {count} of {len(self.points)} sites were read, so its module {point.module} runs "
-                    "twice or out of order. Name the blocks in the order in which they run, as layers=[...], and remove hooks "
-                    "that run the model again."
-                )
-            self.buffer.put(
-                site, to_positions(whole_tensor(hidden, point.name), point.channels, point.name, self.pos), point.part
-            )
-            self.seen.append(site)
 
 
 def whole_tensor(hidden: Tensor, name: str) -> Tensor:
@@ -168,9 +116,10 @@ class HookedSource(CanReadSites):
             seen.append(positions_of(hidden.shape, point.channels, point.name))
             forward.stop()
 
-        with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as forward:
+        refusing = refusing_failed_forward(self.module)
+        with refusing, temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as forward:
             handles.append(on_tensor(self._module_at(point.module), point.incoming, note))
-            self._forward(batch)
+            self.call(batch)
         if not seen:
             raise self._not_in_order(f"no {point.name}")
         return seen[0]
@@ -199,32 +148,48 @@ class HookedSource(CanReadSites):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
         return together
 
-    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        return reduce_batch(batch, kernels, self.collect(batch))
-
     def _collect(self, batch: Batch) -> View:
-        reader, calls = SiteReader(self.reading.points, self.sites, self.reading.order, batch), list[BlockCall]()
+        points, seen, calls = self.reading.points, list[int](), list[BlockCall]()
+        keep, (rows, pos) = batch.counted.reshape(-1).nonzero()[:, 0], batch.counted.shape
+        buffer = SiteBuffer(self.sites, keep, (rows, pos), batch.pooled, batch.has_positions)
 
         def read(sites: list[int], hidden: Tensor) -> None:
-            if not self.aside():
-                reader.read(sites, hidden)
-                if reader.is_complete and (not self.calling or len(calls) == len(self.blocks)):
-                    forward.stop()
+            if self.aside():
+                return
+            for site in sites:
+                self._refuse_disorder(site, seen)
+                point = points[site]
+                whole = to_positions(whole_tensor(hidden, point.name), point.channels, point.name, batch.token_positions)
+                buffer.put(site, whole, point.part)
+                seen.append(site)
+            if len(seen) == len(points) and (not self.calling or len(calls) == len(self.blocks)):
+                forward.stop()
 
-        with torch.no_grad(), temporary_hooks() as handles, ForwardRun() as forward:
+        refusing = refusing_failed_forward(self.module)
+        with refusing, torch.no_grad(), temporary_hooks() as handles, ForwardRun() as forward:
             if self.calling:
                 handles += self._note_calls(calls)
             for (module, incoming), sites in self.modules_read().items():
                 handles.append(on_tensor(module, incoming, partial(read, sites)))
-            self._forward(batch)
-        if not reader.is_complete:
-            raise self._not_in_order(f"{len(reader.seen)} of {len(self.sites)} sites")
+            self.call(batch)
+        if len(seen) < len(points):
+            raise self._not_in_order(f"{len(seen)} of {len(points)} sites")
         if self.calling and len(calls) != len(self.blocks):
             raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
-        x = reader.buffer.activations
-        fields: dict[str, Any] = {"sites": self.sites, "widths": reader.buffer.widths, "unembed": self.unembed}
+        x = buffer.activations
+        fields: dict[str, Any] = {"sites": self.sites, "widths": buffer.widths, "unembed": self.unembed}
         fields |= self._token_fields(batch, x.device)
         return View(x, **fields, calls=tuple(calls) if self.calling else ())
+
+    def _refuse_disorder(self, site: int, seen: list[int]) -> None:
+        """Raise an error if a site is read twice in a forward pass, or out of order."""
+        points, order = self.reading.points, self.reading.order
+        if site in seen or (order is not None and site != order[len(seen)]):
+            raise LayersimError(
+                f"{points[site].name} ran after {len(seen)} of {len(points)} sites were read, so its module "
+                f"{points[site].module} runs twice or out of order. Name the blocks in the order in which they run, as "
+                "layers=[...], and remove hooks that run the model again."
+            )
 
     def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         """The fields of the view that follow from the data alone."""
@@ -261,15 +226,6 @@ class HookedSource(CanReadSites):
             if not seen:
                 raise self._not_in_order(f"no {self.residual.points[-1].name}")
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
-
-    def _forward(self, batch: Batch) -> None:
-        """Run one forward pass; an exception becomes an error that explains it.
-
-        Raises:
-            LayersimError: the model cannot be run on tokens and a mask alone.
-        """
-        with refusing_failed_forward(self.module):
-            self.call(batch)
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """Run one forward pass over all inputs of the batch; `more` holds further keyword arguments."""

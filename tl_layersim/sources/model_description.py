@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -39,7 +38,7 @@ from ..data.row import ModelInputs
 from .identity import StoredWeights, hooks_on, refuse_unknown
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Model(ModelInputs):
     """Description of a model from its modules and configuration, before it runs.
 
@@ -74,7 +73,6 @@ class Model(ModelInputs):
             stream is also read inside blocks, "none" for other sites, "unknown" until a forward pass has tested it.
     """
 
-    name: str
     config_hash: str
     weights: StoredWeights | str
     source: str
@@ -82,19 +80,8 @@ class Model(ModelInputs):
     dtype: str
     layers: tuple[str, ...]
     d_model: int | None
-    vocabulary: int | None
-    context: int | None
-    tokenizer: Any
     head: Head | None = None
     calls: Literal["none", "values", "gradients"] = "none"
-    inputs: Mapping[str, int | None] = field(default_factory=dict)
-    main_input: str = "input_ids"
-    token_input: str = "input_ids"
-    mask_input: str = "attention_mask"
-    processor: Any = None
-    pads: tuple[int, ...] = ()
-    starts: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
     stream: Literal["whole", "parts", "unknown", "none"] = "whole"
     widths: tuple[int, ...] = ()
     changes: str = ""

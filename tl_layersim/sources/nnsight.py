@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from .activation_checks import refuse_not_finite
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .identity import edits_of
 from .model_description import describe, processor_of
-from .out_of_memory import reduce_batch, refusing_out_of_memory
+from .out_of_memory import refusing_out_of_memory
 from .source import CanReadSites, OnServer
 
 
@@ -239,7 +240,7 @@ class NNsightSource(CanReadSites):
             # Blocks are called again inside the trace.
             with refusing_out_of_memory(batch, f"a forward pass{self._indivisible()}"):
                 return self._traced(batch, kernels)
-        return reduce_batch(batch, kernels, self.collect(batch))
+        return super().run(batch, kernels)
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """Run kernels in a trace of one forward pass."""
@@ -321,25 +322,14 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
         return {"remote": remote}
     if remote == "local":
         # A wrapped module does not take `remote=`, which would be passed to its forward.
-        return {"backend": LocalSimulationBackend(_ModuleTree(model))}
+        # The simulation asks for the objects that a request references but does not contain.
+        objects = partial(Remotable._remoteable_persistent_objects, model)
+        return {"backend": LocalSimulationBackend(SimpleNamespace(_remoteable_persistent_objects=objects))}
     raise LayersimError(
         f"`remote` is {shown(remote)}, but `model` is not a model that a server can load by its name: "
         f"{type(model).__name__}(module). Use nnsight.TransformersModel('org/name', task='text-generation', "
         "tokenizer=tokenizer)."
     )
-
-
-class _ModuleTree:
-    """The part of a model that nnsight's local simulation needs: objects that a request references but does not contain."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def _remoteable_persistent_objects(self) -> dict[str, Any]:
-        from nnsight.modeling.mixins.remotable import Remotable
-
-        objects: dict[str, Any] = Remotable._remoteable_persistent_objects(self._model)
-        return objects
 
 
 def whole_view(view: View) -> dict[str, Any]:

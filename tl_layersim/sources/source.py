@@ -25,7 +25,7 @@ from ..core.wording import counted
 from .forward_arguments import refusing_failed_forward
 from .hooks import ForwardRun, eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
-from .out_of_memory import in_parts, is_out_of_memory, refusing_out_of_memory, release_memory, too_large
+from .out_of_memory import in_parts, is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -370,6 +370,9 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         """Read the residual layers."""
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
+
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        return reduce_batch(batch, kernels, self.collect(batch))
 
     @abstractmethod
     def _collect(self, batch: Batch) -> View:
