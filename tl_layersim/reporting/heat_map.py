@@ -355,10 +355,9 @@ def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any
 
 def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
     """Titles of the rows and of the columns of a matrix."""
-    if axes[0] in OF_JACOBIANS:
-        what = "block" if axes[0] == "row_block" else "connection"
-        return f"Jacobian of {what}", f"Singular vectors of {what}"
-    if axes[0] in ("skipped", "vision_layer", "text_layer"):
+    if axes[0] == "connection":
+        return "Jacobian of connection", "Singular vectors of connection"
+    if axes[0] in ("row_block", "skipped", "vision_layer", "text_layer"):
         return axis_title(axes[0]), axis_title(axes[1])
     models = result.provenance.model.split(JOINT)
     first, last = (f"After block of {html.escape(model_name(model), quote=False)}" for model in (models[0], models[-1]))
