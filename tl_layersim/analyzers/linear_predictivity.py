@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import LayersimError, Sums, axes, typed
+from ..core import LayersimError, Sums, axes, result_class, typed
 from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
 from ..data.batches import Batch
 from ..sources.model_description import Model
@@ -20,8 +20,7 @@ from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, Weight, need_whole_rows
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class LinearPredictivityResult(CalibratedMatrix):
     """R2 of linear predictions between sites, on held-out rows. All tensors are float64.
 

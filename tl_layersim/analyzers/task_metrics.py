@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, axes, result_class, typed, warn
 from ..core.arguments import Limit
 from ..core.sums import need_memory
 from ..data.labels import NO_LABEL, label_key, number_tensor, warn_of_unused
@@ -27,8 +27,7 @@ from .analyzer import Run, SiteNeed, need_tokens
 from .logit_lens import LensAnalyzer
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class TaskMetricsResult(Result):
     """Metrics of a classifier's predictions at each block, by the lens. All tensors are float64.
 
@@ -100,8 +99,7 @@ class TaskMetricsResult(Result):
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class RegressionMetricsResult(Result):
     """Correlations of a regression head's predictions with scores at each block, by the lens. All tensors are float64.
 

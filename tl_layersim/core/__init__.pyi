@@ -7,6 +7,7 @@ from .errors import warn as warn
 from .intervals import quantiles_from_histogram as quantiles_from_histogram
 from .result_declarations import Provenance as Provenance
 from .result_declarations import axes as axes
+from .result_declarations import result_class as result_class
 from .results import LayerCurve as LayerCurve
 from .results import LayerMatrix as LayerMatrix
 from .results import Report as Report

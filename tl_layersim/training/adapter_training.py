@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -20,6 +19,7 @@ from tqdm.auto import tqdm
 from ..architectures.site_selection import block_numbers
 from ..core.arguments import PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
+from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable
@@ -41,8 +41,7 @@ from .training_data import TrainingData, open_training_data, record_of_training,
 STAGES = ("before", "after")
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class AlignedAdapters(Result):
     """Low-rank adapters trained with the aligned loss; each changes the output h of a block to h + (h A') B'.
 
