@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..activations.norms import beyond_rounding, unit_vectors
 from ..activations.row_pools import AnyKernel, Draws, PoolKernel, Samples, pool_rows
-from ..core import LayerMatrix, LayersimError, Sums, typed, warn
+from ..core import LayerMatrix, LayersimError, Sums, result_class, typed, warn
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed
 from ..core.wording import amount
 from ..sources.model_description import Model
@@ -429,8 +429,7 @@ def arccos_distance(result: LayerMatrix) -> float:
     return float(equal.clamp(-1, 1).arccos().square().sum().sqrt())
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class MinibatchMatrix(CalibratedMatrix):
     """A similarity for each pair of layers, computed from minibatches of samples, with its permutation null.
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import LayerMatrix, axes, typed
+from ..core import LayerMatrix, axes
 from ..core.intervals import QUANTILES
-from ..core.result_declarations import JOINT
+from ..core.result_declarations import JOINT, result_class
 from ..sources.model_description import Model
 
 # Level of the test behind the threshold of a calibrated value.
@@ -25,8 +25,7 @@ NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
 EQUAL_WITHIN = 1e-10
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class CalibratedMatrix(LayerMatrix):
     """A similarity for each pair of layers, with its null distribution when rows are paired at random.
 

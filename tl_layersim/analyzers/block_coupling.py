@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View, row_ends
-from ..core import LayersimError, Result, Sums, axes, typed, warn
+from ..core import LayersimError, Result, Sums, axes, result_class, typed, warn
 from ..core.arguments import PositiveFloat, Seed
 from ..core.wording import brief
 from ..data.batches import Batch
@@ -40,8 +40,7 @@ ALIGNMENTS = ("left_alignment", "right_alignment", "cross_alignment")
 LINEAR = ("path_error", "update_error", "left_share", "right_share")
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class BlockCouplingResult(Result):
     """Coupling of all pairs of blocks, with its null and the singular values. Block l is the row, l' the column. Float64.
 

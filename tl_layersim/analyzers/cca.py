@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import Sums, axes, typed, warn
+from ..core import Sums, axes, result_class, typed, warn
 from ..core.arguments import Fraction
 from ._moments import Covariances, CrossProductAnalyzer, Sites
 from ._pairwise import arccos_distance
@@ -38,8 +38,7 @@ class WhitenedSite(NamedTuple):
     directions: int
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class CCAResult(CalibratedMatrix):
     """Summaries of the canonical correlations between sites. Float64; NaN if all samples of a site are equal.
 

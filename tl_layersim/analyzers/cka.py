@@ -20,7 +20,7 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, View
-from ..core import LayersimError, Sums, axes, typed, warn
+from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import Model
 from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
 from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
@@ -29,8 +29,7 @@ from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undef
 GRAM_ROWS = 128
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class CKAResult(MinibatchMatrix):
     """CKA between residual layers, with its effective number of samples and its permutation null.
 

@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn, without_nan
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import Model
 from .analyzer import CSORDAS, Analyzer, Run, listed, mean_and_std, need_tokens, omitted_at
@@ -25,8 +25,7 @@ MIDDLE = {"mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"), "cross_attn_out
 CHUNK = 256
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class ContributionResult(Result):
     """Contribution of each sublayer to the residual stream, as means and standard deviations over tokens. Float64.
 

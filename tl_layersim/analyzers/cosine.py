@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..activations.norms import beyond_rounding, norms, unit_vectors
 from ..activations.view import Kernel, View
-from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, typed, warn
+from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.arguments import Bins
 from ..core.intervals import QUANTILES
 from ..core.wording import brief
@@ -23,8 +23,7 @@ from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, need_tokens, omitt
 from .trajectory import log_histogram, quantiles_of_logs
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class CosineResult(LayerMatrix):
     """Cosine similarity between residual layers: means and distributions over tokens. All tensors are float64.
 

@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core import Result, Sums, ValuesAlias, axes, typed, warn
+from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, PositiveInt
 from ..sources.model_description import Model
 from ._moments import samples_differ
@@ -20,8 +20,7 @@ from ._samples import samples
 from .analyzer import Run, SampleAnalyzer, need_tokens, refuse_undefined
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class EffectiveRankResult(Result):
     """Eigenvalues of each site's covariance, and the ranks computed from them. All tensors are float64.
 

@@ -17,7 +17,7 @@ from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, without_nan
 from ..core.arguments import Probability
 from ..core.intervals import with_margin
-from ..core.result_declarations import Declaration
+from ..core.result_declarations import Declaration, result_class
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
@@ -51,8 +51,7 @@ class ExitPoint:
     speedup: float
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class ExitCurveResult(Result):
     """Accuracy, agreement and speed-up of early exit at each threshold. All tensors are float64.
 

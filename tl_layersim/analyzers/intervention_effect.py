@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activations.norms import norms, unit_vectors
 from ..activations.view import Kernel, View
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn, without_nan
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..core.arguments import PositiveFloat
 from ..core.cross_entropy import on_float64_device
 from ..core.intervals import with_margin
@@ -26,8 +26,7 @@ from .analyzer import Analyzer, Run, SiteNeed, Weight, need_head, need_tokens, o
 LENS_SOURCE = "of the logit lens (nostalgebraist 2020), as McGrath et al. 2023 follow an ablation through later layers."
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class InterventionEffectResult(Result):
     """Difference between the edited and the clean run at each layer, as means over tokens. All tensors are float64.
 

@@ -11,15 +11,14 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import LayersimError, Sums, axes, typed
+from ..core import LayersimError, Sums, axes, result_class, typed
 from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, Weight
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class LinearPredictivityResult(CalibratedMatrix):
     """R2 of linear predictions between sites, on held-out rows. All tensors are float64.
 

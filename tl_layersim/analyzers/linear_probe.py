@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
 from ..core.wording import amount, brief
 from ..data.batches import Batch
@@ -30,8 +30,7 @@ ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
 CONTROL_PARTS = 128
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class LinearProbeResult(Result):
     """Accuracy of a linear probe at each site, on held-out rows. All tensors are float64.
 

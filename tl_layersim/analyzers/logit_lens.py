@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding, unit_vectors
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, without_nan
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, without_nan
 from ..core.arguments import PositiveFloat, Probability
 from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
@@ -95,8 +95,7 @@ class LensAnalyzer(LabelledAnalyzer):
         return head.written(self.norm == "final")
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class LogitLensResult(Result):
     """Loss, accuracy, agreement and entropy of the logit lens at each block. Float64, in nats.
 

@@ -10,14 +10,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import Sums, axes, typed
+from ..core import Sums, axes, result_class, typed
 from ..core.arguments import PositiveInt
 from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, dissimilarities, relation_of_pairs
 from .analyzer import Run, Weight
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class MutualKNNResult(MinibatchMatrix):
     """Fraction of nearest neighbours that samples share between two layers, with its permutation null.
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View, row_ends, targets
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -26,8 +26,7 @@ from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
 COUNTED_IDS = 2**19
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class NeuralCollapseResult(Result):
     """NC1, NC2 and NC3 of each layer, with the variability within and between classes. All tensors are float64.
 

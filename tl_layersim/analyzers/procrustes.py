@@ -10,15 +10,14 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import Sums, axes, typed, warn
+from ..core import Sums, axes, result_class, typed, warn
 from ._moments import Covariances, CrossProductAnalyzer
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run, Weight, need_tokens
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class ProcrustesResult(CalibratedMatrix):
     """Normalised orthogonal Procrustes between sites. Float64; NaN at sites whose samples are all equal.
 

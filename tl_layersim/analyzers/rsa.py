@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import Sums, axes, typed
+from ..core import Sums, axes, result_class, typed
 from ._pairwise import (
     Matrix,
     MinibatchAnalyzer,
@@ -25,8 +25,7 @@ from ._pairwise import (
 from .analyzer import Run, Weight, refuse_undefined
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class RSAResult(MinibatchMatrix):
     """Representational similarity between residual layers, with its permutation null.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding
 from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
-from ..core import Result, Sums, ValuesAlias, axes, typed, warn, without_nan
+from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..lens.statistics import read_vectors, saturation_layers
 from .analyzer import Run, SiteNeed, omitted_at
 from .cosine import mean_kernel
@@ -23,8 +23,7 @@ from .logit_lens import LensAnalyzer
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class SaturationResult(Result):
     """Number of tokens that saturate at each block, and their cosine to the last layer. All tensors are float64.
 

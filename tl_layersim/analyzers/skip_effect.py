@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations.block_call import again
 from ..activations.norms import norms
 from ..activations.view import Kernel, View, row_ends
-from ..core import LayersimError, Result, Sums, axes, typed, warn, without_nan
+from ..core import LayersimError, Result, Sums, axes, result_class, typed, warn, without_nan
 from ..core.arguments import NonNegativeInt, PositiveFloat
 from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
@@ -24,8 +24,7 @@ from ..sources.model_description import Model
 from .analyzer import CSORDAS, Analyzer, Run, SiteNeed
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class SkipEffectResult(Result):
     """Effects of skipping each block: means over tokens, and means over rows of the largest effect. Float64.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn, without_nan
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..core.arguments import Limit
 from ..core.sums import need_memory
 from ..data.labels import NO_LABEL, label_key, number_tensor, warn_of_unused
@@ -27,8 +27,7 @@ from .analyzer import Run, SiteNeed, need_tokens
 from .logit_lens import LensAnalyzer
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class TaskMetricsResult(Result):
     """Metrics of a classifier's predictions at each block, by the lens. All tensors are float64.
 
@@ -96,8 +95,7 @@ class TaskMetricsResult(Result):
         )
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class RegressionMetricsResult(Result):
     """Correlations of a regression head's predictions with scores at each block, by the lens. All tensors are float64.
 

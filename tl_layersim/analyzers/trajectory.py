@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations.norms import norms, unit_vectors
 from ..activations.view import Kernel, View
 from ..architectures.hook_points import site_name
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, quantiles_from_histogram, typed, warn
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES
 from ..sources.model_description import Model
@@ -42,8 +42,7 @@ class Spread:
     quantiles: Tensor
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class TrajectoryResult(Result):
     """Shape of the tokens' paths through the layers, as distributions over tokens. All tensors are float64.
 

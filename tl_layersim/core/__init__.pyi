@@ -8,6 +8,7 @@ from .intervals import quantiles_from_histogram as quantiles_from_histogram
 from .result_declarations import Provenance as Provenance
 from .result_declarations import ValuesAlias as ValuesAlias
 from .result_declarations import axes as axes
+from .result_declarations import result_class as result_class
 from .result_declarations import without_nan as without_nan
 from .results import LayerCurve as LayerCurve
 from .results import LayerMatrix as LayerMatrix

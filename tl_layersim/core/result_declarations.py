@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 from .arguments import typed
 from .errors import without_secrets
 
+T = TypeVar("T")
 Better = Literal["", "higher", "lower"]
 Scale = Literal["", "log", "free"]
 
@@ -98,6 +99,12 @@ def axes(
         drawn=drawn,
     )
     return field(default=default, metadata={"declared": declared})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(axes, field))
+def result_class(cls: type[T]) -> type[T]:
+    """Decorator of the result classes of this package: a frozen dataclass whose arguments have names, and are checked."""
+    return typed(dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls))
 
 
 def declarations(result: Any) -> Mapping[str, Declaration]:

@@ -36,7 +36,7 @@ from .report_tables import (
     numbers_of,
     result_table,
 )
-from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, without_nan
+from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, result_class, without_nan
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
 from .storage import REPORT_FILE, replacing
@@ -390,8 +390,7 @@ class Result(ABC):
         return write_file(path, "result", header, tensors)
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class LayerMatrix(Result):
     """One number for each pair of residual layers, of one or two models.
 
@@ -427,8 +426,7 @@ class LayerMatrix(Result):
         return {f"{measure}, mean over pairs of different sites": float(self.values[different].nanmean())}
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class LayerCurve(Result):
     """One number for each residual layer, starting with the input of block 0. Analyzers extend this class with further fields.
 

@@ -31,9 +31,9 @@ SHARED = ("position_ids", "token_type_ids")
 # Names of columns of tokens, and further outputs of tokenizers.
 TOKENS = ("input_ids", "tokens")
 OF_TOKENS = ("token_type_ids", "position_ids")
-# Inputs with one value for each position of a stack, by the name of its mask.
-ENCODER = {"attention_mask": ("input_ids", "inputs_embeds")}
-DECODER = {"decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds")}
+# The mask of a stack, and its inputs with one value for each position.
+ENCODER = ("attention_mask", "input_ids", "inputs_embeds")
+DECODER = ("decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
 DECODER_IDS = "decoder_input_ids"
 MASK = "attention_mask"
 # Lists in lists beyond this depth contain themselves.
@@ -153,7 +153,7 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
         return {}, along
     if len({row.has_tokens for row in rows}) > 1:
         raise _unlike("some rows with token ids, and some without")
-    batch, apart = {}, padded_apart(model)
+    batch, apart = {}, other_stack(model)
     for name in names:
         parts = [_of_row(row, name, name in along, model) for row in rows]
         if name in along or name in apart:
@@ -267,10 +267,9 @@ def reads_decoder(model: ModelInputs) -> bool:
     return model.token_input == DECODER_IDS
 
 
-def padded_apart(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the masks and other inputs of the stack (encoder or decoder) that is not read."""
-    other = ENCODER if reads_decoder(model) else DECODER
-    return tuple(name for mask, names in other.items() for name in (mask, *names))
+def other_stack(model: ModelInputs) -> tuple[str, ...]:
+    """Names of the mask and the inputs of the stack (encoder or decoder) that is not read."""
+    return ENCODER if reads_decoder(model) else DECODER
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
@@ -285,26 +284,24 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
     Raises:
         LayersimError: the mask has the wrong shape, or hides all positions.
     """
-    found = dict(inputs)
-    for mask, names in (ENCODER if reads_decoder(model) else DECODER).items():
-        own = [name for name in names if name in inputs]
-        if not own:
-            continue
-        length = len(inputs[own[0]])
-        attended = torch.ones(length, dtype=torch.bool)
-        if mask in inputs:
-            attended = as_mask(inputs[mask])
-        elif own[0] == "input_ids" and (derived := mask_of(inputs[own[0]][None], model)) is not None:
-            attended = derived[0]
-        if attended.shape != (length,) or not bool(attended.any()):
-            raise LayersimError(
-                f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones for `{own[0]}` of {length} "
-                "positions; it must have a value for each position, and ones for tokens."
-            )
-        places = attended.nonzero()[:, 0]
-        span = slice(int(places[0]), int(places[-1]) + 1)
-        found |= {name: inputs[name][span] for name in own} | {mask: attended[span].long()}
-    return found
+    mask, *names = other_stack(model)
+    own = [name for name in names if name in inputs]
+    if not own:
+        return dict(inputs)
+    length = len(inputs[own[0]])
+    attended = torch.ones(length, dtype=torch.bool)
+    if mask in inputs:
+        attended = as_mask(inputs[mask])
+    elif own[0] == "input_ids" and (derived := mask_of(inputs[own[0]][None], model)) is not None:
+        attended = derived[0]
+    if attended.shape != (length,) or not bool(attended.any()):
+        raise LayersimError(
+            f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones for `{own[0]}` of {length} "
+            "positions; it must have a value for each position, and ones for tokens."
+        )
+    places = attended.nonzero()[:, 0]
+    span = slice(int(places[0]), int(places[-1]) + 1)
+    return dict(inputs) | {name: inputs[name][span] for name in own} | {mask: attended[span].long()}
 
 
 def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
@@ -331,7 +328,7 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inputs: `row ...`; masks among them belong to the other stack.
     """
     found = dict(inputs)
-    for mask, names in (ENCODER | DECODER).items():
+    for mask, *names in (ENCODER, DECODER):
         own = [name for name in names if name in inputs]
         if mask in inputs and own and inputs[mask].shape == inputs[own[0]].shape[:2]:
             width = int(inputs[mask].any(0).nonzero()[-1]) + 1

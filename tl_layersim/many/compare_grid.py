@@ -19,7 +19,7 @@ from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
 from ..core.arguments import typed
 from ..core.errors import LayersimError, recorded_warnings, warn
-from ..core.result_declarations import Declaration
+from ..core.result_declarations import Declaration, result_class
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief, counted
@@ -44,8 +44,7 @@ OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
 IDENTITY = "analyzer"
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class ModelGrid(Result):
     """Distances between models, and for each pair the result of `compare`: `grid["a", "b"]`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ from ..activations.view import View
 from ..analyzers.analyzer import need_head
 from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
-from ..core.result_declarations import ValuesAlias
+from ..core.result_declarations import ValuesAlias, result_class
 from ..core.results import Result, axes
 from ..core.wording import brief
 from ..data.labels import NO_LABEL
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 RANKS = 5
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class PredictionGrid(Result):
     """First choice (most likely next token) of each block after each token of a prompt, by the logit lens. Float64.
 
@@ -105,8 +103,7 @@ class PredictionGrid(Result):
         return {"saturated before the last block (fraction)": float(early.double().mean())}
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class TrajectoryPCA(Result):
     """Paths of a prompt's tokens in the plane of two principal components. Float64.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +17,7 @@ from ..activations.view import Kernel, View
 from ..architectures.site_selection import block_numbers
 from ..core.arguments import Layer, PositiveFloat, Seed, TwoOrMore, typed
 from ..core.errors import LayersimError
+from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.wording import brief
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
@@ -50,8 +50,7 @@ def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: st
             )
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class BlockJacobians(Result):
     """Jacobians of blocks without their skip connection, between tokens of one prompt. All tensors are float64.
 
@@ -92,8 +91,7 @@ class BlockJacobians(Result):
         return {"largest singular value": float(self.singular_values.max())}
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class CouplingMatrices(Result):
     """Coupling of Jacobians on one prompt. A connection is a block, the token that is varied and the token that is read.
 

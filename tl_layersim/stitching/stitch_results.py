@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError
-from ..core.result_declarations import JOINT, Declaration
+from ..core.result_declarations import JOINT, Declaration, result_class
 from ..core.results import Result, axes
 from .adapters import Adapter
 
@@ -63,8 +63,7 @@ def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
     return Interval(value, value - margin, value + margin)
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class StitchResult(Result):
     """Losses of one stitch: of the stitched model, and of the back model alone.
 
@@ -254,8 +253,7 @@ class StitchResult(Result):
         }
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class StitchGrid(Result):
     """Stitching penalties of all ordered pairs of models, each model with itself included, at each stitch point.
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from tqdm.auto import tqdm
 from ..architectures.site_selection import block_numbers
 from ..core.arguments import Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
+from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable
@@ -46,8 +46,7 @@ from .settings import curve_of, open_training_file
 from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class AlignedAdapters(Result):
     """Low-rank adapters trained with the aligned loss; each changes the output h of a block to h + (h A') B'.
 

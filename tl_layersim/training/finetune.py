@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..core.arguments import typed
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
+from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable, refuse_unwritable_folder, replacing_model
@@ -192,8 +193,7 @@ class FineTuning(Descent):
         self.evaluations[self.step] = total
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class AlignedResult(Result):
     """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer. Tensors are float64.
 

@@ -23,7 +23,7 @@ from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
 from ..core.arguments import Fraction, PositiveInt, Probability, Seed, typed
 from ..core.errors import LayersimError, warn
-from ..core.result_declarations import JOINT, Provenance
+from ..core.result_declarations import JOINT, Provenance, result_class
 from ..core.results import Report, Result, axes
 from ..core.wording import amount
 from ..data.data import Data
@@ -39,8 +39,7 @@ AT_THRESHOLD = ("exits", "exit_accuracy", "exit_agreement", "speedup")
 SOURCE = " (Jiang, Zhou and Zhu 2024, {})."
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class LayerChange(Result):
     """Measures of each layer of two models on the same data, such as before and after a fine-tune. Tensors are float64.
 
@@ -235,8 +234,7 @@ class LayerChange(Result):
         return numbers
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class GenerationQuality(Result):
     """Quality of text sampled from each layer's logit lens (nucleus sampling). Tensors are float64.
 

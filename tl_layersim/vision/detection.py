@@ -20,6 +20,7 @@ from ..architectures.output_heads import DetectionHeads, detection_heads
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
 from ..core.errors import LayersimError, warn
+from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount, brief
@@ -292,8 +293,7 @@ def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mappin
 DETR = "(DETR: Carion et al. 2020, section 3.1; by layer: Jiang, Zhou and Zhu 2024, appendix B.5)."
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class DetectionResult(Result):
     """Class accuracy and box errors of every decoder layer's predictions. All tensors are float64.
 

@@ -19,6 +19,7 @@ from ..analyzers.cka import CKA
 from ..architectures.unembed import Unembed
 from ..core.arguments import typed
 from ..core.errors import LayersimError, warn
+from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount
@@ -34,8 +35,7 @@ from ..sources.tower import open_towers, pair_model, refuse_no_projection, text_
 OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 
 
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@result_class
 class TowerSimilarity(Result):
     """Similarity between the layers of the two towers of a CLIP, and within each tower. All tensors are float64.
 
