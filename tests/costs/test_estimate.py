@@ -172,6 +172,11 @@ def test_images_are_of_the_configured_size(analyzers):
     assert real.flops["forward"] == pytest.approx(3.2 * (counter.get_total_flops() - 2 * 2 * 32 * 3))
 
 
+@pytest.fixture(scope="module")
+def deep():
+    return lsim.open_model(tiny_llama(layers=32), remote=True)
+
+
 # Bytes that a real server received and returned for 64 rows of 45 tokens at 32 layers, with all of their checks. To its 46,146
 # bytes of `Cosine()` are added 5,067 that the estimate counts for the sums of theorem 2.1 and of the norm ratio.
 @pytest.mark.parametrize(
@@ -185,9 +190,8 @@ def test_images_are_of_the_configured_size(analyzers):
     ],
     ids=["residual stream", "two passes", "lens", "sublayers", "heads"],
 )
-def test_traffic_is_that_of_a_real_server(analyzers, options, requests, up, down):
-    model = lsim.open_model(tiny_llama(layers=32), remote=True)
-    traffic = lsim.estimate(model, analyzers, tokens=64 * 45, batch_size=64, seq_len=45, **options).traffic
+def test_traffic_is_that_of_a_real_server(deep, analyzers, options, requests, up, down):
+    traffic = lsim.estimate(deep, analyzers, tokens=64 * 45, batch_size=64, seq_len=45, **options).traffic
     assert (traffic.requests, traffic.bytes_up) == (requests, pytest.approx(up, rel=0.1))
     assert traffic.bytes_down == pytest.approx(down, rel=0.1)
 

@@ -42,16 +42,16 @@ def test_a_server_gives_what_this_process_gives(small, capfd):
 
 def test_how_steps_are_grouped_changes_no_bit(small, monkeypatch):
     data = rows(16, 20)
-    found = train(small.model(), data, steps=9, remote=small.url)
+    found = train(small.model(), data, steps=5, remote=small.url)
     monkeypatch.setattr(requests, "MOST_BATCHES", 1)
     small.set()
-    alone = train(small.model(), data, steps=9, remote=small.url)
+    alone = train(small.model(), data, steps=5, remote=small.url)
     # The probe, the lens, one look before and one after, and the steps.
-    assert small.set()["requests"] == 2 + 2 + 9
+    assert small.set()["requests"] == 2 + 2 + 5
     assert equal(found, alone)
     monkeypatch.setattr(requests, "MOST_BATCHES", 64)
     small.set(most_batches=2)
-    halved = train(small.model(), data, steps=9, remote=small.url)
+    halved = train(small.model(), data, steps=5, remote=small.url)
     assert equal(halved, alone)
     # Looks too, when they are asked for twice.
     held = rows(22, 16, seed=9)
@@ -60,7 +60,7 @@ def test_how_steps_are_grouped_changes_no_bit(small, monkeypatch):
     monkeypatch.setattr(requests, "MOST_BATCHES", 64)
     assert equal(train(small.model(), data, eval_data=held, remote=small.url), alone_at_more)
     small.set(faults=["", "", "", "", "evicted", "cut"])
-    assert equal(train(small.model(), data, steps=9, remote=small.url), alone)
+    assert equal(train(small.model(), data, steps=5, remote=small.url), alone)
 
 
 def test_a_cut_training_on_a_server_goes_on(small, tmp_path, monkeypatch):

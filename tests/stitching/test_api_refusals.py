@@ -8,10 +8,37 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources import Source
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import QUICK, gpt2_of_kind, rows
+
+
+class Unread(torch.nn.Module):
+    """A model whose logits do not depend on its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)
+        self.steps = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        self.steps[1](self.steps[0](x))
+        return self.head(x)
+
+
+class Own(Source):
+    """A source that cannot run a part of its model."""
+
+    @property
+    def model(self):
+        return open_source(tiny_llama()).model
+
+    def run(self, batch, kernels): ...
+
+    def collect(self, batch): ...
 
 
 class TestRefusals:
@@ -92,21 +119,6 @@ class TestRefusals:
         ):
             assert lsim.stitch(model, other, rows(), at=at, adapter="identity").penalty == expected.penalty
         assert expected.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
-
-    def test_other_tokens(self):
-        front, back = tiny_llama(), tiny_llama(seed=1)
-        front.tokenizer, back.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
-        with pytest.raises(lsim.LayersimError, match="have different tokenizers"):
-            lsim.stitch(front, back, rows(), at=(0, 0), adapter="identity")
-
-    def test_rows_longer_than_one_of_the_models_takes(self):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        torch.manual_seed(0)
-        short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
-        for pair in ((tiny_gpt2(), short), (short, tiny_gpt2())):
-            with pytest.raises(lsim.LayersimError, match=r"\b16\b.* 8\b"):
-                lsim.stitch(*pair, rows(), at=(0, 0), adapter="identity")
 
     def test_half_precision(self):
         front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
@@ -194,18 +206,6 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=f"`{next(iter(settings))}`"):
             lsim.stitching.StitchTraining(**settings)
 
-    @pytest.mark.parametrize("data", [[], torch.zeros(3, 1, dtype=torch.int64), [[5]]])
-    def test_no_data(self, data):
-        with pytest.raises(lsim.LayersimError, match="`data`"):
-            lsim.stitch(tiny_llama(), tiny_llama(), data, at=(0, 0), adapter="identity")
-
-    def test_a_back_that_is_broken(self):
-        broken = tiny_llama()
-        with torch.no_grad():
-            broken.model.layers[2].mlp.down_proj.weight.fill_(torch.nan)
-        with pytest.raises(lsim.LayersimError, match="is NaN, before anything is stitched"):
-            lsim.stitch(tiny_llama(), broken, rows(), at=(0, 0), adapter="identity")
-
     def test_a_front_that_is_broken_is_warned_of(self):
         broken = tiny_llama()
         with torch.no_grad():
@@ -216,45 +216,25 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM.*blocks\.1\.hook_resid_post"):
             lsim.stitch(broken, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="lstsq")
 
-    def test_blocks_that_are_not_the_residual(self):
-        model = tiny_llama()
-        paths = ["model.layers.2", "model.layers.0"]
+    def test_models_and_data_that_cannot_be_stitched(self):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        plain, other, broken = tiny_llama(), tiny_llama(seed=1), tiny_llama()
+        plain.tokenizer, other.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
+        with torch.no_grad():
+            broken.model.layers[2].mlp.down_proj.weight.fill_(torch.nan)
+        short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
+        unread = lsim.open_model(Unread(), layers=["steps.0", "steps.1"])
+        for front, back, data, at, match in (
+            (plain, other, rows(), (0, 0), "have different tokenizers"),
+            (tiny_gpt2(), short, rows(), (0, 0), r"\b16\b.* 8\b"),
+            (short, tiny_gpt2(), rows(), (0, 0), r"\b16\b.* 8\b"),
+            *((plain, plain, nothing, (0, 0), "`data`") for nothing in ([], torch.zeros(3, 1, dtype=torch.int64), [[5]])),
+            (plain, broken, rows(), (0, 0), "is NaN, before anything is stitched"),
+            (unread, unread, rows(4), (0, 0), r"steps\.0.*layers="),
+            (Own(), plain, rows(), (0, 0), "cannot run a part of the model"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=match):
+                lsim.stitch(front, back, data, at=at, adapter="identity")
         with pytest.raises(lsim.LayersimError, match=r"`layers`.*'model.layers.0'.*'model.layers.2'"):
-            lsim.stitch(model, lsim.open_model(model, layers=paths), rows(), at=(0, 1), adapter="identity")
-
-    def test_a_layer_that_nothing_reads(self):
-        class Constant(torch.nn.Module):
-            """A model whose logits do not depend on its blocks."""
-
-            def __init__(self):
-                super().__init__()
-                self.embed, self.head = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)
-                self.steps = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
-
-            def forward(self, tokens):
-                x = self.embed(tokens)
-                self.steps[1](self.steps[0](x))
-                return self.head(x)
-
-        paths = ["steps.0", "steps.1"]
-        with pytest.raises(lsim.LayersimError, match=r"steps\.0.*layers="):
-            lsim.stitch(
-                lsim.open_model(Constant(), layers=paths),
-                lsim.open_model(Constant(), layers=paths),
-                rows(4),
-                at=(0, 0),
-                adapter="identity",
-            )
-
-    def test_a_source_of_ones_own(self):
-        from tl_layersim.remote.open_model import open_source
-
-        class Own(Source):
-            model = open_source(tiny_llama()).model
-
-            def run(self, batch, kernels): ...
-
-            def collect(self, batch): ...
-
-        with pytest.raises(lsim.LayersimError, match="cannot run a part of the model"):
-            lsim.stitch(Own(), tiny_llama(), rows(), at=(0, 0), adapter="identity")
+            lsim.open_model(plain, layers=["model.layers.2", "model.layers.0"])
