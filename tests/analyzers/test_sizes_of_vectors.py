@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.activations.norms import activation_sizes
 from tl_layersim.jacobians.jacobian_products import reproduces
-from tl_layersim.training.objectives.built_in import CosineRegularisedObjective
+from tl_layersim.training.objectives import CosineRegularisedObjective
 
 from .. import oracles
 from ..views import from_views, residuals, view, view_for
