@@ -136,7 +136,7 @@ def test_prompts_are_not_packed(tmp_path):
     assert done.exit_code == 0, done.output
     assert "one text a row" in done.output
     done = run("report", "--data", text, "--analyzers", "block_coupling", "--pack", "--out", tmp_path / "out")
-    assert "each row for a prompt" in str(done.exception)
+    assert "`--pack` is True" in str(done.exception)
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])

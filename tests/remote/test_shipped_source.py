@@ -145,5 +145,5 @@ def test_a_checkpoint_is_of_one_kernel(own_file, tmp_path):
     first = lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], checkpoint=kept)
     assert equal(first, lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], checkpoint=kept))
     path.write_text(OWN.replace("* 2.0", "* 200.0"))
-    with pytest.raises(lsim.LayersimError, match=r"another run(.|\n)*code: own"):
+    with pytest.raises(lsim.LayersimError, match=r"another run(.|\n)*own: code"):
         lsim.analyze(tiny_llama(), rows(4, 20), [imported().Own()], checkpoint=kept)

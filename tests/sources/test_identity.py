@@ -214,7 +214,7 @@ def test_files_of_a_changed_model_are_those_of_another_model(name, tmp_path):
     changed = CHANGES[name](tiny_llama())
     for number, model in enumerate((plain, changed)):
         called(lsim.analyze, model, TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
-    with pytest.raises(lsim.LayersimError, match=r"other model"):
+    with pytest.raises(lsim.LayersimError, match=r"models: "):
         lsim.merge(tmp_path)
     report = called(lsim.analyze, plain, TOKENS, **CALL, checkpoint=tmp_path / "run")
     with pytest.raises(lsim.LayersimError, match="run"):

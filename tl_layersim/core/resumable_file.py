@@ -171,6 +171,8 @@ def differences(now: Any, then: Any) -> tuple[str, str]:
     Examples:
         >>> differences({"model": "a", "data": {"seq_len": 8}}, {"model": "a", "data": {"seq_len": 9}})
         ('data: seq_len: 8', 'data: seq_len: 9')
+        >>> differences({"models": [["1f", "gpt2"]]}, {"models": [["2e", "gpt2"]]})
+        ('models: 1f', 'models: 2e')
     """
     if isinstance(now, dict) and isinstance(then, dict):
         keys = [key for key in now | then if now.get(key) != then.get(key)]
@@ -178,4 +180,7 @@ def differences(now: Any, then: Any) -> tuple[str, str]:
         sides = ([f"{key}: {part[side]}" for key, part in zip(keys, parts, strict=True)] for side in (0, 1))
         given, expected = (", ".join(side) for side in sides)
         return given, expected
-    return str(now), str(then)
+    if isinstance(now, list) and isinstance(then, list) and len(now) == len(then) and now != then:
+        given, expected = zip(*(differences(*pair) for pair in zip(now, then, strict=True) if pair[0] != pair[1]), strict=True)
+        return ", ".join(given), ", ".join(expected)
+    return str(now) or "''", str(then) or "''"

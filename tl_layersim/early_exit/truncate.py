@@ -57,9 +57,9 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
     """
     opened = OpenedModel.of(model)
     model = opened.model
-    split_model, unembed = open_for_early_exit(opened, either_stack=True)
     if not hasattr(type(model), "_from_config"):
         raise not_hugging_face(model)
+    split_model, unembed = open_for_early_exit(opened, either_stack=True)
     again = "truncate(..., save_to=folder) on the model loaded without {0}, and load that folder with {0}"
     refuse_quantised(
         model,
