@@ -164,7 +164,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     for others in (data[::-1], data[:8]):
         with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part.*\b80\b.*\b16\b"):
             called(lsim.analyze, model, others, lsim.Cosine(center="none"), **call)
-        with pytest.raises(lsim.LayersimError, match=r"part.*shard: 1.*shard: 0"):
+    with pytest.raises(lsim.LayersimError, match=r"part.*shard: 1.*shard: 0"):
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
     assert_same(
         lsim.merge([path, other]), lsim.analyze(model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none")), tmp_path
