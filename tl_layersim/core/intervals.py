@@ -328,9 +328,9 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            f"The function passed to `interval` returns {number_text(float(what(result)))}, a maximum, a minimum, an index or "
-            "a count. Such a number has no interval, because it changes in jumps from block to block. Return an entry at a "
-            "fixed index, a mean or a difference."
+            f"The function passed to `interval` returns {number_text(float(what(result)))}, which is a maximum, minimum, index "
+            "or count. Such a number has no interval, because it jumps when a part of the data is left out. Return an entry at "
+            "a fixed index, a mean or a difference."
         )
     return found
 
@@ -344,7 +344,7 @@ def function_interval(result: Any, function: Callable[[Any], Any], level: float)
         level: confidence level.
 
     Returns:
-        None for a number that changes in jumps from block to block: a maximum, an index or a whole number.
+        None for a number that jumps when a part of the data is left out: a maximum, an index or a whole number.
     """
     # An index or a count; one that no block changes would have an interval without width.
     if not torch.as_tensor(function(result)).is_floating_point():
@@ -362,8 +362,8 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
         level: confidence level.
 
     Returns:
-        None for a number that changes in jumps from block to block: a whole number, or an entry of a field whose index differs
-        between replicates, such as the largest entry.
+        None for a number that jumps when a part of the data is left out: a whole number, or an entry of a field whose index
+        differs between replicates, such as the largest entry.
     """
     each = torch.cat([value[None], replicates]) if len(replicates) else value[None]
     if value.dim() or not bool(each.isfinite().all()):

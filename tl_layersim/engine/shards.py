@@ -131,7 +131,9 @@ def run_shard(
     analysis.check()
     if first is not None:
         if not analysis.first_needs_model:
-            raise LayersimError("`first` is given, but no analyzer of this call has a first pass with the model.")
+            raise LayersimError(
+                "`first` is given, but no analyzer of this call runs the model in a first pass. Leave `first` out."
+            )
         if words := differing_entries(identity, first.identity):
             raise LayersimError(f"`first` holds the first stage of another run: {words}.")
     # A first pass without the model is a part of each shard.

@@ -177,9 +177,8 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
         if analyzer.reads_mid and set(families) <= {DEFAULT, MID}:
             return _with_ends(source, source.hook_points(families, per_head))
         raise LayersimError(
-            f"`at` is {brief(at)}; it must be {DEFAULT!r}"
-            + (f", {MID!r} or both" if analyzer.reads_mid else "")
-            + f" for {type(analyzer).__name__}, which reads the residual stream after every block."
+            f"`at` is {brief(at)}; {type(analyzer).__name__} reads the residual stream, so it must be {DEFAULT!r}"
+            + (f", {MID!r} or both." if analyzer.reads_mid else ".")
         )
     return source.hook_points(at, per_head)
 
