@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from tl_layersim.core.registry import Registry
 from tl_layersim.core.errors import LayersimError
+from tl_layersim.core.registry import Registry
 
 
 class Base(ABC):

@@ -74,7 +74,7 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
     places, ticks = (_labels(drawn, over), {}) if over in sites else _places(_labels(drawn, over))
     axis = _axis(over, sites)
     if by_depth:
-        places, axis = tuple(max((one.x for one in series), key=len)), "relative_depth"
+        places, axis = max((tuple(one.x) for one in series), key=len), "relative_depth"
     title = html.escape(_title(drawn, sites, "" if over in sites else over))
     fig = lines(places, series, title, _words(drawn), axis, most_bands=MOST_BANDS, joined=True)
     fig.update_xaxes(**ticks).update_yaxes(rangemode="normal")
