@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -356,3 +358,15 @@ def test_passes_over_one_data_at_the_same_time_keep_their_rows_apart():
     next(first), next(second)
     assert len(list(first)) == len(list(second)) == 3
     assert len(list(Batches(data, model("pixel_values"), count_positions=lambda batch: 2).rows())) == 4
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, pandas.NA])
+def test_a_missing_label_beside_token_ids_is_no_label(missing):
+    [batch] = read({"input_ids": [[3, 4], [5, 6]], "labels": [1, missing]}, labelled=True)
+    assert batch.labels.tolist() == [[1, 1], [-100, -100]]
+
+
+def test_position_ids_of_a_single_row_may_have_an_axis_of_rows():
+    for values in (torch.arange(3), torch.arange(3)[None]):
+        [batch] = read({"input_ids": [3, 4, 5], "position_ids": values})
+        assert batch.inputs["position_ids"].tolist() == [[0, 1, 2]]

@@ -91,3 +91,7 @@ class TestCosts:
         head = (1 + VOCABULARY) * 32
         assert EarlyExit(model).at == evenly_spread(12, head / (12 * block + head))
         assert EarlyExit(model, shortlist=[1, 2, 3]).at == EarlyExit(model, rule="cosine").at == (1, 4, 6, 9)
+        # Given costs count in place of weights.
+        costs = ExitCosts(block=1, check=0.1, head=0.1, blocks=12)
+        assert EarlyExit(model, costs=costs).at == (1, 4, 6, 9)
+        assert EarlyExit(model, costs=replace(costs, check=5.0, head=5.0)).at == (5,)

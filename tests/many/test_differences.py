@@ -375,8 +375,22 @@ def test_figures_show_the_difference_and_where_it_is_certain():
     assert len(difference_figure(found["spread"]).data) == 4
     deep = difference_figure(lsim.difference(first, measured(2, count=6), relative_depth=True)["values"])
     assert deep.layout.xaxis.ticktext == ("0.00", "0.33", "0.67", "1.00")
+    titles = [
+        difference_figure(lsim.difference(first, measured(2, count=count), relative_depth=count > 4)["curve"]).layout.title.text
+        for count in (4, 6)
+    ]
+    assert titles[0] == titles[1]
     with pytest.raises(lsim.LayersimError, match="'number' has 0 axes"):
         difference_figure(found["number"])
+
+
+def test_five_lines_have_the_bands_that_the_subtitle_names(llama):
+    data = lsim.Data(random_tokens(20, 8), batch_size=1)
+    first, second = (lsim.analyze(one, data, lsim.Cosine(), intervals=True)["cosine"] for one in (llama, tiny_llama(seed=1)))
+    fig = difference_figure(lsim.difference(first, second)["to_last"])
+    assert len(fig.data) == 10
+    assert [trace.fill for trace in fig.data] == ["toself"] * 5 + [None] * 5
+    assert "band" in fig.layout.title.subtitle.text
 
 
 def test_dots_are_of_corrected_p_values():

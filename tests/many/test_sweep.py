@@ -111,6 +111,15 @@ class TestRefusals:
         assert len(caught.value.reports) == 0
         assert "error.reports" not in str(caught.value)
 
+    def test_a_report_whose_file_cannot_be_written_is_in_the_error(self, tmp_path, models, monkeypatch):
+        def full(self, path):
+            raise OSError("no space left")
+
+        monkeypatch.setattr(lsim.Report, "save", full)
+        with pytest.raises(SweepError, match="no space left") as caught:
+            lsim.sweep({0: models[0]}, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "sweep")
+        assert list(caught.value.reports) == [0]
+
 
 class TestCheckpoint:
     def test_finished_models_are_not_loaded_again(self, tmp_path):

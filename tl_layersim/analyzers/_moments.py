@@ -325,8 +325,8 @@ class Covariances:
         self._null = own.get("null", ())
         self.permutations = len(self._null)
         self._cross = self._by_pair(own["cross"])
-        site = torch.arange(self._sizes[0])
-        self.rows = self.columns = Sites(own["xx"] if self.two_models else self._cross[site, site], own["x"], self.samples)
+        itself = own["xx"] if self.two_models else torch.stack([self._product(site, site) for site in range(self._sizes[0])])
+        self.rows = self.columns = Sites(itself, own["x"], self.samples)
         if self.two_models:
             self.columns = Sites(own["yy"], own["y"], self.samples)
 
@@ -340,7 +340,8 @@ class Covariances:
         """These covariances with rows and columns exchanged."""
         other = copy(self)
         other.rows, other.columns, other._sizes = self.columns, self.rows, self._sizes[::-1]
-        other._cross = self._cross.permute(1, 0, 3, 2).contiguous()
+        if self.two_models:
+            other._cross = self._cross.permute(1, 0, 3, 2)
         return other
 
     def pairs(self, *, itself: bool = False) -> list[tuple[int, list[int]]]:
@@ -355,16 +356,20 @@ class Covariances:
 
     def between(self, row: int, columns: list[int]) -> Tensor:
         """Covariances of a row site with column sites, `column row_width column_width`."""
-        return self._cross[row, columns] / self.samples - self.rows.mean[row][:, None] * self.columns.mean[columns][:, None]
+        products = torch.stack([self._product(row, column) for column in columns])
+        return products / self.samples - self.rows.mean[row][:, None] * self.columns.mean[columns][:, None]
 
     def _by_pair(self, cross: Tensor) -> Tensor:
-        """Products of all pairs of sites, `row column row_width column_width`, from those that `cross_products` returns."""
+        return cross.view(*self._sizes, *cross.shape[1:]) if self.two_models else cross
+
+    def _product(self, row: int, column: int) -> Tensor:
+        """Products of two sites, `row_width column_width`. Those of one model are held once for each pair of sites."""
         if self.two_models:
-            return cross.view(*self._sizes, *cross.shape[1:])
-        first, second = torch.triu_indices(*self._sizes)
-        whole = cross.new_empty(*self._sizes, *cross.shape[1:])
-        whole[second, first], whole[first, second] = cross.mT, cross
-        return whole
+            return self._cross[row, column]
+        if row > column:
+            return self._product(column, row).T
+        # The rows before this one have as many pairs as there are sites, one less, ...
+        return self._cross[row * self._sizes[0] - row * (row - 1) // 2 + column - row]
 
 
 @typed

@@ -161,12 +161,16 @@ def pool_sums(
         permutations: number of permutations of the null.
         seed: random seed of the permutations.
     """
-    if not draws["minibatches"]:
-        return {}
     own = partial(pair_statistics, matrix=matrix, by_row=by_row, seed=seed, triangles=False)
-    known = [own([x], [wide], samples, draws) for x, wide in zip(sides, widths, strict=True)]
-    related = [relations_of_pairs(each, relate=relate) for each in known]
-    return products_of_pairs(related[0], related[-1], permutations=permutations)
+    total: dict[str, Tensor] = {}
+    # One minibatch after the other: the matrices of a whole pool may not fit in memory.
+    for number, one in enumerate(draws["minibatches"]):
+        drawn = {"minibatches": [one], "grid": [] if number else draws.get("grid", ())}
+        known = [own([x], [wide], samples, drawn) for x, wide in zip(sides, widths, strict=True)]
+        related = [relations_of_pairs(each, relate=relate) for each in known]
+        for name, value in products_of_pairs(related[0], related[-1], permutations=permutations).items():
+            total[name] = value if name not in total else total[name] + value
+    return total
 
 
 def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:

@@ -14,6 +14,9 @@ from torch import Tensor
 from ..activations.view import Kernel, View
 from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, PositiveInt
+from ..core.intervals import with_margin
+from ..core.site_names import site_in_words
+from ..core.wording import number_text
 from ..sources.model_description import Model
 from ._moments import samples_differ
 from ._samples import samples
@@ -88,6 +91,18 @@ class EffectiveRankResult(Result):
             return {}
         low = int(self.values.where(known, math.inf).argmin())
         return super().headline() | {f"lowest effective rank, at {self.layers[low]}": float(self.values[low])}
+
+    def finding(self) -> str:
+        known = (~self.values.isnan()).nonzero()[:, 0]
+        if len(known) < 2:
+            return ""
+        low, last = int(known[self.values[known].argmin()]), int(known[-1])
+        lowest = number_text(float(self.values[low]))
+        at_last = with_margin(self, lambda one: one.values[last])
+        return (
+            f"The effective rank is lowest at {site_in_words(self.layers[low])} ({lowest} of {self.widths[low]} dimensions) "
+            f"and {at_last} at {site_in_words(self.layers[last])}."
+        )
 
 
 @typed

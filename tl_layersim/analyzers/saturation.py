@@ -15,6 +15,7 @@ from ..activations.norms import beyond_rounding
 from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
 from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
+from ..core.intervals import with_margin
 from ..lens.statistics import read_vectors, saturation_layers
 from .analyzer import Run, SiteNeed, omitted_at
 from .cosine import mean_kernel
@@ -85,6 +86,10 @@ class SaturationResult(Result):
                 "correlation with the cosine to the last layer": self.correlation,
             }
         )
+
+    def finding(self) -> str:
+        early = with_margin(self, lambda result: result.early_share, percent=True)
+        return f"{early} of the tokens have their final prediction before the last block."
 
 
 @typed

@@ -17,6 +17,7 @@ from ..activations.norms import norms
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Result, Sums, axes, result_class, typed, warn, without_nan
 from ..core.arguments import NonNegativeInt, PositiveFloat
+from ..core.intervals import with_margin
 from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
@@ -113,6 +114,18 @@ class SkipEffectResult(Result):
                 "relative change at later positions": self.later.nanmean(),
                 "change of the probabilities, mean": self.probability_change.nanmean(),
             }
+        )
+
+    def finding(self) -> str:
+        half = len(self.values) // 2
+        if not half or bool(self.values.isnan().all()):
+            return ""
+        every = with_margin(self, lambda one: one.values.nanmean())
+        first = with_margin(self, lambda one: one.values[:half].nanmean())
+        second = with_margin(self, lambda one: one.values[half:].nanmean())
+        return (
+            f"Skipping a block changes what later blocks add by a relative {every} on average: {first} in the first half of "
+            f"the blocks, {second} in the second."
         )
 
 

@@ -16,7 +16,7 @@ from ..activations.view import Kernel, View
 from ..architectures.hook_points import site_name
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.arguments import TwoOrMore
-from ..core.intervals import QUANTILES
+from ..core.intervals import QUANTILES, with_margin
 from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
 from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
@@ -265,6 +265,14 @@ class TrajectoryResult(Result):
                 self.values[-1] / self.values[0]
             ),
         }
+
+    def finding(self) -> str:
+        growth = with_margin(self, lambda result: result.values[-1] / result.values[0])
+        straight = with_margin(self, lambda result: result.lss_mean)
+        return (
+            f"The norm of a residual {'after the final norm' if self.final_norm else 'at the last layer'} is {growth} times "
+            f"that at the first; the line-shape score of its path is {straight} (1: a straight line)."
+        )
 
 
 @typed

@@ -181,6 +181,6 @@ def differences(now: Any, then: Any) -> tuple[str, str]:
         given, expected = (", ".join(side) for side in sides)
         return given, expected
     if isinstance(now, list) and isinstance(then, list) and len(now) == len(then) and now != then:
-        given, expected = zip(*(differences(*pair) for pair in zip(now, then, strict=True) if pair[0] != pair[1]), strict=True)
-        return ", ".join(given), ", ".join(expected)
+        each = [differences(*pair) for pair in zip(now, then, strict=True) if pair[0] != pair[1]]
+        return ", ".join(one for one, _ in each), ", ".join(other for _, other in each)
     return str(now) or "''", str(then) or "''"

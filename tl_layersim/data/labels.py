@@ -123,7 +123,7 @@ def whole_numbers(labels: Any) -> Tensor:
     """Convert labels to int64, with `NO_LABEL` for missing labels."""
     if isinstance(labels, list | tuple):
         labels = [NO_LABEL if is_missing(x) else x for x in labels]
-    elif labels is None:
+    elif is_missing(labels):
         labels = NO_LABEL
     try:
         numbers = number_tensor(labels)

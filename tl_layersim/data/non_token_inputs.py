@@ -112,8 +112,14 @@ def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tens
         inputs: columns of inputs.
         count: number of rows; None if the values are one row without an axis of rows.
     """
-    columns = {name: [as_values(name, v)] if count is None else by_row(name, v, count) for name, v in inputs.items()}
+    columns = {name: [_alone(name, v)] if count is None else by_row(name, v, count) for name, v in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(1 if count is None else count)]
+
+
+def _alone(name: str, values: Any) -> Tensor:
+    """The values of an input of a single row. Position ids and the like may have an axis of rows, `1 pos`."""
+    table = as_values(name, values)
+    return table[0] if name in SHARED and table.dim() == 2 and len(table) == 1 else table
 
 
 def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInputs) -> frozenset[str]:

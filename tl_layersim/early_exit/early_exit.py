@@ -97,7 +97,8 @@ class EarlyExit:
             checks in a row; `"cosine"`: the cosine similarity of the residuals that enter and leave the block, without
             unembedding.
         curve: an `ExitCurveResult` of this model, from which layers are chosen; for `"max-prob"` only.
-        costs: costs of the parts of a decoding step, which `curve` needs: `ExitCosts.measure(model)`.
+        costs: costs of the parts of a decoding step, which `curve` needs: `ExitCosts.measure(model)`. Without a curve, the
+            default of `at` counts these costs in place of weights.
         shortlist: token ids over which checks compute probabilities, in place of the whole vocabulary; these probabilities are
             too large. Tokens are always chosen from the whole vocabulary.
         heads: `ExitHeads` of the layers below the last, or their file: checks after a layer, and tokens that exit there, are
@@ -159,7 +160,7 @@ class EarlyExit:
         if self.plan is not None:
             self.at = self.plan.at
         else:
-            self.at = evenly_spread(blocks, self._share_of_check()) if given is None else given
+            self.at = evenly_spread(blocks, self._share_of_check(costs)) if given is None else given
         # Numbers of blocks after which tokens may exit.
         ends = (*(block + 1 for block in self.at), blocks)
         self.ends = (blocks,) if self.rule.never else ends
@@ -183,8 +184,11 @@ class EarlyExit:
             raise LayersimError(f"`at` is {brief(at)}; a check can be made after blocks 0 to {last - 1}.")
         return blocks
 
-    def _share_of_check(self) -> float:
-        """The weights that a check reads, as a fraction of those of the blocks and the head."""
+    def _share_of_check(self, costs: ExitCosts | None) -> float:
+        """The cost of a check as a fraction of that of the blocks and the head. Without costs, weights that are read count."""
+        if costs is not None:
+            full = costs.blocks * costs.block + costs.head
+            return costs.check / max(full, costs.check) if costs.check else 0.0
         if not self.rule.reads_logits:
             return 0.0
         blocks = sum(p.numel() for block in self.split_model.blocks for p in block.parameters())

@@ -163,6 +163,8 @@ def sweep(
             continue
         try:
             reports[key] = _measure_model(model, data, chosen, files[key], options)
+            # After the report is held: a full disk loses the file alone.
+            _keep(reports[key], files[key])
         except BaseException as error:
             where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
             kept = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}. Reports of {len(reports)} are kept{where}."
@@ -191,7 +193,7 @@ def is_loader(model: Any) -> bool:
 def _measure_model(
     model: Any, data: Data, analyzers: Mapping[str, Analyzer], file: Path | None, options: Mapping[str, Any]
 ) -> Report:
-    """The report of a model, kept in a file. A function is called to load the model, which is freed after it is measured."""
+    """The report of a model. A function is first called to load the model, which is freed after it is measured."""
     loads = is_loader(model)
     if loads:
         model = model()
@@ -201,12 +203,17 @@ def _measure_model(
         # Models are in reference cycles, which plain counting does not free.
         del model
         release_memory()
-    if file is not None:
-        rank = rank_and_size()[0]
-        if rank == 0:
-            report.save(file)
-        Path(f"{partial}.rank{rank}" if rank else f"{partial}").unlink(missing_ok=True)
     return report
+
+
+def _keep(report: Report, file: Path | None) -> None:
+    """Write the report of a model to its file, and remove the checkpoint of its analysis."""
+    if file is None:
+        return
+    rank, partial = rank_and_size()[0], file.with_suffix(".partial")
+    if rank == 0:
+        report.save(file)
+    Path(f"{partial}.rank{rank}" if rank else f"{partial}").unlink(missing_ok=True)
 
 
 def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:

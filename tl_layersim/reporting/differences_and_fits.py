@@ -67,7 +67,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     # Sites stand at relative depths where they have no names.
     sites = [axis for axis in axes if axis in SITE_AXES and array[axis].dtype.kind not in "if"]
     if len(axes) == 1 or (tuple(axes) not in MATRICES and len(array) <= MOST_LINES):
-        fig = line_plot(drawn, axes[-1], sites).update_yaxes(ZERO_LINE).update_layout(title_subtitle_text="")
+        fig = line_plot(drawn, axes[-1], sites, MOST_LINES).update_yaxes(ZERO_LINE).update_layout(title_subtitle_text="")
         return with_subtitle(fig, html.escape(f"{note}; band: {100 * level:g} % interval of each point", quote=False))
     drawn = drawn.where((parts["se"] > 0) | (parts["difference"] != 0))
     fig = map_of_two(drawn, (axes[1], axes[0]), sites, about_zero(drawn["value"].values))

@@ -43,13 +43,14 @@ MOST_BANDS = 3
 JACOBIANS = {"row_block", "column_block"}
 
 
-def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figure:
+def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str], most_bands: int = MOST_BANDS) -> go.Figure:
     """Lines over one dimension, one for each label of the other.
 
     Args:
         drawn: table over one or two dimensions.
         over: the horizontal dimension.
         sites: the dimensions whose labels are names of sites.
+        most_bands: most lines with bands.
     """
     other = next((str(dim) for dim in drawn["value"].dims if dim != over), None)
     depth = drawn.coords.get(f"{over}_depth")
@@ -75,8 +76,8 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str]) -> go.Figu
     axis = _axis(over, sites)
     if by_depth:
         places, axis = max((tuple(one.x) for one in series), key=len), "relative_depth"
-    title = html.escape(_title(drawn, sites, "" if over in sites else over))
-    fig = lines(places, series, title, _words(drawn), axis, most_bands=MOST_BANDS, joined=True)
+    title = html.escape(_title(drawn, sites, "" if over in LAYER_AXES or over in sites else over))
+    fig = lines(places, series, title, _words(drawn), axis, most_bands=most_bands, joined=True)
     fig.update_xaxes(**ticks).update_yaxes(rangemode="normal")
     with_subtitle(fig, html.escape(_note(drawn, intervals_in_words(fig))))
     words = "" if other is None or not ordered or len(each) < 2 else layer_title(labels, _axis(other, sites))

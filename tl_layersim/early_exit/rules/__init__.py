@@ -46,9 +46,9 @@ class CheckedTokens:
 class ExitRule(ABC):
     """Base class of exit rules: decides at each check which tokens exit.
 
-    A subclass in this module, or in a new module of this package, is available as `EarlyExit(model, rule=name)`; no other file changes. An
-    instance holds settings only. A rule that compares layers keeps what it needs in the state, which the caller creates with
-    `new_state` when tokens enter the first block and passes to every check of these tokens.
+    A subclass in this module, or in a new module of this package, is available as `EarlyExit(model, rule=name)`; no other file
+    changes. An instance holds settings only. A rule that compares layers keeps what it needs in the state, which the caller
+    creates with `new_state` when tokens enter the first block and passes to every check of these tokens.
 
     A decision about a token depends on this token alone. A higher threshold never makes a token exit at an earlier check.
 
