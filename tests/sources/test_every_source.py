@@ -148,6 +148,16 @@ def test_autocast_around_the_call_does_not_reach_the_sums(data):
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize("remote", [False, "local"])
+def test_the_lens_of_an_nnsight_model_agrees_with_its_logits_under_autocast(data, remote):
+    model = tiny_llama()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = lsim.analyze(model, data, lsim.LogitLens())["logit_lens"]
+        opened = lsim.open_model(nnsight(model), remote=remote)
+        found = lsim.analyze(opened, data, lsim.LogitLens())["logit_lens"]
+    np.testing.assert_allclose(found.cross_entropy, expected.cross_entropy, rtol=1e-5)
+
+
 def test_sites_of_several_dtypes_and_widths_are_gathered():
     from tl_layersim.activations.view import SiteBuffer
 

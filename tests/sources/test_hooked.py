@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import nnsight
 import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.data.batches import Batch
+from tl_layersim.sources.hooked import HookedSource
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..wrapped_models import bridge
@@ -64,3 +68,18 @@ def test_blocks_whose_widths_differ_are_no_stream(wrapped):
     if not wrapped:
         with pytest.raises(lsim.LayersimError, match=r"Aligned training.*blocks\.0, blocks\.1"):
             lsim.finetune_aligned(model, tokens, lsim.AlignedTraining(steps=1))
+
+
+def test_the_stream_is_tested_with_one_copy_at_a_time():
+    """The first row at all blocks of a large model may not fit beside the weights."""
+    net = torch.nn.Sequential(torch.nn.Embedding(100, 7), *(torch.nn.Linear(7, 7) for _ in range(12)))
+    held = []
+    net[11].register_forward_hook(
+        lambda *_: held.append(sum(type(one) is torch.Tensor and one.shape == (1, 5, 7) for one in gc.get_objects()))
+    )
+    source = HookedSource(net, [str(block) for block in range(1, 13)])
+    tokens = torch.arange(5)[None]
+    assert source.model.stream == "unknown"
+    source.settle(Batch(tokens, tokens >= 0, tokens >= 0, 0))
+    assert source.model.stream == "whole"
+    assert held[0] < 6

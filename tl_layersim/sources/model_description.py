@@ -287,7 +287,8 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         module: the model.
         paths: paths of its modules.
         named: whether the user named them.
-        strangers: paths of the modules that do not, see `strangers_among`.
+        strangers: paths of the modules that do not: their input is not the output of the module before, or their output is a
+            feature map or has another width.
 
     Raises:
         LayersimError: the modules are not blocks, and the user did not name them.

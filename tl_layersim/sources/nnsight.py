@@ -381,8 +381,9 @@ def _trace_gap(
             hidden = first_tensor(block.output)
             lens = remote_lens(unembed, hidden) if on_server else unembed
             logits = tensor_of(model.output)[0]
-            # Outside autocast, as kernels run: a server may have switched it on.
-            with torch.autocast(device_type=hidden.device.type, enabled=False):
+            # Kernels run outside autocast, which a server may have switched on. Here the user's autocast gives the logits.
+            kept = not on_server and torch.is_autocast_enabled(hidden.device.type)
+            with torch.autocast(device_type=hidden.device.type, enabled=kept):
                 norms = unembed_gap(lens, hidden[0], logits, attended)
         gap: Tensor = nnsight.save(norms)
     return gap

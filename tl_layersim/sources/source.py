@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -329,24 +328,6 @@ def not_once(name: str, module: str, why: str) -> LayersimError:
     return LayersimError(f"`at` names {name}, but its module {module} does not run exactly once in a pass: {why}.")
 
 
-def strangers_among(paths: Sequence[str], seen: Mapping[tuple[str, bool], Tensor]) -> list[str]:
-    """Paths of modules whose input is not the output of the one before, or whose output is a feature map or of another width.
-
-    Args:
-        paths: paths of the modules, in order.
-        seen: inputs (True) and outputs (False) of the modules that ran in a forward pass, of the first row.
-    """
-    ran = [path for path in paths if (path, False) in seen]
-    strangers = [path for path in ran[:1] if seen[path, False].dim() > 3]
-    for before, path in pairwise(ran):
-        last, given, output = seen[before, False], seen[path, True], seen[path, False]
-        is_map = output.dim() > 3 or output.shape[-1] != last.shape[-1]
-        # NaNs are reported elsewhere.
-        if is_map or given.shape != last.shape or not torch.equal(given.nan_to_num(), last.to(given).nan_to_num()):
-            strangers.append(path)
-    return strangers
-
-
 class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     """A source that reads hook points of a module: the residual layers, or others by name.
 
@@ -488,17 +469,28 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Args:
             end: function that is called after the last module.
         """
-        seen: dict[tuple[str, bool], Tensor] = {}
+        last: Tensor | None = None
+        strangers = dict[str, None]()
 
         def see(path: str, incoming: bool, hidden: Tensor) -> None:
+            nonlocal last
+            before, given = last, hidden.detach()[:1]
+            if incoming:
+                # NaNs are reported elsewhere.
+                given = given.nan_to_num()
+                if before is None or given.shape != before.shape or not torch.equal(given, before.to(given).nan_to_num()):
+                    strangers[path] = None
+                return
             if path == self.paths[0]:
                 # A new forward pass.
-                seen.clear()
+                strangers.clear()
+            if hidden.dim() > 3 or (path != self.paths[0] and before is not None and hidden.shape[-1] != before.shape[-1]):
+                strangers[path] = None
             # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
-            seen[path, incoming] = hidden.detach()[:1].clone()
-            if path == self.paths[-1] and not incoming and self._model.stream == "unknown":
-                strangers = strangers_among(self.paths, seen)
-                self._model = settled(self._model, self.module, self.paths, self._named, strangers)
+            # One copy at a time: those of all modules may be larger than the memory that is left.
+            last = given.clone()
+            if path == self.paths[-1] and self._model.stream == "unknown":
+                self._model = settled(self._model, self.module, self.paths, self._named, list(strangers))
                 end()
 
         places = [(path, incoming) for path in self.paths for incoming in (True, False)]
