@@ -12,7 +12,8 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from .commands import files, measure
+from .commands import measure
+from .commands import show_merge_list as files
 from .commands import stitch_and_train as training
 from .commands.output import print_error
 from .commands.run_file import read_run_file

@@ -6,7 +6,8 @@ import inspect
 from pathlib import Path
 from typing import get_args
 
-from tl_layersim.commands import files, measure
+from tl_layersim.commands import measure
+from tl_layersim.commands import show_merge_list as files
 from tl_layersim.commands import stitch_and_train as training
 from tl_layersim.commands.options import PANELS, Command, flag
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve, storage
+from tl_layersim.core import LayerCurve
+from tl_layersim.core import file_format as storage
 from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.engine import submitted_runs as saved_runs
 from tl_layersim.engine.run_files import tallies_of

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import CHECKPOINTS, FILES, load, read_checkpoint

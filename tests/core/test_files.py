@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import tl_layersim as lsim
 from tl_layersim.analyzers.cka import CKAResult
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 from tl_layersim.core.result_declarations import below, kind_of
 
 from ..views import worst

@@ -9,7 +9,8 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.activations import View
-from tl_layersim.core import resumable_file, storage
+from tl_layersim.core import file_format as storage
+from tl_layersim.core import resumable_file
 from tl_layersim.training import train_adapters
 
 from ..commands.helpers import run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 
 from ..tiny_models import random_tokens, tiny_llama
 from .test_malformed_files import mutated

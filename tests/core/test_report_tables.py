@@ -128,7 +128,7 @@ def test_a_file_is_written_whole_or_not_at_all(report, tmp_path, monkeypatch, wr
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tl_layersim.core.storage.os.fsync", full)
+    monkeypatch.setattr("tl_layersim.core.file_format.os.fsync", full)
     with pytest.raises(OSError, match="unchanged"):
         getattr(report, write)(path)
     assert path.read_text() == "mine"

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve, LayerMatrix, Report, axes, storage
+from tl_layersim.core import LayerCurve, LayerMatrix, Report, axes
+from tl_layersim.core import file_format as storage
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance

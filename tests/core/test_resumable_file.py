@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import resumable_file, storage
+from tl_layersim.core import file_format as storage
+from tl_layersim.core import resumable_file
 from tl_layersim.core.resumable_file import ResumableFile
 
 NOTES, TENSORS = {"step": 3, "name": "x"}, {"a": torch.arange(4), "b": torch.ones(2, dtype=torch.float64)}

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import curve

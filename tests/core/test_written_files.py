@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve, storage
+from tl_layersim.core import LayerCurve
+from tl_layersim.core import file_format as storage
 
 from ..views import provenance
 

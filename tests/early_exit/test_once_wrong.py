@@ -16,7 +16,7 @@ class TestWhatWasOnceWrong:
 
     @pytest.mark.parametrize("rule", ["max-prob", "margin", "patience", "cosine"])
     def test_costs_of_several_rows_are_of_several_rows(self, rule, monkeypatch):
-        from tl_layersim.early_exit.exit_checks import ExitCheck
+        from tl_layersim.early_exit.exit_decisions import ExitCheck
 
         seen = []
         original = ExitCheck.__call__

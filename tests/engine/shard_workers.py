@@ -34,7 +34,7 @@ def settings() -> tuple[Any, Any, list[Any], dict[str, Any]]:
 def measure(number: int, folder: Path, arguments: tuple[Any, Any, list[Any], dict[str, Any]], told: int | None) -> None:
     """One shard, as a child process; it tells of each of its forward passes where it is to be killed."""
     import tl_layersim as lsim
-    from tl_layersim.sources.hooked import HookedSource
+    from tl_layersim.sources.hooked_module import HookedSource
 
     model, data, analyzers, options = arguments
     run = HookedSource.run

@@ -8,7 +8,7 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 
 from ..processes import finish, started
 from ..runs import cosine_and_cka

@@ -176,7 +176,7 @@ def test_the_lens_gives_the_models_own_loss_at_its_last_layer(make):
 
 
 def test_the_scale_of_tied_embeddings_is_part_of_the_lens():
-    from tl_layersim.sources.hooked import HookedSource
+    from tl_layersim.sources.hooked_module import HookedSource
 
     tied, untied = t5(), t5()
     untied.config.scale_decoder_outputs = False
@@ -301,7 +301,7 @@ def test_layers_of_both_stacks_are_refused():
 
 
 def test_a_model_that_is_used_again_reads_its_own_stack():
-    from tl_layersim.sources.hooked import HookedSource
+    from tl_layersim.sources.hooked_module import HookedSource
 
     given = rows()
     for model, at in ((lsim.open_model(t5()), "encoder.attn_out"), (HookedSource(t5()), "attn_out")):

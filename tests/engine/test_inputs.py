@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 
 from .. import oracles
 from ..input_models import alone, bert_blocks, image_vit, pair_bert, pair_data, pixels, states, vit_blocks

@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.intervals import bounds_of, degrees_of_freedom, standard_error
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..views import worst

@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import resumable_file
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 
 from ..processes import kill_when, started
 from ..runs import cosine_and_cka
@@ -56,7 +56,7 @@ KILLED = """
 import sys, time
 import tl_layersim as lsim
 from tl_layersim.core import resumable_file
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 from tests.tiny_models import random_tokens, tiny_llama
 resumable_file.SECONDS_BETWEEN_SAVES = 0.0
 run, passes = HookedSource.run, []
@@ -118,7 +118,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tl_layersim.core.storage.os.fsync", full)
+    monkeypatch.setattr("tl_layersim.core.file_format.os.fsync", full)
     monkeypatch.setattr(resumable_file, "SECONDS_BETWEEN_SAVES", 0.0)
     path = tmp_path / "run.safetensors"
     with pytest.warns(lsim.LayersimWarning, match=r"continues without it(.|\n)*No space left"):

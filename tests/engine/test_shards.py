@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 from tl_layersim.engine import run_description as analysis
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 
 from ..head_models import CASES
 from ..options import called

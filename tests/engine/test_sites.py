@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 
 from ..options import called
 from ..runs import MODELS, analyzers, each_model, hooks, logits

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, LayerMatrix, Result
-from tl_layersim.core.storage import write as write_heads
+from tl_layersim.core.file_format import write as write_heads
 from tl_layersim.stitching.stitch import StitchExperiment
 from tl_layersim.training import train_adapters
 

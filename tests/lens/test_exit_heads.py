@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Head, Pool
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 from tl_layersim.lens import ExitHeads
 from tl_layersim.sources.model_description import Model
 

@@ -19,7 +19,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerMatrix, Report, axes
 from tl_layersim.core.report_tables import adjusted, is_symmetric
 from tl_layersim.many.differences import at_depths, depths
-from tl_layersim.reporting.differences_and_fits import difference_figure
+from tl_layersim.reporting.difference_and_fit_figures import difference_figure
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance

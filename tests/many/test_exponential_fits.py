@@ -12,7 +12,7 @@ import xarray
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
 from tl_layersim.many.fits import fit_exponential
-from tl_layersim.reporting.differences_and_fits import fit_figure
+from tl_layersim.reporting.difference_and_fit_figures import fit_figure
 
 from ..views import from_views, provenance, residuals, view
 

@@ -15,7 +15,7 @@ import xarray
 import tl_layersim as lsim
 from tl_layersim.core.report_tables import is_symmetric
 from tl_layersim.many.group_comparison import permutation_test
-from tl_layersim.reporting.many_runs import clusters
+from tl_layersim.reporting.many_model_figures import clusters
 
 from ..views import from_views, residuals, view
 

@@ -12,7 +12,7 @@ import torch
 import xarray
 
 import tl_layersim as lsim
-from tl_layersim.reporting.many_runs import clusters
+from tl_layersim.reporting.many_model_figures import clusters
 from tl_layersim.reporting.style import GREY
 
 from ..options import called

@@ -130,7 +130,7 @@ def test_a_login_is_given_again(small, sent, waited, tmp_path):
 
 
 def test_a_file_that_is_no_whole_run(small, sent, tmp_path):
-    from tl_layersim.core import storage
+    from tl_layersim.core import file_format as storage
 
     path = sent().save(tmp_path / "run")
     header, tensors = storage.read(path, ("remote_run",))

@@ -138,7 +138,7 @@ def test_autocast_around_the_call_does_not_reach_the_sums(data):
         seen.append((x @ x.T).dtype)
         return {"n": torch.tensor(1)}
 
-    source_view = __import__("tl_layersim.sources.hooked", fromlist=["HookedSource"]).HookedSource(model)
+    source_view = __import__("tl_layersim.sources.hooked_module", fromlist=["HookedSource"]).HookedSource(model)
     from tl_layersim.data.batches import Batches
     from tl_layersim.data.data import Data
 

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batch
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..wrapped_models import bridge

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources import untrained
 from tl_layersim.sources.identity import WORDS, digest_of_tensor, hash_weights, hooks_on

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.sources.hooked import HookedSource
+from tl_layersim.sources.hooked_module import HookedSource
 from tl_layersim.sources.out_of_memory import is_out_of_memory
 from tl_layersim.vision import tower_similarity
 

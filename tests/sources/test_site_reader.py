@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batch
-from tl_layersim.sources.hooked import HookedSource, whole_tensor
+from tl_layersim.sources.hooked_module import HookedSource, whole_tensor
 
 
 class Parts(torch.nn.Module):

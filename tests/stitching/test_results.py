@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import file_format as storage
 
 from ..tiny_models import tiny_llama
 from .helpers import rows

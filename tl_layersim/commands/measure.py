@@ -9,16 +9,7 @@ from typing import Any
 from ..core.errors import LayersimError
 from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
 from .options import CommandCall, command
-from .output import (
-    analyzer_settings,
-    make_folder,
-    prepare,
-    print_files,
-    print_run,
-    print_table,
-    write_report,
-    written,
-)
+from .output import analyzer_settings, make_folder, prepare, print_files, print_run, print_table, write_report, written
 from .run_file import run_file, write_run_file
 
 # Beside the recommended threshold.

@@ -39,7 +39,7 @@ def make_folder(out: Path, option: str = "out") -> None:
     Raises:
         LayersimError: the folder cannot be created or written to.
     """
-    from ..core.storage import refuse_unwritable_folder
+    from ..core.file_format import refuse_unwritable_folder
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def write_report(
         analyzers: analyzers of the run, by name, whose options `--option` sets.
         with_run_file: whether the options of the run are known.
     """
-    from ..core.storage import REPORT_FILE
+    from ..core.file_format import REPORT_FILE
 
     print_headlines(report)
     # Before the run file is written: it may replace the file of `--config`.

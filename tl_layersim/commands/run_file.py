@@ -105,7 +105,7 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
     """
     import yaml
 
-    from ..core.storage import replacing
+    from ..core.file_format import replacing
 
     used = {} if report is None else _used_options(report)
     options = {name: value if name in call.given else used.get(name, value) for name, value in call.options.items()}

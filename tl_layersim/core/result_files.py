@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from .errors import LayersimError
+from .file_format import REPORT_FILE, by_first_name, read, reading, refuse_other_types
 from .result_declarations import Provenance, class_of, kind_of
-from .storage import REPORT_FILE, by_first_name, read, reading, refuse_other_types
 
 SCHEME = "hf://"
 # A repository of numbers about a model, not of weights.

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .arguments import OpenFraction, typed
 from .errors import LayersimError, without_secrets
+from .file_format import REPORT_FILE, replacing
+from .file_format import write as write_file
 from .intervals import ConfidenceInterval, field_named, headline_intervals, headline_lines, headline_texts, interval_of
 from .report_tables import (
     BLOCK_AXES,
@@ -39,8 +41,6 @@ from .report_tables import (
 from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, result_class, without_nan
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
-from .storage import REPORT_FILE, replacing
-from .storage import write as write_file
 from .wording import headed
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .errors import LayersimError, warn
-from .storage import read, reading, write
+from .file_format import read, reading, write
 
 T = TypeVar("T")
 # Named notes, which JSON can hold, and named tensors.

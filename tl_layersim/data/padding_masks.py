@@ -69,7 +69,7 @@ class RunsAtEnds:
 
     Examples:
         >>> from tl_layersim.demo import demo_model
-        >>> from tl_layersim.sources.hooked import HookedSource
+        >>> from tl_layersim.sources.hooked_module import HookedSource
         >>> runs = RunsAtEnds()
         >>> runs.add(torch.tensor([[5, 6, 7, 8], [5, 6, 9, 9], [6, 9, 9, 9]]), HookedSource(demo_model()).model)
         >>> runs.counts

@@ -25,8 +25,8 @@ from ..engine.run_arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..sources.forward_arguments import no_cache, refusing_failed_forward
 from ..sources.open_local import OpenedModel
-from .exit_checks import ExitCheck, ExitLens, shortlist_ids
 from .exit_costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
+from .exit_decisions import ExitCheck, ExitLens, shortlist_ids
 from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows
 from .rules import EXIT_RULES, MaxProbRule
 from .segments import FullSequence

@@ -14,7 +14,7 @@ from ..analyzers.exit_curve import ExitCurveResult
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError
 from ..sources.partial_forward import LocalSplitModel
-from .exit_checks import ExitCheck, ExitLens, shortlist_ids
+from .exit_decisions import ExitCheck, ExitLens, shortlist_ids
 from .rules import EXIT_RULES, ExitRule
 from .segments import Decoding
 from .supported_models import open_for_early_exit, synthetic_inputs

@@ -15,7 +15,7 @@ from ..data.data import Data
 from ..data.padding_masks import RunsAtEnds, as_mask, mask_of, masked_warning
 from ..sources.model_description import Model
 from ..sources.partial_forward import LocalSplitModel
-from .exit_checks import ExitCheck
+from .exit_decisions import ExitCheck
 from .segments import Decoding
 
 

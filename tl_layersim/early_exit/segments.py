@@ -27,7 +27,7 @@ from ..sources.forward_arguments import no_cache
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
 from ..sources.partial_forward import LocalSplitModel
 from .cache import ColumnCache, Columns
-from .exit_checks import ExitCheck
+from .exit_decisions import ExitCheck
 
 
 @contextmanager

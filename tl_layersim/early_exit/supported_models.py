@@ -21,10 +21,10 @@ from ..core.errors import LayersimError
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream
 from ..sources.forward_arguments import no_cache
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.open_local import OpenedModel
 from ..sources.partial_forward import LocalSplitModel, logits_of
-from .exit_checks import ExitCheck, ExitLens
+from .exit_decisions import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
 
 # Of the synthetic batch: tokens of the prompt, padding of its second row, and new tokens.

@@ -14,11 +14,11 @@ from ..architectures.unembed import rounding
 from ..core.arguments import PositiveInt, typed
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
-from ..core.storage import replacing_model
+from ..core.file_format import replacing_model
 from ..sources.identity import refuse_quantised
 from ..sources.open_local import OpenedModel
 from ..sources.partial_forward import logits_of
-from .exit_checks import ExitCheck, ExitLens
+from .exit_decisions import ExitCheck, ExitLens
 from .segments import FullSequence
 from .supported_models import not_hugging_face, open_for_early_exit, positions_read, relative_gap, synthetic_inputs
 

@@ -16,9 +16,9 @@ from ..analyzers.analyzer import Analyzer, Run
 from ..core.arguments import typed
 from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, rank_and_size, weight_peers
 from ..core.errors import LayersimError
+from ..core.file_format import refuse_unwritable
 from ..core.results import Report, Result
 from ..core.resumable_file import ResumableFile, plain
-from ..core.storage import refuse_unwritable
 from ..core.sums import Sums
 from ..core.wording import brief
 from ..data.batches import Batches

@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from ..core.arguments import PositiveInt, typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
+from ..core.file_format import replacing
 from ..core.results import Report
 from ..core.resumable_file import plain
-from ..core.storage import replacing
 from ..core.wording import brief, with_article
 from ..data import data as data_module
 from ..data.data import Data

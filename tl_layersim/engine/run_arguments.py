@@ -14,7 +14,7 @@ from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, in_words, shown, warn
-from ..core.storage import refuse_unwritable
+from ..core.file_format import refuse_unwritable
 from ..core.wording import brief
 from ..data.data import DATA_OPTIONS
 from ..data.non_token_inputs import PIXELS

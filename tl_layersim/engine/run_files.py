@@ -13,8 +13,8 @@ from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer, code_digest
 from ..architectures.unembed import Head, Pool
 from ..core.errors import LayersimError
+from ..core.file_format import refuse_other_types
 from ..core.resumable_file import Snapshot
-from ..core.storage import refuse_other_types
 from ..core.sums import DataBlock, Sums, SumTree, Tally
 from ..sources.model_description import Model
 from .run_arguments import AnalyzersArgument, choose_analyzers

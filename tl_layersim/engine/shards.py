@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 
 from ..core.arguments import typed
 from ..core.errors import LayersimError
+from ..core.file_format import MALFORMED, checksum, refuse_other_types
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile, differences
-from ..core.storage import MALFORMED, checksum, refuse_other_types
 from ..core.sums import SumTree, Tally
 from ..core.wording import brief
 from .report_assembly import make_report, refuse_empty

@@ -18,9 +18,9 @@ from ..activations.row_pools import AnyKernel
 from ..analyzers.analyzer import Analyzer
 from ..core.arguments import typed
 from ..core.errors import LayersimError, shown, without_secrets
+from ..core.file_format import refuse_other_types
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.storage import refuse_other_types
 from ..core.sums import Sums, SumTree, Tally
 from ..data.batches import Batch
 from ..remote import client

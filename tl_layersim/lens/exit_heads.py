@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, typed
-from ..core.storage import checksum, reading
-from ..core.storage import read as read_file
-from ..core.storage import write as write_file
+from ..core.file_format import checksum, reading
+from ..core.file_format import read as read_file
+from ..core.file_format import write as write_file
 from ..sources.model_description import Model
 
 

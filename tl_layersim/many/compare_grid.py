@@ -24,13 +24,7 @@ from ..core.results import Report, Result, axes
 from ..core.sums import Sums
 from ..core.wording import brief, counted
 from ..data.data import Data
-from ..engine.analyze_and_compare import (
-    BaselineArgument,
-    SeveralAnalyzers,
-    SharedKeywords,
-    opened_analysis,
-    run_with_baseline,
-)
+from ..engine.analyze_and_compare import BaselineArgument, SeveralAnalyzers, SharedKeywords, opened_analysis, run_with_baseline
 from ..engine.report_assembly import record_of_models
 from ..engine.run_arguments import choose_analyzers, is_several, refuse_no_comparison
 from ..engine.run_description import Analysis

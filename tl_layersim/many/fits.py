@@ -284,7 +284,7 @@ class Relation:
         Args:
             predictor: name of the predictor; None for the first.
         """
-        from ..reporting.differences_and_fits import regression
+        from ..reporting.difference_and_fit_figures import regression
 
         return regression(self, self.predictors.columns[0] if predictor is None else predictor)
 

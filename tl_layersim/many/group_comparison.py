@@ -144,7 +144,7 @@ def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
         >>> sorted(float(max(link.y)) for link in lsim.many.dendrogram(distances).data)
         [1.0, 5.0]
     """
-    from ..reporting.many_runs import tree_of_models
+    from ..reporting.many_model_figures import tree_of_models
     from ..reporting.style import with_provenance
 
     array, names = distances_between(table)

@@ -74,9 +74,9 @@ def plot(
     """
     import xarray
 
-    from ..reporting.differences_and_fits import difference_figure, fit_figure
+    from ..reporting.difference_and_fit_figures import difference_figure, fit_figure
     from ..reporting.figures import panels
-    from ..reporting.many_runs import group_figure, line_plot, map_of_two, matrices
+    from ..reporting.many_model_figures import group_figure, line_plot, map_of_two, matrices
     from ..reporting.style import with_size
 
     if isinstance(table, xarray.DataTree):

@@ -22,9 +22,9 @@ from ..core.arguments import typed
 from ..core.code_digests import ValueNames
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, warn
+from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
-from ..core.storage import refuse_unwritable_folder
 from ..core.wording import brief
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze

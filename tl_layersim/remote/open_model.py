@@ -13,7 +13,7 @@ from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
 from ..sources.activation_checks import need_stream, verify_on_first_row
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.identity import refuse_edits
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local

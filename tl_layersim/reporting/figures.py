@@ -32,7 +32,7 @@ from .lines_and_bars import (
     widen_axis,
     with_baselines,
 )
-from .many_runs import model_heatmap
+from .many_model_figures import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
 from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, series_look, with_provenance, with_size
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from jinja2 import Environment
 
+from ..core.file_format import replacing
 from ..core.intervals import headline_texts, with_margin
 from ..core.report_tables import COLUMNS, field_table
 from ..core.result_declarations import Provenance
 from ..core.results import UNTRAINED, Report, Result
-from ..core.storage import replacing
 from .site_labels import axis_title, is_stream, listed_sites, series_label
 from .style import FONT, names_of_models
 

@@ -22,7 +22,7 @@ from ..core.errors import LayersimError
 from ..core.wording import first_line, with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
-from .hooked import HookedSource
+from .hooked_module import HookedSource
 from .hooks import on_tensor, temporary_hooks
 from .model_description import Model
 from .out_of_memory import is_out_of_memory

@@ -16,7 +16,7 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import Seed, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import brief, with_article
-from .hooked import HookedSource
+from .hooked_module import HookedSource
 from .identity import edits_of, hooks_on
 from .nnsight import NNsightSource
 from .source import Source

@@ -20,7 +20,7 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
 from .activation_checks import need_stream
-from .hooked import HookedSource
+from .hooked_module import HookedSource
 from .hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
 from .model_description import Model
 from .source import CanReadSites

@@ -20,7 +20,7 @@ from ..data.batches import Batch
 from ..data.non_token_inputs import PIXELS, refuse_integers
 from ..data.positions import PositionRule, Positions
 from ..data.texts import DEFAULT_SEQ_LEN
-from .hooked import HookedSource
+from .hooked_module import HookedSource
 from .identity import StoredWeights, hooks_on
 from .model_description import Model, hash_config, processor_of
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..activations.view import tokens_alone
 from ..data.batches import Batch
-from .hooked import HookedSource
+from .hooked_module import HookedSource
 
 # Attention on a CPU, which holds no `pos pos` weights.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -22,9 +22,9 @@ from ..architectures.blocks import entering
 from ..architectures.site_selection import block_number
 from ..core.arguments import Layer, NonNegativeFloat, typed
 from ..core.errors import LayersimError, in_words, warn
+from ..core.file_format import refuse_unwritable, refuse_unwritable_folder
 from ..core.result_declarations import Provenance
 from ..core.resumable_file import Snapshot
-from ..core.storage import refuse_unwritable, refuse_unwritable_folder
 from ..core.sums import Tally
 from ..core.wording import brief, counted
 from ..data.batches import Batches, fingerprint, found_in, new_digest

@@ -399,7 +399,7 @@ class StitchGrid(Result):
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: a line for each direction, with known intervals. Self-stitches are dashed."""
-        from ..reporting.many_runs import stitch_lines
+        from ..reporting.many_model_figures import stitch_lines
         from ..reporting.style import intervals_in_words, with_size, with_subtitle
 
         field = "penalty" if field in (None, "values") else field

@@ -21,7 +21,7 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..data.non_token_inputs import TOKEN_IDS
 from ..sources.forward_arguments import no_cache
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.identity import hooks_on
 from ..sources.partial_forward import LocalSplitModel
 from .adapters import Adapter

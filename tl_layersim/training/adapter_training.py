@@ -20,10 +20,10 @@ from tqdm.auto import tqdm
 from ..architectures.site_selection import block_numbers
 from ..core.arguments import Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
+from ..core.file_format import refuse_unwritable
 from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.storage import refuse_unwritable
 from ..core.training_loop import Shuffle, TrainingSteps, run_steps, save_state
 from ..data.data import Data
 from ..engine.run_arguments import with_tokenizer

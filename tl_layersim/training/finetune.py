@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from ..core.arguments import typed
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
+from ..core.file_format import refuse_unwritable, refuse_unwritable_folder, replacing_model
 from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.storage import refuse_unwritable, refuse_unwritable_folder, replacing_model
 from ..core.training_loop import Descent, Shuffle, run_steps, save_state
 from ..core.wording import brief
 from ..data.data import Data

@@ -22,7 +22,7 @@ from ..data.padding_masks import as_mask
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream, refuse_other_logits
 from ..sources.forward_arguments import device_of, no_cache
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel

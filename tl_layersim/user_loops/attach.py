@@ -20,7 +20,7 @@ from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
 from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
 from ..remote.open_model import open_source
 from ..sources.activation_checks import check_lens, check_stream_sums
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight
 from .probe import LoopProbe, Probe, TraceProbe

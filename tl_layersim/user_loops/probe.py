@@ -28,7 +28,7 @@ from ..engine.site_plan import SitePlan
 from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
 from ..remote.traces import partial_sums
 from ..sources.activation_checks import refuse_not_finite
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.hooks import kernels_alone
 from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource, shippable

@@ -31,7 +31,7 @@ from ..data.labels import NO_LABEL
 from ..data.padding_masks import mask_of, masked_warning
 from ..data.positions import Positions
 from ..sources.activation_checks import refuse_other_logits
-from ..sources.hooked import HookedSource, whole_tensor
+from ..sources.hooked_module import HookedSource, whole_tensor
 from ..sources.hooks import StopForward, is_unrecorded, on_enter, on_leave, temporary_hooks
 from ..sources.source import not_once
 

@@ -31,7 +31,7 @@ from ..data.non_token_inputs import PIXELS, is_image
 from ..engine.analyze_and_compare import analyze
 from ..engine.site_plan import refuse_selection
 from ..remote.open_model import open_source
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.model_description import Model
 
 # Settings of a DETR's matching cost and loss in its configuration, by the name under which a result records them.

@@ -22,7 +22,7 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..engine.analyze_and_compare import analyze
 from ..engine.run_arguments import with_tokenizer
-from ..sources.hooked import HookedSource
+from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model_description import processor_of
 from ..sources.open_local import OpenedModel

@@ -13,20 +13,9 @@ from ..core.report_tables import SITE_AXES
 from ..core.wording import equation, p_value_text
 from .heat_map import MATRICES, about_zero
 from .lines_and_bars import ZERO_LINE, Ends, add_band
-from .many_runs import line_plot, map_of_two
+from .many_model_figures import line_plot, map_of_two
 from .site_labels import inside_title, quantity_with_unit, short_names
-from .style import (
-    BLUE,
-    GREEN,
-    GREY,
-    MOST_LINES,
-    ORANGE,
-    layer_axis,
-    model_name,
-    styled,
-    with_room_for_legend,
-    with_subtitle,
-)
+from .style import BLUE, GREEN, GREY, MOST_LINES, ORANGE, layer_axis, model_name, styled, with_room_for_legend, with_subtitle
 
 if TYPE_CHECKING:
     import xarray

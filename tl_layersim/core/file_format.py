@@ -65,7 +65,7 @@ def _is_of_type(value: Any, hint: Any) -> bool:
     return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
 
 
-FORMAT = 2
+FORMAT = 3
 # Name of the file of a report in the folder that the command line or the hub makes.
 REPORT_FILE = "report.safetensors"
 HEADER, CHECKSUM = "tl_layersim", "tl_layersim.sha256"
